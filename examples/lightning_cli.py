@@ -6,7 +6,7 @@
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.strategy.planning.planner=highs
 
 Nothing here knows of the strategy: any ``LightningCLI`` program whose model is a ``PipelineModule`` works like this. It
-needs jsonargparse: ``pip install 'lightning-recycle[cli]'``.
+needs jsonargparse: ``pip install '.[cli]'``.
 """
 
 from lightning.pytorch.cli import LightningCLI

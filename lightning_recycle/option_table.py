@@ -122,6 +122,8 @@ def suggests_options(cls: _Class) -> _Class:
     """Class decorator: an argument that does not exist is an error that names the nearest one that does.
 
     An argument that an option group takes, among those that the class has as arguments, is answered with that group.
+    Only options that accept the value are suggested. A class whose arguments are the options of another one names that
+    as ``options_type``; remedies for names that other libraries use are its ``other_names``, with ``{}`` for the value.
 
     Raises:
         ConfigurationError: by the decorated class, for an argument that does not exist.
@@ -135,29 +137,39 @@ def suggests_options(cls: _Class) -> _Class:
         for name, value in kwargs.items():
             if name not in names:
                 groups = {parameter.name: type(parameter.default) for parameter in known}
-                raise ConfigurationError(_answer(cls.__name__, name, value, names, groups))
+                raise ConfigurationError(_answer(cls, name, value, names, groups))
         initialize(self, *args, **kwargs)
 
     cls.__init__ = checked
     return cls
 
 
-def _answer(owner: str, name: str, value: Any, names: Sequence[str], groups: Mapping[str, type[Any]]) -> str:
-    """The error for the argument ``name`` of ``owner``, which has ``names``, some of them of a type in ``groups``."""
+def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups: Mapping[str, type[Any]]) -> str:
+    """The error for the argument ``name`` of ``cls``, which has ``names``, some of them of a type in ``groups``."""
     homes = {
         item.name: (argument, group)
         for argument, group in groups.items()
         if issubclass(group, OptionGroup)
         for item in fields(group)
     }
-    given = f"{owner}({name}={_short(value)})"
+    given = f"{cls.__name__}({name}={_short(value)})"
+    if (remedy := getattr(cls, "other_names", {}).get(name)) is not None:
+        return f"{given}: there is no such option. {remedy.format(_short(value))}."
     if name in homes:
         return f"{given}: write {_in_group(*homes[name], name, value)}."
-    near = difflib.get_close_matches(name, [*names, *homes], n=1)
+    fitting = [each for each in homes if _accepts(homes[each][1], each, value)]
+    near = difflib.get_close_matches(name, [*(each for each in names if _accepts(cls, each, value)), *fitting], n=1)
     if not near:
         return f"{given}: there is no such option. There are {', '.join(names)}."
     right = f"{near[0]}={_short(value)}" if near[0] in names else _in_group(*homes[near[0]], near[0], value)
     return f"{given}: there is no such option. Did you mean {right}?"
+
+
+def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+    """Whether the option ``name`` of ``cls`` takes ``value``, as far as its check knows."""
+    options = getattr(cls, "options_type", cls)
+    check = next((item.metadata.get("check") for item in fields(options) if item.name == name), None)
+    return check is None or bool(check.accepts(value))
 
 
 def _in_group(argument: str, group: type[Any], name: str, value: Any) -> str:

@@ -42,7 +42,7 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.commit_requirements import OptimizerStep
-from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
+from lightning_recycle.session.configuration import OTHER_NAMES, CheckpointOptions, MonitoringOptions, Options
 from lightning_recycle.session.lightning_internals import AFTER_SAVING, WrappingCheckpointIO, set_device_mesh
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
@@ -99,6 +99,8 @@ class ReCycleStrategy(ParallelStrategy):
     strategy_name = "recycle"
     is_distributed = False  # for Lightning's samplers: the data is addressed, nothing may be injected
     owns_layers = True
+    options_type = Options
+    other_names = OTHER_NAMES
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Options of the strategy: names, groups, defaults, checks, and the answer to a name that does not exist."""
 
 import copy
+import importlib.util
 import inspect
 import pickle
 from dataclasses import fields
@@ -62,6 +63,10 @@ def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) 
         ({"max_restart": 3}, r"no such option. Did you mean recovery=RecoveryOptions\(max_restarts=3\)\?$"),
         ({"num_microbatch": 3}, r"\(num_microbatch=3\): .* Did you mean num_microbatches=3\?$"),
         ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
+        ({"num_stages": 2}, r"no such option\. Write pipeline_parallel_size=2\.$"),
+        ({"pipelines": 2}, r"devices \* num_nodes = pipelines \* pipeline_parallel_size\.$"),
+        ({"timeout": 5.0}, r"HeartbeatCallback\(timeout=5\.0\)"),
+        ({"on_stage_los": 2}, r"no such option\. There are"),  # on_stage_lost does not take a number
         ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),
     ],
 )
@@ -141,3 +146,22 @@ def test_options_come_from_the_command_line_of_lightning() -> None:
     assert strategy.planning == PlanningOptions(partition=[3, 5], memory="4 micro-batches")
     assert strategy.checkpoints == CheckpointOptions(save_on_signal=True)
     assert strategy.monitoring.status == "127.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("module", "option", "words"),
+    [
+        ("mip", {"planning": {"planner": "highs"}}, r"planner 'highs' needs the package mip: pip install '\.\[milp\]'"),
+        ("ortools", {"planning": {"planner": "cpsat"}}, r"needs the package ortools: pip install '\.\[cpsat\]'"),
+        ("ray", {"engine": "ray"}, r"engine='ray'\) needs the package ray: pip install '\.\[ray\]'"),
+    ],
+)
+def test_a_missing_extra_is_named_when_the_option_is_made(
+    module: str, option: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == module else find(name, *args))
+    with pytest.raises(ConfigurationError, match=words):
+        ReCycleStrategy(
+            **{name: PlanningOptions(**value) if name == "planning" else value for name, value in option.items()}
+        )

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.extras import install_command
 from lightning_recycle.option_table import Check, OptionGroup, option, suggests_options
 
 __all__ = [
@@ -156,9 +157,7 @@ def import_ray() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigurationError(
-            "Ray is not installed here: pip install 'lightning-recycle[ray]', on every node."
-        ) from error
+        raise ConfigurationError(f"Ray is not installed here: {install_command('ray')}, on every node.") from error
 
 
 def connect() -> Any:

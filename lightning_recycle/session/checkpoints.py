@@ -325,8 +325,9 @@ class Checkpoints:
             return None
         self.transfer.resume(completion, boundary_of(completion), self.context.run.restarts)
         found = {self.copies.get((self._stage, n), n): p for n, p in parameters_by_name(self.module).items()}
-        sums = completion["gradients"]
-        self.executor.accumulated.load_sums({p: part_like(sums[name], p) for name, p in found.items() if name in sums})
+        for name, parameter in found.items():
+            if name in completion["gradients"]:
+                parameter.grad = part_like(completion["gradients"][name], parameter).to(parameter.device)
         return completion
 
     def finish_boundary(self, completion: Mapping[str, Any]) -> None:
@@ -500,9 +501,9 @@ class Checkpoints:
         """This stage's part of what completes a checkpoint; no copy."""
         if marks is None:
             return None
-        changes, sums = marks.changes(), self.executor.accumulated.sums
+        changes, left = marks.changes(), self.transfer.left_gradients()
         named = parameters_by_name(self.module).items()
-        owned = {self.copies.get((self._stage, name), name): sums[p] for name, p in named if p in sums}
+        owned = {self.copies.get((self._stage, name), name): left[p] for name, p in named if p in left}
         return {**changes, "gradients": owned}
 
     def _write_together(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:

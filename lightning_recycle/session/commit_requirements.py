@@ -23,7 +23,7 @@ changes in steps only, which all stages commit together: a step that is redone h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -54,12 +54,12 @@ __all__ = [
     "complete_norms",
     "may_change_gradients",
     "may_speculate",
+    "norm_of_all",
     "norms_of_all_stages",
     "overflow_of_all",
     "restore_scale",
     "scaler_of",
     "sees_old_gradients",
-    "sees_zeroing",
     "steps_alone",
 ]
 
@@ -118,7 +118,7 @@ _GRADIENT_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
 )
-_STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step")
+_STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step", "optimizer_zero_grad")
 _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.DeviceStatsMonitor,
     known.EarlyStopping,
@@ -159,17 +159,21 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
     all stages hold theirs, or which changes nothing the second time.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    return _overrides(trainer, module, hooks, _STEP_HOOKS[:2])
-
-
-def sees_zeroing(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether the user's code is called when gradients are zeroed."""
-    return _overrides(trainer, module, ("on_before_zero_grad",), ("optimizer_zero_grad",))
+    return _overrides(trainer, module, hooks, ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"))
 
 
 def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether the user's code is called in a step while the gradients of the step before are there."""
-    return sees_zeroing(trainer, module) or _overrides(trainer, module, ("on_train_batch_start",), ())
+    hooks = ("on_before_zero_grad", "on_train_batch_start")
+    return _overrides(trainer, module, hooks, ("optimizer_zero_grad",))
+
+
+def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
+    """The norm of the gradients that all stages hold now; all workers call it."""
+    if _gather is not None:
+        total = norms_of_all_stages(trainer.lightning_module, 2.0)
+        return float(next((norm for name, norm in total.items() if name.endswith("_total")), 0.0))
+    return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:

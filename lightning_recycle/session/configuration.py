@@ -16,6 +16,7 @@ from lightning_recycle.control.options import RecoveryOptions, VerificationOptio
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.extras import require
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
     SECONDS,
@@ -35,6 +36,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 __all__ = [
     "FILE_BYTES",
     "LARGE_BYTES",
+    "OTHER_NAMES",
     "CheckpointOptions",
     "Gathering",
     "MonitoringOptions",
@@ -138,6 +140,24 @@ _ENGINE = Check(
 )
 
 
+OTHER_NAMES = {
+    **dict.fromkeys(("num_stages", "stages", "pp", "pp_size"), "Write pipeline_parallel_size={}"),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel"), "Write tensor_parallel_size={}"),
+    **dict.fromkeys(("microbatches", "micro_batches", "chunks", "num_chunks"), "Write num_microbatches={}"),
+    **dict.fromkeys(
+        ("pipelines", "num_pipelines", "dp", "dp_size", "data_parallel_size"),
+        "The number of pipelines follows from the Trainer's: devices * num_nodes = pipelines * pipeline_parallel_size",
+    ),
+    **dict.fromkeys(("num_workers", "workers", "world_size"), "Workers are the Trainer's devices * num_nodes"),
+    **dict.fromkeys(("timeout", "heartbeat_timeout"), "Give the Trainer callbacks=[HeartbeatCallback(timeout={})]"),
+    **dict.fromkeys(
+        ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        "Give the Trainer accumulate_grad_batches={}",
+    ),
+}
+"""Names that people give to options of the strategy, each with its remedy."""
+
+
 @dataclass(frozen=True)
 class Options(OptionGroup):
     """All that the user configured; the arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
@@ -169,6 +189,8 @@ class Options(OptionGroup):
             if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
                 self._refuse(item.name, f"give {kind.__name__}(...)")
         suspicion_of(self.recovery.machine_errors)
+        if self.ray is not None:
+            require("ray", f"{self._owner}(engine={self.engine!r})")
 
     @property
     def mesh_sizes(self) -> tuple[int, int]:

@@ -192,14 +192,24 @@ class HookSideEffects:
             self._forget(self._tree.absorb())
 
     @contextmanager
-    def microbatch(self, slot: int) -> Iterator[MicrobatchEffects]:
-        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back."""
+    def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> Iterator[MicrobatchEffects]:
+        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back.
+
+        What it adds to running statistics is added to ``sums``, its part of the mean, if these have room for them.
+        """
         made = MicrobatchEffects()
         if self._alone:
             yield made
             return
-        with self._watching(self._tree, slot, made.effects), self._inside():
+        with self._watching(self._tree, slot, made.effects, sums), self._inside():
             yield made
+
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of the layers of this worker."""
+        if self._alone:
+            return []
+        self._forget(self._tree.absorb())
+        return list(self._tree.statistics.values())
 
     @contextmanager
     def again(self, slot: int) -> Iterator[None]:
@@ -224,14 +234,21 @@ class HookSideEffects:
             self._is_inside = False
 
     @contextmanager
-    def _watching(self, tree: ValueTree, slot: int, effects: list[Effect]) -> Iterator[None]:
+    def _watching(
+        self, tree: ValueTree, slot: int, effects: list[Effect], sums: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
         self._begin(tree, slot)
         try:
             yield
         except BaseException:
             tree.abandon()
             raise
-        effects += self._effects(tree, tree.end(), slot)
+        found = tree.end()
+        places = list(tree.statistics) if sums else []
+        for one in found:
+            if one.place in places:
+                sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
+        effects += self._effects(tree, [one for one in found if one.place not in places], slot)
 
     def _begin(self, tree: ValueTree, slot: int) -> None:
         self._forget(tree.absorb())
@@ -268,11 +285,11 @@ class HookSideEffects:
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
                 form = str((value.dtype, tuple(value.shape))).encode()
-                change = Change(one.place, checksum([value]) + form, value.nbytes, None, tree.is_statistic(one.place))
+                change = Change(one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics)
             else:
                 packed = self._packed(one.place, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                change = Change(one.place, digest, len(packed), packed, tree.is_statistic(one.place))
+                change = Change(one.place, digest, len(packed), packed, one.place in tree.statistics)
             values.append((change, value))
         left = _MOST_BYTES
         for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
@@ -360,9 +377,15 @@ class HookSideEffects:
 
     # ------------------------------------------------------------------ on every worker
 
-    def ends_step(self) -> None:
-        """The step is over; what its micro-batches have changed, if anything, is repeated next."""
+    @torch.no_grad()
+    def ends_step(self, sums: Sequence[Tensor] = ()) -> None:
+        """The step is over; what its micro-batches have changed, if anything, is repeated next. ``sums``: over all of
+        them, of what they have added to statistics.
+        """
         self._ended, self._before = self._step, ({}, dict(self.slots))
+        for place, added in zip(list(self._tree.statistics), sums, strict=False):
+            self._note(place)
+            self._tree.put(place, self._tree.get(place) + added)
 
     @torch.no_grad()
     def repeat(self, records: Mapping[int, Sequence[Effect]], on_step: bool) -> None:

@@ -31,8 +31,6 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -42,7 +40,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
-from lightning_recycle.session.commit_requirements import called_once, sees_zeroing
+from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import go_on, lightning_optimizers, loaders_of, rewind_to_batch
 from lightning_recycle.session.step_completion import Boundary
 
@@ -83,15 +81,15 @@ class PipelineOptimization(_AutomaticOptimization):
         trainer, runner = self.trainer, _runner(self.trainer)
         strategy, module = trainer.strategy, trainer.lightning_module
         share = share_of_batch(trainer, batch_idx)
-        earlier = _gradients_for_hooks(trainer) if share.begins else []
 
         def apply(result: StepResult) -> None:
             loss = runner.as_loss(result.loss) / share.batches
 
             def backward_is_done() -> torch.Tensor:
                 if share.begins:
-                    with _attached(earlier):
-                        self._zero_gradients(batch_idx, optimizer)
+                    self._on_before_zero_grad(optimizer)
+                    self._optimizer_zero_grad(batch_idx, optimizer)
+                result.add_gradients()
                 strategy.precision_plugin.pre_backward(loss, module)
                 strategy.precision_plugin.post_backward(loss, module)
                 return loss
@@ -108,39 +106,10 @@ class PipelineOptimization(_AutomaticOptimization):
         loss, returned = _run_step(trainer, kwargs["batch"], apply, share)
         return {"loss": loss / share.batches, **(returned or {})}
 
-    def _zero_gradients(self, batch_idx: int, optimizer: Optimizer) -> None:
-        """Calls the hooks; the strategy zeroes the gradients."""
-        self._on_before_zero_grad(optimizer)
-        if is_overridden("optimizer_zero_grad", self.trainer.lightning_module):
-            arguments = (self.trainer.current_epoch, batch_idx, optimizer)
-            call._call_lightning_module_hook(self.trainer, "optimizer_zero_grad", *arguments)
-        self.optim_progress.optimizer.zero_grad.increment_completed()
-
 
 _EVALUATES_AGAIN = (
     "or one like SAM with automatic_optimization = False and self.manual_backward() for each evaluation of the loss"
 )
-
-
-def _gradients_for_hooks(trainer: pl.Trainer) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-    """The gradients of the last step, for hooks that come before they are zeroed: copies, as others need them."""
-    if not sees_zeroing(trainer, trainer.lightning_module):
-        return []
-    with torch.no_grad():
-        return [(p, None if p.grad is None else p.grad.clone()) for p in trainer.lightning_module.parameters()]
-
-
-@contextmanager
-def _attached(gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> Iterator[None]:
-    """Within the block the parameters have these gradients."""
-    now = [(parameter, parameter.grad) for parameter, _ in gradients]
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    try:
-        yield
-    finally:
-        for parameter, gradient in now:
-            parameter.grad = gradient
 
 
 class PipelineManualOptimization(_ManualOptimization):

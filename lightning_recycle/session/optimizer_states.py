@@ -8,7 +8,7 @@ folder by their names in the module.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
@@ -25,6 +25,7 @@ __all__ = [
     "Copies",
     "GroupNames",
     "OptimizerState",
+    "check_parameters",
     "copied",
     "fits",
     "group_names",
@@ -35,6 +36,8 @@ __all__ = [
     "split_optimizer_state",
     "stage_optimizer_state",
     "stepping_on_shards",
+    "trained_by",
+    "trained_by_name",
 ]
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
@@ -67,19 +70,40 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the optimizer's parameters, by group.
-
-    Raises:
-        UnsupportedFeatureError: if it has a parameter that ``module`` lacks.
-    """
+    """The names of the optimizer's parameters, by group; those that are in no module by their places."""
     names = {id(parameter): name for name, parameter in parameters_by_name(module).items()}
+    return [
+        [names.get(id(p), f"parameter {j} of group {i}") for j, p in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def trained_by(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """The parameters of ``module``, and those that only ``optimizers`` have."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return list(dict.fromkeys([*module.parameters(), *(p for group in groups for p in group["params"])]))
+
+
+def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
+    """The same by name; those that are in no module by their places."""
+    named = dict(module.named_parameters())
+    known = set(map(id, named.values()))
+    for number, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            places = {f"parameter {j} of group {i} of optimizer {number}": p for j, p in enumerate(group["params"])}
+            named.update({name: p for name, p in places.items() if id(p) not in known})
+    return named
+
+
+def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises UnsupportedFeatureError if the optimizer has a parameter that ``module``, cut into stages, lacks."""
+    names = {id(parameter) for parameter in module.parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         raise UnsupportedFeatureError(
             f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in the"
             f" {type(module).__name__} (any more), so it trains nothing there. Replace parameters, as weight_norm()"
-            " does, before configure_optimizers() is called."
+            " does, before configure_optimizers() is called, or use pipeline_parallel_size=1."
         )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def merge_optimizer_states(

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.engines.discovery import Discovered
@@ -323,3 +323,9 @@ def check_optimizers(optimizers: list[Optimizer], several: bool = False) -> None
             f" {'at least' if several else 'exactly'} one (with any number of parameter groups): return for example"
             " torch.optim.AdamW(self.parameters())."
         )
+    for optimizer in optimizers if not several else ():
+        if isinstance(optimizer, SparseAdam):
+            raise UnsupportedFeatureError(
+                "configure_optimizers() returned SparseAdam, which needs sparse gradients; the strategy adds them up in"
+                " dense buffers. Use torch.optim.Adam, and sparse=False in embeddings."
+            )

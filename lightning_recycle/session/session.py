@@ -194,7 +194,7 @@ class Session:
         if context.fitting and self.parts.optimizes_itself:
             self.executor, self.manual = builder.manual_executor(ties, steps)
         else:
-            steps.layers = builder.layers(lambda: self.executor.accumulated.sums, self._has_other_layers)
+            steps.layers = builder.layers(steps.left_gradients, self._has_other_layers)
             self.executor = builder.executor(ties, steps)
         if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
             plugin = trainer.strategy.precision_plugin

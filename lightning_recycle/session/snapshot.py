@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.errors import UnsupportedFeatureError
@@ -32,7 +32,7 @@ from lightning_recycle.session.lightning_internals import TrainerState, states_f
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.optimizer_states import group_names
+from lightning_recycle.session.optimizer_states import group_names, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
 from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
@@ -70,9 +70,8 @@ class WorkerSnapshot:
         hooks: how often the donor has run collectives of its position in hooks.
         saves: the state of checkpoints that are written in the background.
         side_effects: side effects of hooks and steps on the module's attributes.
-        gradients: those of the step before, by parameter, if hooks may look at them; the parts of sharded ones.
+        gradients: those that parameters hold, by name, if anything may see them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
-        accumulated: the gradients of the batches since the newest step of the optimizer.
     """
 
     objects: ObjectPack
@@ -91,7 +90,6 @@ class WorkerSnapshot:
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
-    accumulated: dict[int, Any]
 
 
 class StateTransfer:
@@ -196,8 +194,7 @@ class StateTransfer:
     def take(self) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
-        named = [] if module.automatic_optimization else module.named_parameters()
-        left = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        left = self.left_gradients()
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
@@ -213,10 +210,16 @@ class StateTransfer:
             hooks=self._context.client.member.hooks,
             saves=None if self._background is None else self._background.state(),
             side_effects=self._side_effects.state(),
-            gradients={name: local_part(grad) for name, grad in (left or self._steps.old_gradients).items()},
+            gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
-            accumulated=self._executor.accumulated.state(),
         )
+
+    def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
+        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
+        return self._steps.left_gradients()
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return trained_by_name(self._module, self._trainer.optimizers)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
         """Makes this worker one that is about to begin the batch of the donor's step.
@@ -248,7 +251,6 @@ class StateTransfer:
         if snapshot is None:
             return
         self._restore(snapshot)
-        self._executor.accumulated.load_state(snapshot.accumulated)
         self._side_effects.load_state(snapshot.side_effects)
         self._context.client.member.joining = False
         if self._background is not None and snapshot.saves is not None:
@@ -260,7 +262,7 @@ class StateTransfer:
         take_pruned_form(module, snapshot.weights)
         user_graph(trainer).update(snapshot.objects, self._context.device, self._large)
         self._recorder.find_again()
-        for name, parameter in module.named_parameters():
+        for name, parameter in self._trained().items():
             grad = snapshot.gradients.get(name)
             parameter.grad = None if grad is None else sharded_like(parameter, grad.clone().to(parameter.device))
         snapshot.trainer.load_progress(trainer)

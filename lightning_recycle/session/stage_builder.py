@@ -35,6 +35,7 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_state import ManualStepState
+from lightning_recycle.session.optimizer_states import check_parameters, trained_by
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.requirements import (
     check_graphs,
@@ -91,14 +92,18 @@ class StageBuilder:
         self._by_itself = context.fitting and parts.optimizes_itself
 
     def bundle(
-        self, cuts: Cuts, ties: StageTies, accumulated: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+        self, cuts: Cuts, ties: StageTies, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> StageBundle:
         """The bundle of the parts of this worker under the layout ``cuts``, which are there."""
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
         owned = ranges(cuts)[stage]
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
-        parameters = list(module.parameters()) if context.fitting and not self._by_itself else []
+        parameters: list[nn.Parameter] = []
+        if context.fitting and not self._by_itself:
+            parameters = trained_by(module, context.trainer.optimizers)
+            for optimizer in context.trainer.optimizers if context.grid.stages > 1 else ():
+                check_parameters(module, optimizer)
         training_parts = parts.training_parts(owned, self._recorder)
         if context.mesh is not None and context.fitting:
             check_sharded_layers(module, parts.is_elsewhere, context.run.mesh_sizes[0])
@@ -122,9 +127,12 @@ class StageBuilder:
         several = context.grid.num_workers > 1  # otherwise no peer ever wants them
         lends_copies = several and context.fitting and may_change_gradients(context.trainer, module)
         buckets = context.options.communication.bucket_bytes
-        gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders)
+        # Of a layer that two stages share neither sums all micro-batches.
+        has_room = context.fitting and not self._by_itself and are_whole(cuts)
+        statistics = self._recorder.side_effects.statistics if has_room else tuple
+        gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
-        return StageBundle(runs, parameters, gradients, ties, accumulated, replicated)
+        return StageBundle(runs, parameters, gradients, ties, left, replicated)
 
     def _among(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
@@ -138,18 +146,18 @@ class StageBuilder:
         return self._parts.among(modules, held, own), own.start
 
     def layers(
-        self, sums: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
+        self, left: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
     ) -> StageLayers | None:
         """The layers of this worker, if they may move.
 
         Args:
-            sums: returns the gradients of the batches since the newest step of the optimizer.
+            left: returns the gradients that count for later steps.
             changed: called with the new bundle when they have moved.
         """
         context = self._context
         if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
-        return StageLayers(context, self._parts, self.bundle, sums, changed)
+        return StageLayers(context, self._parts, self.bundle, left, changed)
 
     def executor(self, ties: StageTies, steps: TrainingSteps) -> Executor:
         """The executor of this worker, for modules that train by the schedule.

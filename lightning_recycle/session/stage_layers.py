@@ -1,7 +1,7 @@
 """The layers of this worker's stage, with all that belongs to them, as they come and go while the run goes on.
 
 Concept: a layer travels as the module that it is, with its parameters and buffers, and with what its parameters have
-elsewhere: the states of the optimizers, and the gradients that were accumulated. The optimizers stay the objects that
+elsewhere: the states of the optimizers, and gradients that count for later steps. The optimizers stay the objects that
 they are, so schedulers, hooks and callbacks that know them do not notice; what changes is which parameters their groups
 hold. The group of a parameter, and its place there, are those of the worker that gave it: the order is that of one
 device (:mod:`~lightning_recycle.session.optimizer_states`), so checkpoints number it as before.
@@ -92,8 +92,8 @@ class _Given:
 
     Args:
         stage: of the worker that gave them.
-        skeleton: ``(layers, states, sums)`` without the tensors: the modules by index, the states of each optimizer and
-            what was accumulated by name of the parameter.
+        skeleton: ``(layers, states, gradients)`` without the tensors: the modules by index, the states of each
+            optimizer, and gradients by name of the parameter.
         tensors: those.
         kinds: of each whether it is a parameter, whether it requires a gradient, and whether it is on the device.
         names: the names of the parameters of that stage, by optimizer and group. A parameter that several layers share
@@ -151,9 +151,9 @@ class StageLayers:
     Args:
         context: the context of the worker.
         parts: the user's module.
-        hold: what runs the parts of this stage under a layout, given the weights that stages share, and what was
-            accumulated.
-        sums: returns what was accumulated, by parameter.
+        hold: what runs the parts of this stage under a layout, given the weights that stages share, and the
+            gradients that come with layers of others.
+        left: returns the gradients that count for later steps, by parameter.
         changed: called when this worker has other layers.
     """
 
@@ -162,7 +162,7 @@ class StageLayers:
         context: WorkerContext,
         parts: ModelParts,
         hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], StageBundle],
-        sums: Callable[[], Mapping[nn.Parameter, Tensor]],
+        left: Callable[[], Mapping[nn.Parameter, Tensor]],
         changed: Callable[[StageBundle], None],
     ) -> None:
         self._context, self._trainer, self._parts = context, context.trainer, parts
@@ -171,7 +171,7 @@ class StageLayers:
         self._measures = context.options.recovery.rebalance != "never" and not context.client.joining
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
-        self._hold, self._sums, self._changed = hold, sums, changed
+        self._hold, self._left, self._changed = hold, left, changed
         self.cuts: Cuts = (0, *(part.stop for part in context.run.parts))
 
     @property
@@ -274,11 +274,11 @@ class StageLayers:
             {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
             for optimizer in self._trainer.optimizers
         ]
-        sums = self._sums()
-        accumulated = {name: sums[p] for name, p in named.items() if p in sums}
+        held = self._left()
+        left = {name: held[p] for name, p in named.items() if p in held}
         with self._parts.handed_out(*layers) as modules:
             # Whatever was picklable at the start still is, unless the user's code has changed it.
-            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, accumulated), _travels)
+            skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, left), _travels)
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]
         return _Given(self._stage, skeleton, [tensor.detach() for tensor in tensors], kinds, self._names())
 
@@ -300,15 +300,14 @@ class StageLayers:
     def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
         stages = ranges(cuts)
         names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
-        sums = dict(self._sums())
         layers: dict[int, nn.Module] = {}
         states: list[dict[str, Any]] = [{} for _ in self._trainer.optimizers]
-        accumulated: dict[str, Tensor] = {}
+        left: dict[str, Tensor] = {}
         for one in given:
             tensors = [self._whole(tensor, *kind) for tensor, kind in zip(one.tensors, one.kinds, strict=True)]
-            found, more, begun = put_together(one.skeleton, tensors)
+            found, more, grads = put_together(one.skeleton, tensors)
             layers.update(found)
-            accumulated.update(begun)
+            left.update(grads)
             for known, state in zip(states, more, strict=True):
                 known.update(state)
         self._parts.exchange(stages, self._stage, layers)
@@ -317,11 +316,10 @@ class StageLayers:
         for index, optimizer in enumerate(self._trainer.optimizers):
             parts = [names[stage][index] for stage in sorted(names)]
             _regroup(optimizer, merged_names(parts, {}), by_name, states[index])
-        held = set(by_name.values())
-        sums = {parameter: total for parameter, total in sums.items() if parameter in held}
-        sums.update((by_name[name], total) for name, total in accumulated.items() if by_name[name] not in sums)
+        held = self._left()
         ties = StageTies(self._parts.ties(stages), self._stage, parameters_by_name(self._parts.module))
-        bundle = self._hold(cuts, ties, sums)
+        missing = {by_name[name]: grad for name, grad in left.items() if by_name[name] not in held}
+        bundle = self._hold(cuts, ties, missing)
         self._changed(bundle)
         return bundle
 

@@ -8,16 +8,18 @@ user's module know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
@@ -29,6 +31,8 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import (
     OptimizerStep,
     clip_factor,
+    may_change_gradients,
+    norm_of_all,
     overflow_of_all,
     scaler_of,
     sees_old_gradients,
@@ -37,6 +41,7 @@ from lightning_recycle.session.hook_side_effects import MicrobatchEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
+from lightning_recycle.session.optimizer_states import trained_by, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.reporting_callbacks import remember_saves
@@ -74,7 +79,6 @@ class TrainingSteps:
         records_outputs: whether the module has a hook that sees outputs in training.
         first_batch: the number of batches that the Trainer had trained on before this run.
         after_step: what all workers do after the newest step.
-        old_gradients: those of the step before the current one by parameter, if a hook of the user may look at them.
     """
 
     executor: Executor
@@ -102,10 +106,11 @@ class TrainingSteps:
         self.records_outputs = parts.records_training
         self.first_batch = 0
         self.after_step = AfterStep.GO_ON
-        self.old_gradients: dict[str, Tensor] = {}
         self.stop_requests = StopRequests(context, self)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
+        self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
+        self._names_of_trained = 0.0  # a digest, once hooks have changed the parameters
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -147,7 +152,8 @@ class TrainingSteps:
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self.transfer.complete()  # its donor waited here, after the same hooks
-        self.old_gradients = self._find_old_gradients()
+        self._follow_parameters()
+        self._zeroes_next = share.begins
         scaler = scaler_of(self._trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -167,17 +173,43 @@ class TrainingSteps:
         self._recorder.side_effects.begin_step(number)
         with self._module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
+        self._zeroes_next = share.ends
         self.checkpoints.take_up()
         self.after_step = result.after_step
         if self.layers is not None:
             self.layers.applied()
         return result
 
-    def _find_old_gradients(self) -> dict[str, Tensor]:
-        # A module that optimizes by itself has its own until it zeroes them.
-        if not (self._module.automatic_optimization and sees_old_gradients(self._trainer, self._module)):
+    def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
+        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
+        if not self._module.automatic_optimization:  # it zeroes them itself
+            return {p: p.grad for p in self._module.parameters() if p.grad is not None}
+        if self._zeroes_next and not sees_old_gradients(self._trainer, self._module):
             return {}
-        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        return self.executor.gradients.held()
+
+    def _follow_parameters(self) -> None:
+        """The parameters are those that the module and its optimizer have now; hooks may have changed that.
+
+        Raises:
+            UnsupportedFeatureError: if they have, with several stages.
+        """
+        if self._parts.optimizes_itself:
+            return
+        known = self.executor.gradients.parameters
+        parameters = trained_by(self._module, self._optimizers)
+        if [*map(id, parameters)] == [*map(id, known)]:
+            return
+        if self._context.grid.stages > 1:
+            old = set(map(id, known))
+            named = trained_by_name(self._module, self._optimizers).items()
+            new = ", ".join(name for name, parameter in named if id(parameter) not in old)
+            raise UnsupportedFeatureError(
+                f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
+                " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
+            )
+        self.executor.train(parameters)
+        self._names_of_trained = float(zlib.crc32(repr([*trained_by_name(self._module, self._optimizers)]).encode()))
 
     def settle(self) -> None:
         self.executor.settle_newest()
@@ -199,7 +231,7 @@ class TrainingSteps:
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
         returned = None
-        self._recorder.side_effects.ends_step()
+        self._recorder.side_effects.ends_step(self.executor.statistics(self.executor.version - 1))
         if any(outputs.values()):
             with self._context.forward_context():
                 found = self._recorder.replay(outputs, on_step=True)
@@ -217,8 +249,8 @@ class TrainingSteps:
         """The step of the micro-batch with this index is about to run as a whole, with others in turns."""
         self._recorder.side_effects.slot = index
 
-    def microbatch(self, index: int) -> AbstractContextManager[MicrobatchEffects]:
-        return self._recorder.side_effects.microbatch(index)
+    def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
+        return self._recorder.side_effects.microbatch(index, statistics)
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
         return self._recorder.side_effects.again(index)
@@ -265,6 +297,8 @@ class TrainingSteps:
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
+        if self._names_of_trained:
+            inputs["the names of the parameters, which hooks have changed,"] = self._names_of_trained
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
         checked = None
@@ -293,9 +327,14 @@ class TrainingSteps:
         return clip_factor(self._clip_val, norm) >= 1.0
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips by the norm over all stages, which the commit delivered; the plugin itself sees one stage only."""
-        scale = clip_factor(clip_val, self._gradient_norm)
-        plugin = self._trainer.strategy.precision_plugin
+        """Clips by the norm over all stages, which the plugin itself does not see. The commit has delivered it, unless
+        hooks may have changed gradients since.
+        """
+        plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
+        norm = self._gradient_norm
+        if mesh is None and may_change_gradients(self._trainer, self._module):
+            norm = norm_of_all(self._trainer, plugin.main_params(optimizer))
+        scale = clip_factor(clip_val, norm)
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
         if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
             foreach_mul_([local_part(grad) for grad in grads], scale)

@@ -434,7 +434,7 @@ def test_without_the_package_the_metrics_say_what_to_install(
     with shown(plane) as port:
         code, content, _ = get(port, "/metrics")
     assert code == 501
-    assert "pip install 'lightning-recycle[metrics]'" in content
+    assert "pip install '.[metrics]'" in content
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])

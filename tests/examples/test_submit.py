@@ -15,7 +15,7 @@ STEPS = 4
 
 @pytest.mark.long
 def test_submitit_runs_a_training_of_four_workers(tmp_path: Path) -> None:
-    pytest.importorskip("submitit", reason="needs submitit: pip install lightning-recycle[examples]")
+    pytest.importorskip("submitit", reason="needs submitit: pip install '.[examples]'")
     script, trained = ROOT / "tests/engines/engine_script.py", tmp_path / "trained.pt"
     folder = ["--cluster", "local", "--folder", tmp_path / "jobs"]
     output_of(ROOT / "examples/submit.py", *folder, "--", sys.executable, script, trained, STEPS)

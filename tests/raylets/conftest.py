@@ -13,7 +13,7 @@ from support.waiting import PATIENCE
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("ray") is None:
-        skip = pytest.mark.skip(reason="ray is not installed (pip install 'lightning-recycle[ray]')")
+        skip = pytest.mark.skip(reason="ray is not installed (pip install '.[ray]')")
         for item in items:
             if item.path.parent.name == "raylets":
                 item.add_marker(skip)

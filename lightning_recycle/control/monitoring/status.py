@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_recycle.control.monitoring.goodput import Phase
 from lightning_recycle.control.monitoring.history import Digest, Event, History
 from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.extras import install_command
 from lightning_recycle.planning.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def _shown(event: Event) -> Event:
     return replace(event, details={} if cause is None else {"cause": str(cause)})
 
 
-_REMEDY = "Metrics need the package prometheus-client: pip install 'lightning-recycle[metrics]'."
+_REMEDY = f"Metrics need the package prometheus-client: {install_command('metrics')}."
 _PHASES = ("starting", "training", "recovering", "joining", "over")
 _SERVING = (PositionState.LIVE, PositionState.SUSPECTED)
 

@@ -32,6 +32,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_recycle.extras import install_command
 from lightning_recycle.planning.child_process import Report, UnavailableError
 from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, TimeIndexedProblem
@@ -48,7 +49,7 @@ def solve(task: SolverTask, report: Report) -> None:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise UnavailableError(f"{error}; pip install 'lightning-recycle[cpsat]'") from error
+        raise UnavailableError(f"{error}; {install_command('cpsat')}") from error
     improve(task, report, _CpSatSearch(task, report, cp_model))
 
 

@@ -32,6 +32,7 @@ from rich.console import Console
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.extras import require
 from lightning_recycle.planning.child_process import Report, run_in_child
 from lightning_recycle.planning.exact.time_indexed_problem import (
     Placement,
@@ -171,7 +172,8 @@ class ExactPlanner:
     """A planner that asks a solver.
 
     Args:
-        backend: the solver: "cbc", "highs", "gurobi" (python-mip) or "cpsat" (OR-tools, the extra ``cpsat``).
+        backend: the solver: "cbc", "highs", "gurobi" (python-mip, the extra ``milp``) or "cpsat" (OR-tools, the extra
+            ``cpsat``).
         time_limit: seconds the solver may take.
         threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
         max_variables: largest model in slots to build (not for CP-SAT). Durations are rounded to longer slots to stay
@@ -180,7 +182,7 @@ class ExactPlanner:
         max_operations: nor for a plan with more operations than this, the closing ones included.
 
     Raises:
-        ConfigurationError: when a value is impossible.
+        ConfigurationError: when a value is impossible, or the extra is not installed.
     """
 
     backend: str = "highs"
@@ -193,6 +195,7 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
+        require("cpsat" if self.backend == "cpsat" else "milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)
         if self.threads is not None:
             whole("ExactPlanner", "threads", self.threads, 1)

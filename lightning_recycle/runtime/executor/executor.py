@@ -11,9 +11,11 @@ does the same again, is evicted, or the exception is the user's own and is raise
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor, nn
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
@@ -45,7 +47,7 @@ from lightning_recycle.runtime.executor.forwards import Forwards
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
-from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
+from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
 from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
 
 __all__ = ["Executor"]
@@ -92,9 +94,17 @@ class Executor:
         self._runner.version = version
 
     @property
-    def accumulated(self) -> AccumulatedGradients:
-        """The gradients of the batches since the newest step of the optimizer."""
-        return self._runner.accumulated
+    def gradients(self) -> GradientBuffers:
+        """The gradients that parameters hold between steps, and those of each step."""
+        return self._runner.gradients
+
+    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on the layers have these parameters; for a single stage."""
+        self._runner.train(parameters)
+
+    def statistics(self, step: int) -> Sequence[Tensor]:
+        """The sums over all micro-batches of ``step``, the newest, of what they have added to running statistics."""
+        return self._runner.gradients.statistics(step)
 
     def reseed(self, seed: int) -> None:
         """Makes ``seed`` the seed of the run, before its first step."""

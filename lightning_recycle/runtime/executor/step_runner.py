@@ -18,14 +18,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
@@ -47,7 +48,7 @@ from lightning_recycle.runtime.executor.speculative_commit import (
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
-from lightning_recycle.runtime.stage.gradients import AccumulatedGradients, Share
+from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
@@ -115,7 +116,7 @@ class StepRunner:
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
         reduced: whether the gradient of step :attr:`version` is reduced.
         payload: what other stages must know of it; that of an unsettled step stays.
-        accumulated: the gradients of the batches since the newest step of the optimizer.
+        gradients: those that parameters hold between steps, and those of each step.
         steps: the steps that may run.
         attempt: how far this worker has come.
         stage_leaders: the rank that speaks for each stage.
@@ -176,6 +177,7 @@ class StepRunner:
         self._losses: dict[int, float | Tensor] = {}  # on a device: reading one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
+        self._buffers = 0  # the step in whose buffers this attempt adds up gradients
         self._hold(bundle)
 
     def _hold(self, bundle: StageBundle) -> None:
@@ -183,14 +185,13 @@ class StepRunner:
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
         self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
-        self.accumulated = AccumulatedGradients(self.gradients, self._parameters, bundle.accumulated)
         # A single column is never ahead of others: what it has applied is what is committed.
         is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
         self._measurements.hold(self._held)
         # A guess, or the user's own backward, may differ.
         comparing = self.guesses is None and self.stage.differentiates_itself
-        recompute = Recomputation(
+        self._recompute_again = recompute = Recomputation(
             self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
         )
         self.verifier = Verifier(
@@ -210,10 +211,19 @@ class StepRunner:
 
     def take_up(self, bundle: StageBundle) -> None:
         """This worker has other layers from now on, which are set as those before."""
+        self.gradients.give_back()
+        for parameter, grad in bundle.left.items():
+            parameter.grad = grad
         self._hold(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers
         self.stage.remember_modes()
         self.forget()
+
+    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on the layers have these parameters; for a single stage, which needs no shadow."""
+        assert self._shadow is None
+        self.gradients.give_back()
+        self._parameters = self.gradients.parameters = self._recompute_again.parameters = list(parameters)
 
     # ------------------------------------------------------------------ a step
 
@@ -243,6 +253,7 @@ class StepRunner:
         checked, inspected = self.verifier.target is not None, self.finite.inspects
         self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
         early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
+        self._buffers = part.buffers
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
         self._incoming = {
             task: self.communicator.messages.post_receive(_channel(task.op), task.source, task.index)
@@ -321,7 +332,8 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
         split, again = task.split_backward or self._tries_split(task), task.recomputed
-        with self.callbacks.microbatch(task.index) as values, self._measured(OpKind.FORWARD, task, inputs):
+        statistics = self.gradients.statistics(self._buffers)
+        with self.callbacks.microbatch(task.index, statistics) as values, self._measured(OpKind.FORWARD, task, inputs):
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
@@ -397,8 +409,8 @@ class StepRunner:
         """The report of this stage's reduced gradient of ``step`` to other stages."""
         totals = (step, self.steps[step].share)
         return CommitPayload(
-            self.accumulated.squared_norm(*totals, without=self._not_counted) if self._rules.norm else math.nan,
-            self._rules.overflow and not self.accumulated.is_finite(*totals),
+            self.gradients.squared_norm(*totals, without=self._not_counted) if self._rules.norm else math.nan,
+            self._rules.overflow and not self.gradients.is_finite(*totals),
         )
 
     def _commit_and_apply(self) -> None:
@@ -419,8 +431,9 @@ class StepRunner:
         overflow = any(payload.overflow for payload in payloads.values())
         known = self.client.await_loss(number)
         self.finite.applied(known.loss)
-        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next)
-        self.accumulated.add(number, step.share)
+        add = partial(self.gradients.add, number, step.share)
+        result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next, add)
+        self.gradients.give_back()
         with self._measurements.timings.measure(OpKind.STEP, self._device):
             if self._shadow is not None:
                 self._shadow.update()
@@ -442,7 +455,7 @@ class StepRunner:
             self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
             if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
-                self.gradients.look_for_changes()
+                self.gradients.look_for_changes(number)
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
         self.attempt.is_past = False
@@ -494,7 +507,7 @@ class StepRunner:
         started = time.perf_counter()
         with self.client.busy("STEP", OpKind.STEP.value):
             self._shadow.restore()
-            self.accumulated.attach(step)
+            self.gradients.hand_over_again(step)
             self.callbacks.step_again(norm)
         log.info("Step %d was made again with its true norm, %g, in %.4f s.", step, norm, time.perf_counter() - started)
 
@@ -545,14 +558,14 @@ class StepRunner:
             with self.stage.as_in_training(), self._shadow.in_place(), self.callbacks.as_in_step(step):
                 self.run_program(step)
         finally:
-            self.accumulated.attach(self.version - 1)
+            self.gradients.give_back()
 
     # ------------------------------------------------------------------ small things
 
     def _held(self) -> Iterable[Tensor]:
         """The tensors that this worker holds for its layers between two steps."""
         shadow = [] if self._shadow is None else self._shadow.on(self._device)
-        return chain(self._parameters, self.gradients.tensors(), self.accumulated.state().values(), shadow)
+        return chain(self._parameters, self.gradients.tensors(), shadow)
 
     def _receive(self, step: int, task: Task) -> Any:
         if not self._has_read_ahead and step == self.version:

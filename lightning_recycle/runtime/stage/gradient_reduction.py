@@ -45,7 +45,6 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
 from lightning_recycle.runtime.stage.gradients import Bucket, GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.torch_internals import version_of
 
 __all__ = ["BucketedReduction"]
 
@@ -70,6 +69,7 @@ class BucketedReduction:
         self._givers: Mapping[tuple[int, ...], int] = {}
         self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
         self._at_once: Tensor | None = None  # what is summed otherwise
+        self._apart: list[Bucket] = []  # what is in none of these
         self._last: Task | None = None  # the operation that completes the gradients
         self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
@@ -106,10 +106,12 @@ class BucketedReduction:
         if len(own) == 1 and self._sums.sums_at_once(own[0]):
             self._at_once = own[0]
         alone = [bucket for bucket in buckets if not bucket.stages and has_peers and self._at_once is None]
+        self._apart = [] if alone else [bucket for bucket in buckets if not bucket.stages]
         common = [bucket for bucket in buckets if bucket.stages]
         in_one_order = self._sums.sums_in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
-        self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in alone + common}
+        # Statistics alone are complete when the last operation begins: no forward comes after it.
+        self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in alone + common}
         adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
         if adding and (common or len(alone) > 1):
             self._last = adding[0]
@@ -177,7 +179,7 @@ class BucketedReduction:
             return
         for bucket in self._missing:
             if bucket.stages and self._expected[bucket.stages] in (task, None):
-                self._seen.setdefault(bucket, version_of(bucket.buffer))
+                self._seen.setdefault(bucket, bucket.version)
         for bucket, missing in self._missing.items():
             if self._ends[bucket] in (task, None):
                 missing.clear()
@@ -189,13 +191,14 @@ class BucketedReduction:
                 if not queue[0].is_in_place:
                     return  # an error, which REDUCE raises
                 if self._ends[queue[0]] is not self._last:
-                    self._versions[queue[0]] = version_of(queue[0].buffer)
+                    self._versions[queue[0]] = queue[0].version
                 self._begin(queue.popleft())
 
     def _begin(self, bucket: Bucket) -> None:
         self._missing.pop(bucket, None)
         giver = self._givers.get(bucket.stages)
         if giver is None:
+            bucket.count()
             self._begun.append(self._sums.begin_all_reduce(bucket.buffer, bucket.stages))
         else:
             self._begun.append(self._sums.begin_broadcast(bucket.buffer, bucket.stages, giver))
@@ -209,17 +212,19 @@ class BucketedReduction:
             UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.
         """
         self._gradients.check(self._step)
-        if any(version_of(bucket.buffer) != version for bucket, version in self._versions.items()):
+        if any(bucket.version != version for bucket, version in self._versions.items()):
             raise UnsupportedFeatureError(
                 "A layer that two stages share got a gradient from a micro-batch that runs it on the other one, which"
                 " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
                 " RecoveryOptions(rebalance='never'), or a layout in which no stage shares that layer."
             )
         for bucket, version in self._seen.items():
-            grows = version_of(bucket.buffer) != version
+            grows = bucket.version != version
             self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
         for bucket in chain(*self._queues):
             self._begin(bucket)
+        for bucket in self._apart:
+            bucket.count()
         if self._at_once is not None:
             self._sums.all_reduce(self._at_once)
         self._end()

@@ -49,7 +49,7 @@ class StageBundle:
         parameters: their parameters.
         gradients: the gradients of these.
         ties: weights that several stages hold.
-        accumulated: what the batches since the newest step of the optimizer have added up to.
+        left: the gradients that parameters from other workers held there.
         replicated: those of the parameters that another member of the position holds, too, and counts.
     """
 
@@ -57,7 +57,7 @@ class StageBundle:
     parameters: Sequence[nn.Parameter]
     gradients: GradientBuffers
     ties: StageTies
-    accumulated: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    left: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
     replicated: tuple[nn.Parameter, ...] = ()
 
     @property
