@@ -13,7 +13,9 @@ The changes travel with the record of the micro-batch. When the step is over, on
   hidden state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
 
 Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
-that names it. The stages of a pipeline change values on their own; of the same place the last stage's counts.
+that names it. Large tensors of a step's graph, such as activations that a layer keeps for a hook, cannot be meant for
+the next step: they stay in place on their worker. The stages of a pipeline change values on their own; of the same
+place the last stage's counts.
 
 Hooks of an evaluation see outputs where they were computed, as under DDP: appended items reach all workers, the rest
 is the share of that worker. The last stage has it; the others take it over.
@@ -143,6 +145,12 @@ def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
     """The record, and the changes, that :func:`put_together` was given."""
     end = 8 + int.from_bytes(data[:8], "little")
     return data[8:end], pickle.loads(data[end:]) if data[end:] else []
+
+
+def _belongs_to_graph(value: Any) -> bool:
+    """Whether it has tensors of a step's graph, more than a few: only that step can differentiate them."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
 
 def _target(effect: Effect) -> Any:
@@ -281,6 +289,9 @@ class HookSideEffects:
             is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
             if is_append and one.place not in self.slots:
                 effects.append(self._append(one, tree))
+                continue
+            if _belongs_to_graph(one.now):
+                tree.put(one.place, one.now)
                 continue
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
@@ -493,6 +504,8 @@ class HookSideEffects:
         """What hooks of evaluations have changed, packed, by the name of the attribute, if it is not large."""
         found = {}
         for name in self.changed - self.names - self._views():
+            if not self._shallow.has(self._place(name)):
+                continue
             try:
                 packed = self._packed(self._place(name), self._shallow.get(self._place(name)), self._shallow)
             except UnsupportedFeatureError:  # it stays on the worker that made it

@@ -2,7 +2,7 @@
 
 Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
 optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
-compared now and then by checksums. Buffers are not compared: each worker has its own running statistics. All workers
+compared now and then by checksums. Buffers are not compared. All workers
 check after the same steps: the second of each generation (the first of a run), and those that the coordinator
 announces.
 

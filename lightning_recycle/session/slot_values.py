@@ -402,8 +402,10 @@ class ValueTree:
                     self._held[id(value)].is_written = True  # by a way that nothing counts
         self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
         self._known = []
-        named = self._module.named_parameters() if self._whole else ()
-        trained = {n: p for n, p in named if p.requires_grad and not is_lazy(p) and not is_sharded(p)}
+        tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
+        named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
+        trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
+        trained = {name: parameter for name, parameter in trained.items() if not is_sharded(parameter)}
         if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
             self._trained, self._left = trained, _WATCHED_STEPS
         weights = {memory_address(parameter) for parameter in trained.values()} - {0}
