@@ -59,8 +59,8 @@ class PipelineModule(RecordedModule):
 
     **Buffers** belong to their layer. What depends only on the data of a micro-batch is as on one device. Running
     statistics, such as BatchNorm's, are not: a forward in training mode normalises with the statistics of its
-    *micro-batch* (of batch_size / M samples), and updates the running statistics of the worker that runs it, so peers
-    hold different ones. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
+    *micro-batch* (of batch_size / M samples), and the running statistics become the mean of what all micro-batches
+    leave. LayerNorm, GroupNorm and RMSNorm have no such state and are exact on every grid.
     """
 
     _tied: tuple[tuple[str, ...], ...] = ()

@@ -13,7 +13,9 @@ The changes travel with the record of the micro-batch. When the step is over, on
   hidden state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
 
 Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
-that names it. The stages of a pipeline change values on their own; of the same place the last stage's counts.
+that names it. Large tensors of a step's graph, such as activations that a layer keeps for a hook, cannot be meant for
+the next step: they stay in place on their worker. The stages of a pipeline change values on their own; of the same
+place the last stage's counts.
 
 Hooks of an evaluation see outputs where they were computed, as under DDP: appended items reach all workers, the rest
 is the share of that worker. The last stage has it; the others take it over.
@@ -145,6 +147,12 @@ def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
     return data[8:end], pickle.loads(data[end:]) if data[end:] else []
 
 
+def _belongs_to_graph(value: Any) -> bool:
+    """Whether it has tensors of a step's graph, more than a few: only that step can differentiate them."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
+
+
 def _target(effect: Effect) -> Any:
     return effect.path if isinstance(effect, Append) else effect.place
 
@@ -192,14 +200,24 @@ class HookSideEffects:
             self._forget(self._tree.absorb())
 
     @contextmanager
-    def microbatch(self, slot: int) -> Iterator[MicrobatchEffects]:
-        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back."""
+    def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> Iterator[MicrobatchEffects]:
+        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back.
+
+        What it adds to running statistics is added to ``sums``, its part of the mean, if these have room for them.
+        """
         made = MicrobatchEffects()
         if self._alone:
             yield made
             return
-        with self._watching(self._tree, slot, made.effects), self._inside():
+        with self._watching(self._tree, slot, made.effects, sums), self._inside():
             yield made
+
+    def statistics(self) -> list[Tensor]:
+        """The running statistics of the layers of this worker."""
+        if self._alone:
+            return []
+        self._forget(self._tree.absorb())
+        return list(self._tree.statistics.values())
 
     @contextmanager
     def again(self, slot: int) -> Iterator[None]:
@@ -224,14 +242,21 @@ class HookSideEffects:
             self._is_inside = False
 
     @contextmanager
-    def _watching(self, tree: ValueTree, slot: int, effects: list[Effect]) -> Iterator[None]:
+    def _watching(
+        self, tree: ValueTree, slot: int, effects: list[Effect], sums: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
         self._begin(tree, slot)
         try:
             yield
         except BaseException:
             tree.abandon()
             raise
-        effects += self._effects(tree, tree.end(), slot)
+        found = tree.end()
+        places = list(tree.statistics) if sums else []
+        for one in found:
+            if one.place in places:
+                sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
+        effects += self._effects(tree, [one for one in found if one.place not in places], slot)
 
     def _begin(self, tree: ValueTree, slot: int) -> None:
         self._forget(tree.absorb())
@@ -265,14 +290,17 @@ class HookSideEffects:
             if is_append and one.place not in self.slots:
                 effects.append(self._append(one, tree))
                 continue
+            if _belongs_to_graph(one.now):
+                tree.put(one.place, one.now)
+                continue
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
                 form = str((value.dtype, tuple(value.shape))).encode()
-                change = Change(one.place, checksum([value]) + form, value.nbytes, None, tree.is_statistic(one.place))
+                change = Change(one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics)
             else:
                 packed = self._packed(one.place, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                change = Change(one.place, digest, len(packed), packed, tree.is_statistic(one.place))
+                change = Change(one.place, digest, len(packed), packed, one.place in tree.statistics)
             values.append((change, value))
         left = _MOST_BYTES
         for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
@@ -360,9 +388,15 @@ class HookSideEffects:
 
     # ------------------------------------------------------------------ on every worker
 
-    def ends_step(self) -> None:
-        """The step is over; what its micro-batches have changed, if anything, is repeated next."""
+    @torch.no_grad()
+    def ends_step(self, sums: Sequence[Tensor] = ()) -> None:
+        """The step is over; what its micro-batches have changed, if anything, is repeated next. ``sums``: over all of
+        them, of what they have added to statistics.
+        """
         self._ended, self._before = self._step, ({}, dict(self.slots))
+        for place, added in zip(list(self._tree.statistics), sums, strict=False):
+            self._note(place)
+            self._tree.put(place, self._tree.get(place) + added)
 
     @torch.no_grad()
     def repeat(self, records: Mapping[int, Sequence[Effect]], on_step: bool) -> None:
@@ -470,6 +504,8 @@ class HookSideEffects:
         """What hooks of evaluations have changed, packed, by the name of the attribute, if it is not large."""
         found = {}
         for name in self.changed - self.names - self._views():
+            if not self._shallow.has(self._place(name)):
+                continue
             try:
                 packed = self._packed(self._place(name), self._shallow.get(self._place(name)), self._shallow)
             except UnsupportedFeatureError:  # it stays on the worker that made it

@@ -2,9 +2,9 @@
 
 Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
 optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
-compared now and then by checksums. Buffers are not compared: each worker has its own running statistics. All workers
-check after the same steps: the first of each generation that no worker has applied, and those that the coordinator
-announces. A worker that joins compares itself with its donor before its first step.
+compared now and then by checksums. Buffers are not compared. All workers check after the same steps: the first of each
+generation that no worker has applied, and those that the coordinator announces. A worker that joins compares itself
+with its donor before its first step.
 
 Copies of a parameter on several stages are the same bits, too, unless a hook has changed one of them otherwise: hooks
 that go through ``self.parameters()`` find those of one stage, and may pair them wrongly. Copies are compared at the end

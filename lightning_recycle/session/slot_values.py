@@ -339,6 +339,9 @@ class ValueTree:
         module: the user's module.
         internal: names of attributes of the module itself that are not the user's.
         whole: whether it is the tree of all submodules; else the attributes and buffers of the module itself.
+
+    Attributes:
+        statistics: the running statistics of layers that normalise.
     """
 
     def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), whole: bool = True) -> None:
@@ -350,6 +353,7 @@ class ValueTree:
         self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
         self._known: list[Any] = []  # what is in them
         self._held: dict[int, _Held] = {}
+        self.statistics: dict[Place, Tensor] = {}
         self._trained: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # of these when the block began
         self._sums: list[bytes] = []
@@ -389,10 +393,19 @@ class ValueTree:
                 not isinstance(value, _NOT_LOOKED_INTO) and is_node(value) and not is_own(value)
             ):
                 self._add(_Table(path, value), todo)
+        self.statistics = {}
+        for (name, *table), cell in self._cells.items():
+            for key, value in cell.items() if table == [_BUFFERS] else ():
+                is_one = key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
+                if is_one and isinstance(value, Tensor) and value.is_floating_point() and id(value) in self._held:
+                    self.statistics[cell.path, key] = value
+                    self._held[id(value)].is_written = True  # by a way that nothing counts
         self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
         self._known = []
-        named = self._module.named_parameters() if self._whole else ()
-        trained = {n: p for n, p in named if p.requires_grad and not is_lazy(p) and not is_sharded(p)}
+        tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
+        named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
+        trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
+        trained = {name: parameter for name, parameter in trained.items() if not is_sharded(parameter)}
         if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
             self._trained, self._left = trained, _WATCHED_STEPS
         weights = {memory_address(parameter) for parameter in trained.values()} - {0}
@@ -402,7 +415,7 @@ class ValueTree:
             other = seen.setdefault(memory_address(held.tensor) or key, held)
             held.is_shared = other.is_shared = other is not held or other.is_shared
             if (old := before.get(key)) is not None and old.tensor is held.tensor:
-                held.left, held.is_written = old.left, old.is_written
+                held.left, held.is_written = old.left, old.is_written or held.is_written
         size = sum(held.tensor.nbytes for held in self._held.values())
         self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
@@ -463,13 +476,6 @@ class ValueTree:
             self._read(cell)
             self._hold(value, cell, key)
             self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
-
-    def is_statistic(self, place: Place) -> bool:
-        """Whether the place holds a running statistic of a layer that normalises."""
-        (name, *keys), key = place
-        if keys != [_BUFFERS] or not isinstance(value := self.get(place), Tensor) or not value.is_floating_point():
-            return False
-        return key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
 
     def reference(self, value: Any) -> Path | None:
         """The path of a module or a cell, which other workers have as well; None of all other objects.

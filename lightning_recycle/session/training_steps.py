@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -232,7 +232,7 @@ class TrainingSteps:
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
         returned = None
-        self._recorder.side_effects.ends_step()
+        self._recorder.side_effects.ends_step(self.executor.statistics(self.executor.version - 1))
         if any(outputs.values()):
             with self._context.forward_context():
                 found = self._recorder.replay(outputs, on_step=True)
@@ -250,8 +250,8 @@ class TrainingSteps:
         """The step of the micro-batch with this index is about to run as a whole, with others in turns."""
         self._recorder.side_effects.slot = index
 
-    def microbatch(self, index: int) -> AbstractContextManager[MicrobatchEffects]:
-        return self._recorder.side_effects.microbatch(index)
+    def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
+        return self._recorder.side_effects.microbatch(index, statistics)
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
         return self._recorder.side_effects.again(index)

@@ -149,7 +149,9 @@ class Changing(L.LightningModule):
 
     @property
     def seen_batches(self) -> int:
-        return self.current_epoch * (SAMPLES // BATCH) + self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        return (
+            self.current_epoch * (SAMPLES // BATCH) + self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        )
 
     def on_train_start(self) -> None:
         self._now("on_train_start")
@@ -184,9 +186,7 @@ def alone(change: str, hook: str, accumulate: int, clip: float | None) -> dict[s
     return model.trained()
 
 
-def check(
-    change: str, hook: str, fate: str, microbatches: int, accumulate: int = 1, clip: float | None = None
-) -> None:
+def check(change: str, hook: str, fate: str, microbatches: int, accumulate: int = 1, clip: float | None = None) -> None:
     expected, model = alone(change, hook, accumulate, clip), Changing(change, hook)
     at = FATES[fate]
     lost = (microbatches % 2, 0)

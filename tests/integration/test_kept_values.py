@@ -362,6 +362,29 @@ def test_running_statistics_are_the_mean_over_all_micro_batches(stages: int, mic
     assert difference(train(batch_normed, stages, microbatches, kill, replaces=True), calm) < 1e-10
 
 
+class Same(L.Callback):
+    """Ends with the same buffers on all peers, to the bit."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        for buffer in module.buffers():
+            rows = trainer.strategy.all_gather(buffer)
+            assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+def test_peers_have_equal_statistics_after_each_step() -> None:
+    callbacks = [FaultInjectionCallback([Fault("kill", 0, 0, step=3)]), Same()]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=3,
+        max_epochs=1,
+        strategy=recycle_strategy(num_microbatches=2),
+        callbacks=callbacks,
+        **QUIET,
+    )
+    trainer.fit(batch_normed(), DataLoader(data(), batch_size=4))
+    assert len(failures(trainer)) == 1
+
+
 def test_statistics_equal_those_of_one_device_that_takes_the_mean() -> None:
     """Of one step: the mean of what two halves of the batch leave."""
     model, x = batch_normed(), data().tensors[0][:16]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection
 
-from lightning_recycle import ConfigurationError
+from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 
 BATCH, STEPS, EPOCHS = 24, 6, 2
@@ -171,9 +171,15 @@ class MadeInAStep(Model):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("model", [OfTheScript, MadeInAStep])
-def test_a_share_is_refused_by_name(model: Any, stages: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"MeanAbsoluteError\.compute\(\).*attribute of the module"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (OfTheScript, r"MeanAbsoluteError\.compute\(\).*attribute of the module"),
+        (MadeInAStep, r"late .*a MeanAbsoluteError is made in the step; make it in __init__\(\)"),
+    ],
+)
+def test_a_share_is_refused_by_name(model: Any, message: str, stages: int) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedFeatureError), match=message):
         on_grid(stages, num_sanity_val_steps=0).fit(model(), datamodule=Data(BATCH // 2))
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.session.hook_side_effects import HookSideEffects
 
 WIDTH = 8
 CUTS = [4, 8]
@@ -64,6 +66,9 @@ def model() -> list[nn.Module]:
 def trained(recomputed: Sequence[int], *, split_backward: bool, autocast: bool = False) -> dict[str, Tensor]:
     """Losses, gradients and buffers of two steps of three micro-batches: F0 F1 F2, R and B of 1, 0 and 2, then W."""
     layers = model()
+    module = L.LightningModule()
+    module.layers = nn.ModuleList(layers)
+    effects = HookSideEffects(module, microbatches=3)
     dtype = torch.float32 if autocast else torch.float64
     context = {"forward_context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)} if autocast else {}
     stages = cut([layer.to(dtype) for layer in layers], CUTS, **context)
@@ -72,7 +77,8 @@ def trained(recomputed: Sequence[int], *, split_backward: bool, autocast: bool =
     for step in range(2):
         drawn = torch.randn(3, 2, 4, WIDTH, dtype=dtype, generator=generator)
         data = [({"x": x.clone()}, y.to(torch.bfloat16 if autocast else dtype)) for x, y in drawn]
-        options: Any = {"step": step, "backwards": [1, 0, 2], "recomputed": recomputed}
+        options: Any = {"step": step, "backwards": [1, 0, 2], "recomputed": recomputed, "kept": effects.again}
+        effects.begin_step(step)
         for m, loss in enumerate(train_step(stages, data, split_backward=split_backward, **options)):
             found[f"loss {step}.{m}"] = loss
         found |= {f"{step} {name}": grad.clone() for name, grad in gradients(layers).items()}

@@ -95,7 +95,7 @@ def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], No
                 records.append(pickle.loads(pickle.dumps(effects)))
             assert attributes(first) == attributes(second) == at_start, "they were not taken back"
             for worker in workers:
-                worker.repeat(records)
+                worker.repeat(dict(enumerate(records)), on_step=False)
     assert attributes(first) == attributes(second) == attributes(third) == attributes(one)
     joined = Collecting()
     ObjectGraph({"module": joined}, {}).update(ObjectGraph({"module": first}, {}).pack(), torch.device("cpu"))
@@ -135,7 +135,7 @@ class Totals(L.LightningModule):
 @pytest.mark.parametrize("inference", [False, True])
 def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: bool) -> None:
     last, first = Totals(), Totals()
-    effects, others = (HookSideEffects(module, whole=False) for module in (last, first))
+    effects, others = (HookSideEffects(module) for module in (last, first))
     for module in (last, first):
         with torch.inference_mode(inference):  # as hooks of an evaluation run
             module.confusion = torch.zeros(2)
@@ -147,7 +147,7 @@ def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: b
             last.by_kind["a"][0] += i
             last.seen += 3
         last.average[0] += 1.0
-    joined = HookSideEffects(last, whole=False)
+    joined = HookSideEffects(last)
     joined.load_state(effects.state())
     assert joined.shares() == effects.shares()
     others.load_shares(effects.shares())
@@ -167,13 +167,14 @@ def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.Warnin
 def test_numbers_of_a_step_that_runs_again_count_once() -> None:
     module = Collecting()
     effects = HookSideEffects(module)
+    effects.begin_step()
     for _ in range(2):
         with effects.noticed():
             module.seen += 3
         effects.run_again()
     with effects.noticed():
         module.seen += 4
-    effects.repeat([[]])
+    effects.repeat({0: []}, on_step=False)
     assert module.seen == 4
 
 
@@ -183,26 +184,26 @@ def keeps(m: Any, i: int) -> None:
 
 def test_each_slot_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
     module = Collecting()
-    effects = HookSideEffects(module, microbatches=2, whole=False)
-    assert effects.slots is not None
+    effects = HookSideEffects(module, microbatches=2)
     for step in range(2):
-        effects.slots.check()
-        records = []
+        effects.begin_step(step)
+        records = {}
         for slot in (0, 1):
             for _ in range(2):  # as if the step ran again
-                effects.slot = slot
-                with effects.noticed() as found:
+                with effects.microbatch(slot) as found:
                     keeps(module, slot + 1)
-            records.append(found)
-        effects.repeat(records, [0, 1])
+            records[slot] = found.effects
+        effects.ends_step()
+        effects.repeat(records, on_step=True)
         assert module.hidden.tolist() == [2.0 * (step + 1)]
-    assert {slot: value.tolist() for slot, (_, value) in effects.slots.state()["hidden"].items()} == {
-        0: [2.0],
-        1: [4.0],
-    }
+        with effects.again(0):
+            assert module.hidden.tolist() == [1.0 * (step + 1)]
+        with effects.as_in_step(step), effects.again(1):
+            assert module.hidden is None if step == 0 else module.hidden.tolist() == [2.0]
+        assert module.hidden.tolist() == [2.0 * (step + 1)]
     module.hidden = None
-    effects.slots.check()
-    assert not effects.slots.names
+    effects.begin_step(2)
+    assert not effects.slots
 
 
 def test_the_users_error_leaves_lists_as_they_were() -> None:

@@ -1,4 +1,4 @@
-"""Tensors that steps write: averages count once, also if their bits change late; other writes are refused."""
+"""The values in a module's tree: what a block changes is found, taken back and told; other writes are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.session import slot_values
-from lightning_recycle.session.slot_values import Write, WrittenTensors
+from lightning_recycle.session.hook_side_effects import HookSideEffects
+from lightning_recycle.session.slot_values import ValueTree, name_of
 
 
 class Averaged(L.LightningModule):
@@ -21,6 +22,8 @@ class Averaged(L.LightningModule):
         super().__init__()
         self.net = nn.Linear(4, 4).double()
         self.target = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("rows", torch.zeros(4, 4))
+        self.row, self.count, self.kept = self.rows[1], 0, {"a": [1, 2]}
 
 
 def assign(mean: Tensor, weight: Tensor) -> None:
@@ -31,33 +34,83 @@ def write_data(mean: Tensor, weight: Tensor) -> None:
     mean.data.mul_(0.75).add_(weight.data, alpha=0.25)
 
 
-def steps(module: Averaged, written: WrittenTensors, average: Callable[[Tensor, Tensor], None], number: int) -> None:
+def steps(module: Averaged, effects: HookSideEffects, change: Callable[[int], Any], number: int) -> None:
     """Steps of two micro-batches on one worker."""
     for _ in range(number):
-        records: dict[int, list[Write]] = {}
+        effects.begin_step(0)
+        records = {}
         for slot in (0, 1):
-            effects: list[Any] = []
-            with written.in_place(slot, effects):
-                for mean, weight in zip(module.target.parameters(), module.net.parameters(), strict=True):
-                    average(mean, weight)
-            records[slot] = effects
-        written.take(records)
+            with effects.microbatch(slot) as made:
+                change(slot)
+            records[slot] = made.effects
+        effects.ends_step()
+        effects.repeat(records, on_step=True)
 
 
 @pytest.mark.parametrize("average", [assign, write_data])
 def test_an_average_of_a_bias_that_moves_late_counts_once(average: Callable[[Tensor, Tensor], None]) -> None:
     module = Averaged()
-    written = WrittenTensors(module)
+    effects = HookSideEffects(module, microbatches=2)
+
+    def change(slot: int) -> None:
+        for mean, weight in zip(module.target.parameters(), module.net.parameters(), strict=True):
+            average(mean, weight)
+
     module.net.weight.data.add_(1.0)
-    steps(module, written, average, 3)
+    steps(module, effects, change, 5)
     before = module.target.bias.clone()
     module.net.bias.data.add_(1.0)
-    steps(module, written, average, 1)
+    steps(module, effects, change, 1)
     assert torch.equal(module.target.bias, before * 0.75 + module.net.bias.detach() * 0.25)
+
+
+def test_a_view_and_its_base_change_together() -> None:
+    module = Averaged()
+    row, rows = module.row, module.rows
+
+    def change(slot: int) -> None:
+        module.row += 1
+        assert module.rows.sum() == 4 * module.row[0]
+
+    steps(module, HookSideEffects(module, microbatches=2), change, 5)
+    assert module.rows.sum() == 20
+    assert module.row is row
+    assert module.rows is rows
 
 
 def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_values, "_WATCHED_BYTES", -1000)
+    monkeypatch.setattr(slot_values, "_KEPT_BYTES", -1)
     module = Averaged()
-    with pytest.raises(UnsupportedFeatureError, match=r"target\.weight was written in training_step\(\)"):
-        steps(module, WrittenTensors(module), assign, 1)
+    effects = HookSideEffects(module, microbatches=2)
+    for _ in range(4):
+        steps(module, effects, lambda slot: None, 1)
+    with pytest.raises(UnsupportedFeatureError, match=r"target\.weight .*was written in a training step"):
+        steps(module, effects, lambda slot: module.target.weight.mul_(2.0), 1)
+
+
+def test_a_block_that_raises_leaves_nothing() -> None:
+    module = Averaged()
+    tree = ValueTree(module)
+    tree.absorb()
+    tree.begin({})
+    module.count += 1
+    module.kept["a"].append(3)
+    module.target.weight.data.zero_()
+    del module.row
+    tree.abandon()
+    assert (module.count, module.kept) == (0, {"a": [1, 2]})
+    assert torch.equal(module.target.weight, module.net.weight)
+    assert module.row is not None
+
+
+def test_what_other_code_changes_is_told() -> None:
+    module = Averaged()
+    tree = ValueTree(module)
+    tree.absorb()
+    module.count = 5
+    module.kept["b"] = 1
+    module.rows.add_(1)
+    names = {name_of(place) for place in tree.absorb()}
+    assert names == {"count", "kept.b", "rows", "row"}
+    assert tree.absorb() == []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ def train_step(
     forwards: Sequence[int] | None = None,
     backwards: Sequence[int] | None = None,
     recomputed: Collection[int] = (),
+    kept: Callable[[int], AbstractContextManager[Any]] | None = None,
 ) -> list[Tensor]:
     """F of all micro-batches, then B of all, then W of all; returns their losses.
 
@@ -59,6 +60,7 @@ def train_step(
         forwards: the order of micro-batches in F, by default that of ``batches``.
         backwards: the order in B and W.
         recomputed: numbers of the stages that compute their forwards again, right before each B.
+        kept: the context of each forward of a micro-batch, in which layers have its values.
     """
     losses: dict[int, Tensor] = {}
     order = range(len(batches))
@@ -66,14 +68,16 @@ def train_step(
         value, target = batches[m]
         for number, stage in enumerate(stages):
             again = number in recomputed
-            value = stage.forward(step, m, copied(value), target, split_backward=split_backward, recomputed=again)
+            with nullcontext() if kept is None else kept(m):
+                value = stage.forward(step, m, copied(value), target, split_backward=split_backward, recomputed=again)
         losses[m] = stages[-1].loss(step, m, value, target, len(batches))
         torch.manual_seed(100 + m)  # the state of the process must not matter, in what is computed again neither
     for m in backwards or order:
         grads: Any = None
         for number, stage in reversed(list(enumerate(stages))):
             if number in recomputed:
-                stage.recompute(m, split_backward=split_backward)
+                with nullcontext() if kept is None else kept(m):
+                    stage.recompute(m, split_backward=split_backward)
             backward = stage.backward_input if split_backward else stage.backward
             grads = backward(m, copied(grads))
         assert grads is None, "the first stage has nobody to send gradients to"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
@@ -101,6 +101,10 @@ class Executor:
     def train(self, parameters: Sequence[nn.Parameter]) -> None:
         """From now on the layers have these parameters; for a single stage."""
         self._runner.train(parameters)
+
+    def statistics(self, step: int) -> Sequence[Tensor]:
+        """The sums over all micro-batches of ``step``, the newest, of what they have added to running statistics."""
+        return self._runner.gradients.statistics(step)
 
     def reseed(self, seed: int) -> None:
         """Makes ``seed`` the seed of the run, before its first step."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
@@ -62,9 +64,10 @@ class ExecutorCallbacks(Protocol):
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
 
-    def microbatch(self, index: int) -> AbstractContextManager[MicrobatchValues]:
+    def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchValues]:
         """Within the block the micro-batch with this index in the global batch runs forward: the user's module holds
-        the values of that, and afterwards those that it held before.
+        the values of that, and afterwards those that it held before. What it adds to running statistics is added to
+        ``statistics``.
         """
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:

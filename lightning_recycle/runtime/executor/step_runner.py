@@ -177,6 +177,7 @@ class StepRunner:
         self._losses: dict[int, float | Tensor] = {}  # on a device: reading one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
+        self._buffers = 0  # the step in whose buffers this attempt adds up gradients
         self._hold(bundle)
 
     def _hold(self, bundle: StageBundle) -> None:
@@ -252,6 +253,7 @@ class StepRunner:
         checked, inspected = self.verifier.target is not None, self.finite.inspects
         self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
         early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
+        self._buffers = part.buffers
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
         self._incoming = {
             task: self.communicator.messages.post_receive(_channel(task.op), task.source, task.index)
@@ -330,7 +332,8 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
         split, again = task.split_backward or self._tries_split(task), task.recomputed
-        with self.callbacks.microbatch(task.index) as values, self._measured(OpKind.FORWARD, task, inputs):
+        statistics = self.gradients.statistics(self._buffers)
+        with self.callbacks.microbatch(task.index, statistics) as values, self._measured(OpKind.FORWARD, task, inputs):
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
