@@ -24,7 +24,7 @@ from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
 from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
-from lightning_recycle.session.optimizer_states import group_names
+from lightning_recycle.session.optimizer_states import group_names, state_of
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.user_objects import (
     CallbackList,
@@ -255,7 +255,7 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
     """The part of this worker's stage; ``copies``: with tensors of its own."""
     module, optimizers = session.module, None
     if _brings_optimizers(session):
-        optimizers = [(to_cpu(o.state_dict(), copies), group_names(module, o)) for o in session.trainer.optimizers]
+        optimizers = [(to_cpu(state_of(o), copies), group_names(module, o)) for o in session.trainer.optimizers]
     layers = user.pack(_carried_layers(session), shared=False)
     return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers, _member(session))
 

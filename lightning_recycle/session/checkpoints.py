@@ -61,6 +61,7 @@ from lightning_recycle.session.optimizer_states import (
     sharded_optimizer_state,
     split_optimizer_state,
     stage_optimizer_state,
+    state_of,
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.session.state_copies import StateCopies
@@ -268,13 +269,13 @@ class Checkpoints:
         """
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
-            return optimizer.state_dict()
+            return state_of(optimizer)
         if self.sharded:
             return stage_optimizer_state(
-                optimizer.state_dict(), self._all_parameter_names(optimizer), self.copies, self._stage
+                state_of(optimizer), self._all_parameter_names(optimizer), self.copies, self._stage
             )
         parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(optimizer.state_dict()), group_names(self.module, optimizer))
+            "optimizer state", lambda: (to_cpu(state_of(optimizer)), group_names(self.module, optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 

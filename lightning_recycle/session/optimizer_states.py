@@ -35,6 +35,7 @@ __all__ = [
     "sharded_optimizer_state",
     "split_optimizer_state",
     "stage_optimizer_state",
+    "state_of",
     "stepping_on_shards",
     "trained_by",
     "trained_by_name",
@@ -76,6 +77,18 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         [names.get(id(p), f"parameter {j} of group {i}") for j, p in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
     ]
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state dict, without states of parameters that are in no group any more, with which torch's fails."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stale = {key: value for key, value in optimizer.state.items() if isinstance(key, Tensor) and id(key) not in held}
+    for parameter in stale:
+        del optimizer.state[parameter]
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state.update(stale)
 
 
 def trained_by(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -32,7 +32,7 @@ from lightning_recycle.session.lightning_internals import TrainerState, states_f
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.optimizer_states import group_names, trained_by_name
+from lightning_recycle.session.optimizer_states import group_names, state_of, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
 from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
@@ -194,12 +194,14 @@ class StateTransfer:
     def take(self) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
-        left = self.left_gradients()
+        # Nothing zeroes the gradients of parameters that no optimizer has.
+        beside = {p: p.grad for p in self._steps.not_optimized() if p.grad is not None}
+        left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
             groups=[group_names(module, optimizer) for optimizer in trainer.optimizers],
-            optimizers=[(type(optimizer).__name__, optimizer.state_dict()) for optimizer in trainer.optimizers],
+            optimizers=[(type(optimizer).__name__, state_of(optimizer)) for optimizer in trainer.optimizers],
             schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),

@@ -149,7 +149,9 @@ class Changing(L.LightningModule):
 
     @property
     def seen_batches(self) -> int:
-        return self.current_epoch * (SAMPLES // BATCH) + self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        return (
+            self.current_epoch * (SAMPLES // BATCH) + self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        )
 
     def on_train_start(self) -> None:
         self._now("on_train_start")
@@ -184,9 +186,7 @@ def alone(change: str, hook: str, accumulate: int, clip: float | None) -> dict[s
     return model.trained()
 
 
-def check(
-    change: str, hook: str, fate: str, microbatches: int, accumulate: int = 1, clip: float | None = None
-) -> None:
+def check(change: str, hook: str, fate: str, microbatches: int, accumulate: int = 1, clip: float | None = None) -> None:
     expected, model = alone(change, hook, accumulate, clip), Changing(change, hook)
     at = FATES[fate]
     lost = (microbatches % 2, 0)
@@ -265,3 +265,40 @@ def test_several_stages_are_right_or_refuse_by_name(change: str, hook: str) -> N
         assert ("net.4.weight" if change == "exchange" else "beside") in str(error)
     else:
         assert difference(model.state_dict(), alone.state_dict()) < TOLERANCE
+
+
+class HeadAlone(L.LightningModule):
+    """The optimizer has the last layer; the others get gradients, too."""
+
+    def __init__(self, hook: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.hook = hook
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.net.parameters() if self.hook else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[4].parameters() if hasattr(self.net[4], "weight") else [], lr=0.3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "accumulate", "hook", "is_killed"),
+    sampled(itertools.product((1, 2), (1, 2), (False, True), (False, True)), 4, seed=2),
+)
+def test_only_gradients_that_the_optimizer_has_are_clipped(
+    stages: int, accumulate: int, hook: bool, is_killed: bool
+) -> None:
+    alone, model = HeadAlone(hook), HeadAlone(hook)
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.05}
+    on_one_device(**settings).fit(alone, DataLoader(points(), BATCH))
+    faults = [Fault("kill", 1, 0, step=4)] if is_killed else []
+    run = grid_trainer(2, stages, faults, {"num_microbatches": 2}, **settings)
+    run.fit(model, DataLoader(points(), BATCH // 2))
+    assert difference(model.state_dict(), alone.state_dict()) < TOLERANCE
