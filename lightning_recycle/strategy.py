@@ -265,7 +265,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[0 if self._session is None else self._session.place.device]
 
     @property
     def grid_rank(self) -> int:
@@ -286,12 +286,12 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def local_rank(self) -> int:
-        return 0 if self._session is None else self._session.place.device
+        return 0 if self._session is None else self._session.local_rank
 
     @property
     @override
     def node_rank(self) -> int:
-        return 0
+        return 0 if self._session is None else self._session.node_rank
 
     @property
     @override
@@ -357,6 +357,7 @@ class ReCycleStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.session.keep_log_files()
+        self.session.prepare_data_once()
         self.session.weights.await_stage()
 
     @contextmanager

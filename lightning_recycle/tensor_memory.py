@@ -267,20 +267,28 @@ def on_device(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def pack_tensors(value: Any) -> bytes:
+def pack_tensors(value: Any, name: Callable[[Any], Any] | None = None) -> bytes:
     """Pickles ``value``; raises what ``pickle`` raises.
+
+    ``name``: what stands for an object that the receiver has as well, which finds it by that; None for all others.
 
     torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small record
     costs. Here a tensor on the CPU is its bytes. Two tensors that share memory get memory of their own.
     """
     file = io.BytesIO()
-    _BytesPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = _BytesPickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    if name is not None:
+        pickler.persistent_id = name  # type: ignore[method-assign]
+    pickler.dump(value)
     return file.getvalue()
 
 
-def unpack_tensors(data: bytes) -> Any:
-    """The value that :func:`pack_tensors` was given."""
-    return pickle.loads(data)
+def unpack_tensors(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
+    """The value that :func:`pack_tensors` was given; ``find``: the object of a name."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    if find is not None:
+        unpickler.persistent_load = find  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 class _BytesPickler(pickle.Pickler):

@@ -6,7 +6,7 @@ public way to them. ``tests/test_import.py`` fails when one disappears.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "version_of",
+    "versions_of",
 ]
 
 foreach_add_ = torch._foreach_add_
@@ -73,6 +74,11 @@ def is_compiled(module: nn.Module) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Number of writes to the memory of ``tensor`` that autograd has counted."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """:func:`version_of` of each."""
+    return [tensor._version for tensor in tensors]
 
 
 def show_dataset(dataset: Any) -> None:

@@ -143,6 +143,11 @@ class ControlClient(ActivityRecorder):
         return self.member.rank
 
     @property
+    def node(self) -> str:
+        """The name of this machine."""
+        return str(self._who["node"])
+
+    @property
     def joining(self) -> bool:
         """Whether the training may have begun without this worker, and it has not entered yet."""
         return self.member.joining

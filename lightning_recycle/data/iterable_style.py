@@ -107,14 +107,29 @@ class StreamLoader(SampleLoader):
         self._knows_epoch = True
 
     def __iter__(self) -> Iterator[StepHandle]:
+        if not self._is_entering:
+            return self._another_pass()
         if not self._knows_epoch:
             # Without a length, Lightning asks for one batch before it knows where training begins, and then iterates
             # again.
-            yield StepHandle(self, self._epoch, 0)
-            return
+            return iter([StepHandle(self, self._epoch, 0)])
+        return self._steps_from(self._epoch, self.first_step)
+
+    def _another_pass(self) -> Iterator[StepHandle]:
+        if self._goes_on:
+            raise UnsupportedFeatureError(
+                f"{type(self.dataset).__name__}, the training data, has state_dict(), so another iteration over"
+                " trainer.train_dataloader, by a hook, would move the place of the training. Iterate over a DataLoader"
+                " of another object of that class."
+            )
+        pipelines = self.global_batch_size // self.batch_size
+        other = type(self)(self.dataloader, self.grid, self._seed, batch_pipelines=pipelines, evaluation=True)
+        other.prepare = self.prepare
+        return other._steps_from(self._epoch, 0)
+
+    def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
         if self.evaluation:
-            self._begin_pass(self._epoch)
-        epoch, index = self._epoch, self.first_step
+            self._begin_pass(epoch)
         while self._reaches(epoch, index):
             yield StepHandle(self, epoch, index)
             index += 1

@@ -346,6 +346,7 @@ class MicrobatchLoader(SampleLoader):
             "before": self._before,
             "restored": self._restored,
             "sampler": self._sampler_state.take(),
+            "at_start": self._sampler_state.at_start,
             "probed": self._probed_now(),
         }
 
@@ -371,6 +372,7 @@ class MicrobatchLoader(SampleLoader):
         self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
         self._before, self._restored = order["before"], order["restored"]
         self._sampler_state.load(order["sampler"])
+        self._sampler_state.at_start = order["at_start"]
         probed = None if self._starts_slowly else order["probed"]  # the others wait meanwhile
         if probed is not None and self._probe(probed[0]) not in (None, probed[1]):
             raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))

@@ -248,12 +248,16 @@ class BatchIterableLoader(StepLoader):
     @override
     def __iter__(self) -> Iterator[StepHandle]:
         if not self.only_forward:
-            yield from (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
-            return
+            return (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
+        if not self._is_entering:
+            other = type(self)(self.dataloader, self.grid, self._seed, self._pipelines, evaluation=True)
+            other.prepare = self.prepare
+            return other._steps_from(self._epoch, 0)
         if not self._knows_epoch:  # without a length Lightning asks before it knows where training begins
-            yield StepHandle(self, self._epoch, 0)
-            return
-        epoch, index = self._epoch, self.first_step
+            return iter([StepHandle(self, self._epoch, 0)])
+        return self._steps_from(self._epoch, self.first_step)
+
+    def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
         if self.evaluation or epoch != self._pass:
             self._begin_pass(epoch)
         while self._reaches(epoch, index):

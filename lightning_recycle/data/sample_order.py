@@ -114,24 +114,25 @@ class SamplerState:
 
     Attributes:
         lost: attributes that hold an iterator, as "Class.attribute": such a place cannot be restored.
+        at_start: digests of its large values at the start, by path.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.lost: list[str] = []
-        self._at_start: dict[str, bytes] = {}
+        self.at_start: dict[str, bytes] = {}
         for path, (owner, name, value) in self._values():
             if hasattr(type(value), "__next__"):
                 self.lost.append(f"{type(owner).__name__}.{name}")
             elif (digest := _digest(value)) is not None:
-                self._at_start[path] = digest
+                self.at_start[path] = digest
 
     def take(self) -> dict[str, Any]:
         """The state, by the path of each attribute."""
         state = {}
         for path, (_, _, value) in self._values():
             try:
-                if path not in self._at_start or _digest(value) != self._at_start[path]:
+                if path not in self.at_start or _digest(value) != self.at_start[path]:
                     state[path] = _encode(value)
             except _Unknown:
                 continue  # what it refers to, such as a function, is the receiver's own

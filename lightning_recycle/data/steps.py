@@ -234,7 +234,7 @@ class StepLoader(StepSource):
 
     Attributes:
         only_forward: whether a step is found only by reading those before it.
-        first_step: first step of the next iteration; not 0 when training resumes in the middle of an epoch.
+        first_step: first step of the next iteration; not 0 while the training loop enters an epoch in its middle.
         end_step: the step before which the loop ends the epoch, at the latest.
     """
 
@@ -245,6 +245,7 @@ class StepLoader(StepSource):
         self.dataloader = dataloader
         self.first_step = 0
         self.end_step: float = math.inf
+        self._is_entering = True
         self.sampler = self  # Lightning calls sampler.set_epoch() at the start of each epoch
         self._epoch = 0
 
@@ -269,6 +270,13 @@ class StepLoader(StepSource):
     def enter_epoch(self, first_step: int, end_step: float) -> None:
         """The training loop is about to iterate over the steps from ``first_step`` to the one before ``end_step``."""
         self.first_step, self.end_step = first_step, end_step
+        self._is_entering = True
+
+    def entered(self) -> None:
+        """The training loop has its iterator: other iterations, of hooks, have passes of their own from the beginning
+        and leave the loop's where it is.
+        """
+        self.first_step, self._is_entering = 0, False
 
     def facts(self) -> dict[str, Any]:
         """Values that must be equal on all workers before an epoch, by name; None: unknown to this one."""
@@ -281,7 +289,7 @@ class StepLoader(StepSource):
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepHandle]:
-        """The steps of an epoch, starting with :attr:`first_step`."""
+        """The steps of an epoch, starting with :attr:`first_step`: at the call, not when the first one is read."""
 
     @abstractmethod
     def close(self) -> None:

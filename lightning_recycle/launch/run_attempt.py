@@ -31,6 +31,7 @@ from lightning_recycle.control.network.addresses import (
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
@@ -38,6 +39,7 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
+from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
@@ -236,7 +238,7 @@ class RunAttempt:
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:
             host = _ALL_INTERFACES[address[0]] if self._group.host == _HOST else self._group.host
             address = (host, address[1])
-        place = WorkerIdentity(rank, incarnation, device)
+        place = WorkerIdentity(rank, incarnation, _device_of(device, self._setup.positions))
         start = WorkerStart(place, joining, self._setup, address, self._coordinator.authkey, self._group.payload)
         return self._group.start(start, f"recycle-worker-{rank}")
 
@@ -272,6 +274,14 @@ def devices_left(run: PreparedRun) -> int:
         needs = {name: positions.members * amount for name, amount in _needs(run).items()}
         return positions.members * free_slots(needs, positions.grid.num_workers)
     return run.num_devices
+
+
+def _device_of(rank: int, positions: Positions) -> int:
+    """The index of the device of the position ``rank``: the leader has the first, as code means one process by
+    ``local_rank == 0`` and ``is_global_zero``.
+    """
+    leader = positions.rank(Worker(0, positions.grid.stages - 1))
+    return {0: leader, leader: 0}.get(rank, rank)
 
 
 def _needs(run: PreparedRun) -> dict[str, float]:

@@ -41,7 +41,7 @@ from lightning_recycle.launch.worker_results import (
     UserObjects,
 )
 from lightning_recycle.model.chain_parts import parts_of
-from lightning_recycle.model.weights import set_weights, weights_of
+from lightning_recycle.model.weights import set_tensors_beside, set_weights, weights_of
 from lightning_recycle.session.lightning_internals import (
     init_optimizers,
     load_progress,
@@ -201,6 +201,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     trainer.precision_plugin.load_state_dict(extras.precision)
     for part in parts if here else []:
         user.take(part.objects, state)
+        set_tensors_beside(trainer.lightning_module, part.beside)
     user.take(extras.objects, state)
     if trainer.state.fn == TrainerFn.FITTING:
         cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.weights import weights_of
+from lightning_recycle.model.weights import tensors_beside, weights_of
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
 from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
-from lightning_recycle.session.optimizer_states import group_names, state_of
+from lightning_recycle.session.optimizer_states import complete_state, group_names
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.user_objects import (
     CallbackList,
@@ -64,6 +64,7 @@ class StageResult:
         optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
             stage does not train, or writes checkpoints of its own because the whole is too large for one place.
         objects: its layers, with what they keep outside of state dicts.
+        beside: its parameters and buffers that state dicts do not hold.
         member: the number of the member of its position that it is of; it has that one's shards.
     """
 
@@ -71,6 +72,7 @@ class StageResult:
     state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
     objects: CarriedObjects
+    beside: dict[str, Tensor]
     member: int = 0
 
     @classmethod
@@ -83,6 +85,7 @@ class StageResult:
             first,
             state=merge_shards(states) if len(states) == len(members) else None,
             optimizers=merge_shards(optimizers) if len(optimizers) == len(members) else None,
+            beside=merge_shards([part.beside for part in members]),
         )
 
 
@@ -237,7 +240,7 @@ def stage_result(
     """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
     if way is ResultRoute.STAYS:
         layers = user.pack(_carried_layers(session), shared=False)
-        return StageResult(session.worker.stage, None, None, layers, _member(session))
+        return StageResult(session.worker.stage, None, None, layers, {}, _member(session))
     if way is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
@@ -255,9 +258,10 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
     """The part of this worker's stage; ``copies``: with tensors of its own."""
     module, optimizers = session.module, None
     if _brings_optimizers(session):
-        optimizers = [(to_cpu(state_of(o), copies), group_names(module, o)) for o in session.trainer.optimizers]
+        optimizers = [(to_cpu(complete_state(o), copies), group_names(module, o)) for o in session.trainer.optimizers]
     layers = user.pack(_carried_layers(session), shared=False)
-    return StageResult(session.worker.stage, to_cpu(weights_of(module), copies), optimizers, layers, _member(session))
+    state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
+    return StageResult(session.worker.stage, state, optimizers, layers, beside, _member(session))
 
 
 def _carried_layers(session: Session) -> Callable[[str], bool]:

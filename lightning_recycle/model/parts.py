@@ -69,8 +69,6 @@ class ModelParts:
     """The user's function that computes the loss."""
     loss_is_optional = True
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
-    keeps_between_steps = True
-    """Whether a training step may keep something in attributes for the next one."""
     takes_target = False
     """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
     whole = ""
@@ -284,7 +282,6 @@ class LayerParts(ModelParts):
     module: PipelineModule
     loss_name = "loss"
     loss_is_optional = False
-    keeps_between_steps = False
 
     def __init__(self, module: PipelineModule) -> None:
         super().__init__(module)

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.tensor_memory import part_like
@@ -46,9 +47,11 @@ __all__ = [
     "merge_groups",
     "names_by_parameter",
     "own_parts",
+    "set_tensors_beside",
     "set_weights",
     "shared_parameters",
     "split_name",
+    "tensors_beside",
     "ties_between_stages",
     "weights_of",
 ]
@@ -155,6 +158,23 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of ``module`` by name, not copied."""
     state: dict[str, Tensor] = nn.Module.state_dict(module)
     return state
+
+
+def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``module`` that its state dict does not hold, by name, not copied."""
+    known = weights_of(module)
+    return {n: t for n, t in [*module.named_parameters(), *module.named_buffers()] if n not in known and not is_lazy(t)}
+
+
+def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts what :func:`tensors_beside` found in a module of the same form into ``module``."""
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        part = module.get_submodule(owner)
+        if isinstance(getattr(part, attribute, None), Tensor):
+            getattr(part, attribute).data = tensor.clone()
+        else:
+            part.register_buffer(attribute, tensor.clone(), persistent=False)
 
 
 def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:

@@ -569,6 +569,8 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
     others = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
     optimizers = sorted((key for key in checkpoint if key.startswith("optimizer_")), key=_number_of)
     states = [checkpoint.pop(key) for key in optimizers]
+    for state in states:
+        state["state"] = {**state.get("state", {}), **state.pop("others", {})}
     return {**others, "state_dict": checkpoint.pop(weights, {}), **checkpoint, "optimizer_states": states}
 
 

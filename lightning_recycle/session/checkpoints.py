@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.errors import CheckpointError
+from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.weights import own_parts
@@ -55,13 +55,13 @@ from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
     Copies,
     GroupNames,
+    complete_state,
     group_names,
     merge_optimizer_states,
     parameters_by_name,
     sharded_optimizer_state,
     split_optimizer_state,
     stage_optimizer_state,
-    state_of,
 )
 from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
 from lightning_recycle.session.state_copies import StateCopies
@@ -74,6 +74,7 @@ from lightning_recycle.session.step_completion import (
     boundary_of,
     complete,
     frozen,
+    mark_of,
 )
 from lightning_recycle.tensor_memory import part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
@@ -204,6 +205,7 @@ class Checkpoints:
     _unwinding: bool = False
     _counted_stall: float = 0.0
     _mid_step: set[str] = field(default_factory=set)
+    _before_hooks: dict[str, tuple[Any, Any]] | None = None
     _asked: list[_Asked] = field(default_factory=list)
     _boundary: Boundary | None = None
 
@@ -249,7 +251,49 @@ class Checkpoints:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
         self.collectives.settle()
         state = self.module.state_dict()
-        return state if self.by_stage else self.joined("model state", state)
+        if self.by_stage:
+            return state
+        whole = self.joined("model state", state)
+        if self.collectives.grid.stages > 1:
+            self._before_hooks = {name: (value, mark_of(value)) for name, value in whole.items()}
+        return whole
+
+    def _after_hooks(self, weights: Mapping[str, Any], before: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        """The state dict of the whole model, if hooks have left ``weights`` here, and others elsewhere, of that
+        ``before``: each sees what belongs to one stage, such as averages. So the hooks on its stage decide about a
+        name, or where they have changed nothing at all, those on the leader.
+
+        Raises:
+            UnsupportedFeatureError: if only the leader's hooks have taken out what belongs to another stage.
+        """
+        own = set(self.module.state_dict())
+        changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
+        changed |= {name: (v,) for name, v in weights.items() if name not in before or mark_of(v) != before[name][1]}
+
+        def changes(wanted: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
+            return to_cpu({name: value for name, value in changed.items() if wanted(name)})  # type: ignore[no-any-return]
+
+        parts = self.collectives.gather_stages(
+            "state dict after hooks", lambda: (own, bool(changed), changes(lambda n: n in own or n not in before))
+        )
+        decided = {name: found for names, has_changed, found in parts if has_changed for name in names}
+        added = {name: found for _, _, found in parts for name in found if name not in before}
+        leaders = self.collectives.by_leader(
+            "state dict after hooks of the leader", lambda: (own, changes(lambda name: name not in decided))
+        )
+        if lost := [name for name, found in leaders[1].items() if not found and name not in leaders[0]]:
+            raise UnsupportedFeatureError(
+                f"{users_save_hook(self.module.trainer) or 'A hook'} takes {lost[0]} and {len(lost) - 1} others out of"
+                " checkpoint['state_dict'] on one worker only, which has another stage of the model: whether they are"
+                " to be left out of the checkpoint is unknown. Let it run on all workers, without is_global_zero and"
+                " rank_zero_only; each decides about the layers that it has."
+            )
+        merged = {}
+        for name in dict.fromkeys([*before, *leaders[1], *added]):
+            found = decided.get(name, leaders[1] if name in leaders[1] else added.get(name, {}))
+            if value := found.get(name, before.get(name, ())[:1]):
+                merged[name] = value[0]
+        return merged
 
     def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all stages as one, on every worker; each gives its own, named like its parameters."""
@@ -269,13 +313,13 @@ class Checkpoints:
         """
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
-            return state_of(optimizer)
+            return complete_state(optimizer)
         if self.sharded:
             return stage_optimizer_state(
-                state_of(optimizer), self._all_parameter_names(optimizer), self.copies, self._stage
+                complete_state(optimizer), self._all_parameter_names(optimizer), self.copies, self._stage
             )
         parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(state_of(optimizer)), group_names(self.module, optimizer))
+            "optimizer state", lambda: (to_cpu(complete_state(optimizer)), group_names(self.module, optimizer))
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
@@ -402,7 +446,7 @@ class Checkpoints:
         wanted = {f"{kind}.{name}": value for kind in kinds for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
-            wanted[f"optimizer_{index}.param_groups"] = None
+            wanted |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
             for name, parameter in parameters_by_name(self.module).items():
                 wanted[f"optimizer_{index}.state.{self.copies.get((self._stage, name), name)}"] = parameter
         return load_sharded(path, wanted)
@@ -416,6 +460,9 @@ class Checkpoints:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        if self._before_hooks is not None:
+            before, self._before_hooks = self._before_hooks, None
+            checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
         is_new = self._is_new(path)
         self._exists(path)
         marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
@@ -663,8 +710,9 @@ class Checkpoints:
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This stage's part of a folder."""
         shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
-        if self._stage > 0:  # the groups are the same for all stages
-            shard = {name: {k: v for k, v in part.items() if k != "param_groups"} for name, part in shard.items()}
+        if self._stage > 0:  # these are the same for all stages
+            same = ("param_groups", "others")
+            shard = {name: {k: v for k, v in part.items() if k not in same} for name, part in shard.items()}
         return shard
 
     # ------------------------------------------------------------------ saving while the training goes on

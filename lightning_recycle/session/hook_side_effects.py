@@ -1,87 +1,152 @@
-"""Side effects of steps and output hooks on the module's attributes, and which of them reach all workers.
+"""Values that steps and hooks change in the module, one for each slot, and which of them reach all workers.
 
-Concept: a step, or a hook that sees an output, runs where its micro-batch was computed. Under DDP its changes of
-attributes stay in that process, and so they do here, with three exceptions that travel with the record of the
-micro-batch and are repeated on every worker in the order of the micro-batches:
+Concept: a *slot* is the global index of a micro-batch (pipeline d, micro-batch m). What a training step or a layer's
+forward changes in the tree of the module (:mod:`~lightning_recycle.session.slot_values`) begins for each micro-batch as
+it was at the beginning of the step, and is taken back after it, so a step that runs again, anywhere, begins as it did.
+The changes travel with the record of the micro-batch. When the step is over, on every worker,
 
-- items *appended* to a list or deque that is an attribute, or a value of a dict that is an attribute: Lightning's idiom
-  ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()`` sees all outputs on every worker;
-- tensors that a training step *assigns*, such as ``self.hidden = hidden.detach()`` for the next step: each *slot* of
-  the global batch (pipeline d, micro-batch m) has its own, in place whenever a step runs on that slot;
-- tensors of the module that a training step writes, see :mod:`~lightning_recycle.session.slot_values`.
+- items *appended* to a list or deque reach it in the order of the micro-batches: Lightning's idiom
+  ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()``;
+- what all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
+- a running statistic, as of BatchNorm, becomes the mean of what they leave;
+- what else they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a
+  hidden state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
 
-These are taken back after each micro-batch, so a step that runs again begins as it did, and none counts twice.
+Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
+that names it. The stages of a pipeline change values on their own; of the same place the last stage's counts.
 
-Contract: nothing is written into an object that an attribute holds, except lists, deques and dicts of these exact
-types. When code outside of training steps assigns an attribute that has slots, or changes its tensors, its value holds
-for all.
+Hooks of an evaluation see outputs where they were computed, as under DDP: appended items reach all workers, the rest
+is the share of that worker. The last stage has it; the others take it over.
+
+Contract: the objects that the module refers to stay the same, only what they hold is written.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.checks.checksums import checksum
-from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES
-from lightning_recycle.session.slot_values import (
-    MISSING,
-    ModuleSlot,
-    Same,
-    SlotValues,
-    Write,
-    WrittenState,
-    WrittenTensors,
-    mark_of,
+from lightning_recycle.session.slot_values import ABSENT, WHOLE, Found, Path, Place, ValueTree, name_of
+from lightning_recycle.tensor_memory import (
+    is_sharded,
+    memory_address,
+    on_device,
+    pack_tensors,
+    to_cpu,
+    unpack_tensors,
 )
-from lightning_recycle.tensor_memory import memory_address, on_device, pack_tensors, to_cpu, unpack_tensors
-from lightning_recycle.torch_internals import buffers_of, tree_leaves, tree_map_only
+from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 
-__all__ = ["Append", "Assignment", "Effect", "HookSideEffects", "SideEffectState"]
+__all__ = [
+    "Append",
+    "Change",
+    "Effect",
+    "HookSideEffects",
+    "MicrobatchEffects",
+    "SideEffectState",
+    "put_together",
+    "taken_apart",
+]
 
-
-_DICTS = (dict, defaultdict)
-_CONTAINERS = (list, tuple, set, dict, deque, defaultdict, Counter)
 _SHARED_BYTES = 1024 * 1024  # of an attribute that is copied to the other stages
-_SHARED_ITEMS = 10_000
-_MARKED_ITEMS = 64
-_PLAIN = (bool, int, float, str, type(None))
+_SMALL_BYTES = 64 * 1024  # of a value that always travels
+_MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
+_REMEDY = (
+    " Keep it below 4 MB, write it in on_train_batch_end(), which runs once per step, or use num_microbatches=1 without"
+    " failures."
+)
 
 
 @dataclass(frozen=True)
 class Append:
-    """New items of a list: ``path`` is the attribute, and the key if that is a dict; ``items`` are packed."""
+    """New items of the list at ``path``, packed; ``kind``: its class, should a worker have none."""
 
-    path: tuple[Any, ...]
+    path: Path
     kind: type[Any]
     items: bytes
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """A new value of an attribute for the next step of the slot; ``value`` is packed."""
+class Change:
+    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels."""
 
-    name: str
-    value: bytes
+    place: Place
+    digest: bytes
+    size: int
+    packed: bytes | None
+    is_statistic: bool = False
 
 
-Effect: TypeAlias = Append | Assignment | Write
+Effect: TypeAlias = Append | Change
 
-SideEffectState: TypeAlias = tuple[list[str], list[str], dict[str, dict[int, Any]], WrittenState | None]
-"""Names of attributes with lists that steps extended, and of those whose tensors they changed; values by slot; the
-state of written tensors.
+
+@dataclass(frozen=True)
+class _SlotValue:
+    """A value of a slot: packed, or a tensor of this worker; neither if it is elsewhere."""
+
+    digest: bytes = b""
+    packed: bytes | None = None
+    tensor: Tensor | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.packed is not None or self.tensor is not None
+
+
+BySlot: TypeAlias = dict[Place, dict[int, _SlotValue]]
+
+SideEffectState: TypeAlias = tuple[list[str], list[str], BySlot, set[Place]]
+"""Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by slot;
+the places that micro-batches left alike.
 """
+
+
+@dataclass
+class MicrobatchEffects:
+    """What one micro-batch has changed, when its forward is over, and the record of the hooks that saw its output."""
+
+    effects: list[Effect] = field(default_factory=list)
+    record: bytes = b""
+
+    def note(self, earlier: bytes) -> bytes:
+        """The changes for the next stage, with those of the stages before."""
+        if not self.effects:
+            return earlier
+        mine = {_target(effect) for effect in self.effects}
+        before = pickle.loads(earlier) if earlier else []
+        return pickle.dumps([*(effect for effect in before if _target(effect) not in mine), *self.effects])
+
+    def output(self, earlier: bytes) -> bytes:
+        """The record and all changes, for :func:`taken_apart`."""
+        return put_together(taken_apart(self.record)[0], self.note(earlier))
+
+
+def put_together(record: bytes, note: bytes) -> bytes:
+    """A record of hooks and a note of changes; empty if both are."""
+    return len(record).to_bytes(8, "little") + record + note if record or note else b""
+
+
+def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
+    """The record, and the changes, that :func:`put_together` was given."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return data[8:end], pickle.loads(data[end:]) if data[end:] else []
+
+
+def _target(effect: Effect) -> Any:
+    return effect.path if isinstance(effect, Append) else effect.place
 
 
 class HookSideEffects:
@@ -90,325 +155,361 @@ class HookSideEffects:
     Args:
         module: the user's module.
         alone: whether a step has one micro-batch in all; then there is nothing to put together.
-        microbatches: the number of micro-batches of a step, if training steps may keep something for the next one.
-        whole: whether this worker has the whole module, not one stage of it.
+        microbatches: the number of micro-batches of a step.
 
     Attributes:
         names: the attributes whose lists steps have extended.
-        keeps_shares: whether steps have changed a number or tensor that stays on the worker.
-        changed: with several stages, the attributes whose tensors steps have changed; others are the work of hooks,
-            which run on all stages.
-        slots: the values of attributes by slot; None if there are none.
-        written: tensors that training steps write; None if they may not.
-        slot: the micro-batch whose training step is about to run; None for other code.
+        keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
+        changed: the attributes that they have changed.
+        slots: the values of places by slot.
+        slot: the micro-batch whose training step is about to run, where that runs as a whole; None for other code.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, alone: bool = False, microbatches: int | None = None, whole: bool = True
-    ) -> None:
-        self._module, self._alone = module, alone
-        self.slots = SlotValues(self._attribute, deepcopy) if microbatches else None
-        # By hand, each micro-batch has tensors of its own already.
-        writes = microbatches and whole and not alone and module.automatic_optimization
-        self.written = WrittenTensors(module) if writes else None
+    def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
+        self._module, self._alone, self._microbatches = module, alone, microbatches
+        self._internal = frozenset(dir(RecordedModule))
+        self._tree, self._shallow = ValueTree(module, self._internal), ValueTree(module, self._internal, whole=False)
+        self.slots: BySlot = {}
         self.slot: int | None = None
         self.names: set[str] = set()
-        self.keeps_shares = False
         self.changed: set[str] = set()
-        self._whole = whole
-        self._internal = {*INTERNAL_ATTRIBUTES, *dir(RecordedModule)}
+        self.keeps_shares = self._is_inside = self._runs_again = False
+        self._alike: set[Place] = set()  # those that all micro-batches left alike so far
+        self._mine: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
         self._told: set[str] = set()
-        self._plain: dict[str, Any] | None = None  # numbers and texts when the step began
-        self._runs_again = False
+        self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
+        self._step = self._ended = -1
+        self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
 
-    # ------------------------------------------------------------------ on the worker that has the output
+    # ------------------------------------------------------------------ a micro-batch in training
 
-    def begin_step(self) -> None:
-        """A batch of training or evaluation begins; what hooks have set until now stays if it runs again."""
-        self._plain, self._runs_again = None, False
-
-    def check_slots(self) -> None:
-        """Forgets the values by slot of attributes that other code has changed; called before a step."""
-        if self.slots is not None:
-            self.slots.check()
+    def begin_step(self, step: int | None = None) -> None:
+        """A batch of training, with the number ``step``, or of an evaluation begins."""
+        self._at_batch, self._runs_again = None, False
+        if step is not None:
+            self._step, self._mine = step, {}
+            self._tree.begin_step()
+            self._forget(self._tree.absorb())
 
     @contextmanager
-    def noticed(self) -> Iterator[list[Effect]]:
-        """Runs a block; lists what of its effects must reach all workers, and takes that back."""
-        slot, self.slot = self.slot, None
-        effects: list[Effect] = []
+    def microbatch(self, slot: int) -> Iterator[MicrobatchEffects]:
+        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back."""
+        made = MicrobatchEffects()
         if self._alone:
-            yield effects
+            yield made
             return
-        if self._runs_again and self._plain is not None:
-            vars(self._module).update(self._plain)
-        if self._runs_again or self._plain is None:
-            self._plain = self._numbers()
-        self._runs_again = False
-        before = None if self.keeps_shares else self._marks()
-        tensors = self._tensor_marks()
-        if slot is None or self.slots is None:
-            with self._appending(effects, False):
-                yield effects
-        else:
-            with self._slot_in_place(slot), self._assigning(effects), self._appending(effects, True):
-                if self.written is None:
-                    yield effects
-                else:
-                    with self.written.in_place(slot, effects):
-                        yield effects
-        self.keeps_shares = self.keeps_shares or self._marks() != before
-        self.changed.update(name for name, mark in self._tensor_marks().items() if mark != tensors.get(name))
+        with self._watching(self._tree, slot, made.effects), self._inside():
+            yield made
 
     @contextmanager
-    def _slot_in_place(self, slot: int) -> Iterator[None]:
-        """Within the block, attributes have copies of the values of ``slot``."""
-        assert self.slots is not None
-        before = {name: self._attribute(name).get() for name in self.slots.names}
-        for name in before:
-            self._attribute(name).put(deepcopy(self.slots.get(name, slot)[1]))
+    def again(self, slot: int) -> Iterator[None]:
+        """As :meth:`microbatch`, for a forward that is computed once more: it leaves nothing."""
+        if self._alone:
+            yield
+            return
+        self._begin(self._tree, slot)
+        try:
+            with self._inside():
+                yield
+        finally:
+            self._tree.abandon()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Within the block hooks that see outputs are watched already."""
+        self._is_inside = True
         try:
             yield
         finally:
-            for name, value in before.items():
-                self._attribute(name).put(value)
-
-    def _attribute(self, name: str) -> ModuleSlot:
-        return ModuleSlot(self._module, name)
-
-    def _attributes(self) -> dict[str, Any]:
-        values = {**vars(self._module), **buffers_of(self._module)}
-        return {name: value for name, value in values.items() if name not in self._internal}
-
-    def _marks(self) -> dict[str, Any]:
-        """Differ when a number or tensor was changed, also one in a short dict."""
-        found = {}
-        for name, value in self._attributes().items():
-            if isinstance(value, (int, float, Tensor)):
-                found[name] = mark_of(value)
-            elif type(value) in _CONTAINERS and isinstance(value, dict) and len(value) <= _MARKED_ITEMS:
-                found[name] = [Same(item) for item in value.values() if isinstance(item, (int, float))]
-        return found
-
-    def _tensor_marks(self) -> dict[str, Any]:
-        """Of each attribute with tensors that no step is known to change; differ when a step changes them."""
-        found = {}
-        for name, value in {} if self._whole else self._attributes().items():
-            if name in self.changed or name in self.names or self._has_slots(name) or not _has_tensors(value):
-                continue
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            if sum(tensor.nbytes for tensor in tensors) <= _SHARED_BYTES:  # larger ones are not shared
-                written = [tensor for tensor in tensors if tensor.is_inference()]  # these have no version
-                found[name] = mark_of(tensors), checksum(written) if written else b""
-        return found
+            self._is_inside = False
 
     @contextmanager
-    def _appending(self, effects: list[Effect], keeps: bool) -> Iterator[None]:
-        """Finds appended items; ``keeps``: whether a new list of tensors may be meant for the next step of the slot."""
-        attributes = self._attributes()
-        paths: set[tuple[Any, ...]] = {(name,) for name in attributes}
-        paths |= {(name, key) for name, value in attributes.items() if type(value) in _DICTS for key in value}
-        before = {path: (value, len(value), [*value][:: max(1, len(value) - 1)]) for path, value in _lists(attributes)}
+    def _watching(self, tree: ValueTree, slot: int, effects: list[Effect]) -> Iterator[None]:
+        self._begin(tree, slot)
         try:
             yield
         except BaseException:
-            for value, length, _ in before.values():
-                _shorten(value, length)
+            tree.abandon()
             raise
-        seen: set[int] = set()
-        after = self._attributes()
-        for path, now in list(_lists(after)):
-            old, length, ends = before.get(path, (None, 0, []))
-            is_in_another_dict = len(path) > 1 and after[path[0]] is not attributes.get(path[0])
-            if id(now) in seen or len(now) <= length or is_in_another_dict:
+        effects += self._effects(tree, tree.end(), slot)
+
+    def _begin(self, tree: ValueTree, slot: int) -> None:
+        self._forget(tree.absorb())
+        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
+
+    def _forget(self, changed: Iterable[Place]) -> None:
+        """Other code has changed these places: what they hold now holds for all slots."""
+        for place in changed:
+            self.slots.pop(place, None)
+
+    def _slot_value(self, tree: ValueTree, place: Place, slot: int) -> Any:
+        value = self.slots[place][slot]
+        if not value.is_here:
+            raise UnsupportedFeatureError(
+                f"{name_of(place)} is written in a training step, differently for each micro-batch, and its value for"
+                f" micro-batch {slot} was on a worker that does not run that any more: it is too large to be kept on"
+                " all." + _REMEDY
+            )
+        return self._unpacked(value, tree)
+
+    def _unpacked(self, value: _SlotValue, tree: ValueTree) -> Any:
+        return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
+
+    def _effects(self, tree: ValueTree, found: Sequence[Found], slot: int) -> list[Effect]:
+        """What must reach other workers."""
+        effects: list[Effect] = []
+        values: list[tuple[Change, Any]] = []
+        for one in found:
+            # Another list than before is meant for the next step of the slot, unless it begins with the old items.
+            is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
+            if is_append and one.place not in self.slots:
+                effects.append(self._append(one, tree))
                 continue
-            seen.add(id(now))
-            begins_alike = not length or (now[0] is ends[0] and now[length - 1] is ends[-1])
-            if old is None:
-                appended = path not in paths
-            elif now is old or not keeps:
-                appended = begins_alike
-            else:  # another list: meant for the next step of the slot, unless it begins with the old items
-                appended = begins_alike and length > 0 and not self._has_slots(path[0])
-            packed = self._packed(path, list(now)[length:]) if appended else None
-            if packed is not None:
-                effects.append(Append(path, type(now), packed))
-                if old is not None:
-                    _shorten(old, length)
-                self._put(path, old)
-
-    @contextmanager
-    def _assigning(self, effects: list[Effect]) -> Iterator[None]:
-        """Finds assignments of a training step for the next one; lists that grew are taken back before."""
-        before = self._attributes()
-        marks = {name: mark_of(value) for name, value in before.items() if self._has_slots(name)}
-        yield
-        after = self._attributes()
-        for name in {**before, **after}:
-            value, old = after.get(name, MISSING), before.get(name, MISSING)
-            if self._has_slots(name):
-                changed = mark_of(value) != marks.get(name, mark_of(MISSING))
+            value = one.now.detach() if isinstance(one.now, Tensor) else one.now
+            if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
+                form = str((value.dtype, tuple(value.shape))).encode()
+                change = Change(one.place, checksum([value]) + form, value.nbytes, None, tree.is_statistic(one.place))
             else:
-                changed = value is not old and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-            if changed and (packed := self._packed((name,), value)) is not None:
-                effects.append(Assignment(name, packed))
-                self._attribute(name).put(old)
+                packed = self._packed(one.place, value, tree)
+                digest = hashlib.blake2b(packed, digest_size=16).digest()
+                change = Change(one.place, digest, len(packed), packed, tree.is_statistic(one.place))
+            values.append((change, value))
+        left = _MOST_BYTES
+        for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
+            size, is_mean = change.size, change.is_statistic
+            travels = is_mean or (size <= left and (size <= _SMALL_BYTES or change.place not in self._alike))
+            left -= size if travels else 0
+            if isinstance(value, Tensor):
+                self._mine.setdefault(slot, {})[change.place] = value
+            sent = (change.packed or self._packed(change.place, value, tree)) if travels else None
+            effects.append(Change(change.place, change.digest, size, sent, is_mean))
+        return effects
 
-    def _has_slots(self, name: str) -> bool:
-        return self.slots is not None and name in self.slots.names
+    def _append(self, one: Found, tree: ValueTree) -> Append:
+        """The new items of a list."""
+        path, key = one.place
+        is_deque = isinstance(tree.referent(path) if key == WHOLE else one.now, deque)
+        packed = self._packed(one.place, one.items, tree)
+        return Append(path if key == WHOLE else (*path, key), deque if is_deque else list, packed)
 
-    def _packed(self, path: tuple[Any, ...], value: Any) -> bytes | None:
-        """``value`` for the other workers; None if it cannot be pickled, and then stays where it is."""
+    def _packed(self, place: Place, value: Any, tree: ValueTree) -> bytes:
         try:
-            return pack_tensors(None if value is MISSING else tree_map_only(Tensor, to_cpu, value))
+            return pack_tensors(tree_map_only(Tensor, to_cpu, value), tree.reference)
         except Exception as error:
-            name = f"self.{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])
-            if name not in self._told:
-                self._told.add(name)
-                rank_zero_warn(
-                    f"{name} got a value in a step or hook that sees one micro-batch which cannot be pickled"
-                    f" ({type(error).__name__}: {error}). It stays on the worker that made it."
-                )
-            return None
+            raise UnsupportedFeatureError(
+                f"{name_of(place)} got a value in a step or hook that sees one micro-batch which cannot be pickled"
+                f" ({type(error).__name__}: {error}): other workers would not have it. Keep tensors, numbers, and lists"
+                " and dicts of them, or assign it in a hook such as on_train_batch_end()."
+            ) from error
 
-    def _put(self, path: tuple[Any, ...], value: Any) -> None:
-        """Puts ``value`` at ``path``; None: nothing was there."""
-        owner: Any = vars(self._module) if len(path) == 1 else getattr(self._module, path[0])
-        if value is None:
-            owner.pop(path[-1], None)
-        else:
-            owner[path[-1]] = value
+    def _load(self, packed: Any, tree: ValueTree) -> Any:
+        return on_device(unpack_tensors(packed, tree.referent), self._module.device)
 
-    def rewind(self) -> None:
-        """The user's code that comes next sees parameters as they were when the step began."""
-        if self.written is not None:
-            self.written.rewind()
+    # ------------------------------------------------------------------ other code that sees one micro-batch
 
     @contextmanager
-    def leaving_nothing(self, slot: int) -> Iterator[None]:
-        """Within the block the step of ``slot`` runs to be compared: it counts nothing."""
-        self.slot, plain = slot, self._numbers()
+    def noticed(self) -> Iterator[list[Effect]]:
+        """Runs a hook, or a step that runs as a whole; lists what must reach all workers, and takes that back."""
+        slot, self.slot = self.slot, None
+        effects: list[Effect] = []
+        if self._alone or self._is_inside:
+            yield effects
+        elif slot is not None:  # micro-batches run in turns, each with attributes of its own
+            with self._watching(ValueTree(self._module, self._internal, whole=False), slot, effects):
+                yield effects
+        else:
+            with self._looking(self._shallow, effects):
+                yield effects
+
+    @contextmanager
+    def _looking(self, tree: ValueTree, effects: list[Effect]) -> Iterator[None]:
+        if self._runs_again and self._at_batch is not None:
+            tree.restore(self._at_batch)
+        tree.absorb()
+        if self._at_batch is None:
+            self._at_batch = tree.contents()
+        self._runs_again = False
+        tree.begin({}, looks_only=True)
         try:
             yield
-        finally:
-            self.slot = None
-            vars(self._module).update(plain)
+        except BaseException:
+            tree.end(lambda one: one.items is None)
+            raise
+        for one in tree.end(lambda one: not self._travels(one, tree, effects)):
+            if one.items is None:
+                (_, _, *names), key = one.place
+                self.changed.add(str(names[0] if names else key))
+                self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(one.now))
 
-    def _numbers(self) -> dict[str, Any]:
-        return {n: v for n, v in vars(self._module).items() if type(v) in _PLAIN and n not in self._internal}
+    def _travels(self, one: Found, tree: ValueTree, effects: list[Effect]) -> bool:
+        """Whether these are new items of a list, which then are among ``effects``."""
+        if one.items is None:
+            return False
+        try:
+            effects.append(self._append(one, tree))
+        except UnsupportedFeatureError as error:
+            if (name := name_of(one.place)) not in self._told:
+                self._told.add(name)
+                rank_zero_warn(f"self.{error} It stays on the worker that made it.")
+            return False
+        return True
 
     def run_again(self) -> None:
-        """The step may run again: numbers that its micro-batches have counted here would count twice."""
+        """The batch may run again: what its micro-batches have counted here would count twice."""
         self._runs_again = True
 
     # ------------------------------------------------------------------ on every worker
 
-    def repeat(self, records: Sequence[Sequence[Effect]], slots: Sequence[int] | None = None) -> None:
-        """Repeats the effects of the micro-batches of a step; ``slots``: their indices, if it was a training step."""
-        device = self._module.device
-        for effect in (effect for effects in records for effect in effects if isinstance(effect, Append)):
-            self.names.add(effect.path[0])
-            owner: Any = vars(self._module)
-            for key in effect.path[:-1]:
-                owner = owner.setdefault(key, {})
-            target = owner.get(effect.path[-1])
-            if type(target) is not effect.kind:
-                target = owner[effect.path[-1]] = effect.kind()
-            target.extend(on_device(unpack_tensors(effect.items), device))
-        if slots is None or self._alone:
+    def ends_step(self) -> None:
+        """The step is over; what its micro-batches have changed, if anything, is repeated next."""
+        self._ended, self._before = self._step, ({}, dict(self.slots))
+
+    @torch.no_grad()
+    def repeat(self, records: Mapping[int, Sequence[Effect]], on_step: bool) -> None:
+        """Repeats the effects of the micro-batches of a batch; ``on_step``: of training."""
+        if any(records.values()):
+            self._forget(self._tree.absorb())
+        changes: dict[Place, dict[int, Change]] = defaultdict(dict)
+        for slot, effects in sorted(records.items()):
+            for effect in effects:
+                if isinstance(effect, Append):
+                    self._extend(effect, on_step)
+                else:
+                    changes[effect.place][slot] = effect
+        if on_step and not self._alone:
+            for place, by_slot in changes.items():
+                self._take(place, by_slot)
+            self._mine = {}
+
+    def _extend(self, effect: Append, on_step: bool) -> None:
+        tree, place = self._tree, (effect.path[:-1], effect.path[-1])
+        self.names.add(str(effect.path[2]))
+        if not tree.has(place):
             return
-        by_slot = dict(zip(slots, records, strict=True))
-        if self.slots is not None:
-            found: dict[str, dict[int, tuple[bool, Any]]] = defaultdict(dict)
-            for slot, effects in by_slot.items():
-                for new in (effect for effect in effects if isinstance(effect, Assignment)):
-                    found[new.name][slot] = True, on_device(unpack_tensors(new.value), device)
-            for name, values in found.items():
-                self.slots.take(name, self._attribute(name), values, by_slot)
-        if self.written is not None:
-            self.written.take({i: [e for e in es if isinstance(e, Write)] for i, es in by_slot.items()})
+        target = tree.get(place)
+        if not isinstance(target, effect.kind):
+            self._note(place, on_step)
+            target = effect.kind()
+            tree.put(place, target)
+        elif tree.has((effect.path, WHOLE)):
+            self._note((effect.path, WHOLE), on_step)
+        target.extend(self._load(effect.items, tree))
+
+    def _note(self, place: Place, on_step: bool = True) -> None:
+        """Remembers what a place holds before a step changes it."""
+        if on_step and place not in self._before[0]:
+            value = self._tree.get(place)
+            self._before[0][place] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def _take(self, place: Place, by_slot: Mapping[int, Change]) -> None:
+        """Takes over what the micro-batches have left in ``place``."""
+        tree, slots, has_place = self._tree, range(self._microbatches), self._tree.has(place)
+        found = {}
+        for slot, change in by_slot.items():
+            tensor = self._mine.get(slot, {}).get(place) if change.packed is None else None
+            found[slot] = _SlotValue(change.digest, change.packed, tensor)
+        here = [slot for slot, value in found.items() if value.is_here]
+        if has_place:
+            self._note(place)
+        if any(change.is_statistic for change in by_slot.values()):
+            if has_place:
+                old = tree.get(place)
+                values = [self._unpacked(found[slot], tree) if slot in found else old for slot in slots]
+                tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
+            return
+        if len(found) == len(slots) and len({value.digest for value in found.values()}) == 1:
+            if has_place and not here:
+                raise UnsupportedFeatureError(
+                    f"{name_of(place)} is written in a training step, and this worker ran no micro-batch of it: the new"
+                    " value is too large to be sent." + _REMEDY
+                )
+            self.slots.pop(place, None)
+            self._alike.add(place)
+        else:
+            self._alike.discard(place)
+            if place not in self.slots:
+                begun = _SlotValue(packed=self._packed(place, tree.get(place), tree)) if has_place else _SlotValue()
+                self.slots[place] = dict.fromkeys(slots, begun)
+                if len(here) < len(found):
+                    size = max(change.size for change in by_slot.values())
+                    rank_zero_warn(
+                        f"{name_of(place)} ({size:,} bytes) is written in a training step, differently for each"
+                        " micro-batch, and too large to be kept on all workers: when one dies, the run ends with an"
+                        " error." + _REMEDY
+                    )
+            self.slots[place] = {**self.slots[place], **found}
+        if has_place and here:
+            tree.put(place, self._unpacked(found[max(here)], tree))
+
+    @contextmanager
+    def as_in_step(self, step: int) -> Iterator[None]:
+        """Within the block values are those with which ``step``, the one before the current one, has begun."""
+        if self._ended != step:
+            yield
+            return
+        (before, slots), now = self._before, self.slots
+        self._before = {}, {}
+        for place in before:
+            self._note(place)
+        after, self._before = self._before[0], (before, slots)
+        self._set(before, slots)
+        try:
+            yield
+        finally:
+            self._set(after, now)
+
+    def _set(self, values: Mapping[Place, Any], slots: BySlot) -> None:
+        for place, value in values.items():
+            self._tree.put(place, value)
+        self._tree.absorb()
+        self.slots = slots
 
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
     def shares(self) -> dict[str, bytes]:
-        """Numbers, tensors, and small containers of them in attributes, packed: what this worker has for itself. Of
-        tensors those that steps have changed: hooks may keep some for each parameter of their stage.
-        """
+        """What hooks of evaluations have changed, packed, by the name of the attribute, if it is not large."""
         found = {}
-        views = self._views()
-        for name, value in self._attributes().items():
-            is_share = name not in {*self.names, *views} and not self._has_slots(name) and _is_data(value)
-            is_share = is_share and (name in self.changed or not _has_tensors(value))
-            if is_share and (packed := self._packed((name,), value)) is not None:
+        for name in self.changed - self.names - self._views():
+            try:
+                packed = self._packed(self._place(name), self._shallow.get(self._place(name)), self._shallow)
+            except UnsupportedFeatureError:  # it stays on the worker that made it
+                continue
+            if len(packed) <= _SHARED_BYTES:
                 found[name] = packed
-        return {name: packed for name, packed in found.items() if len(packed) <= _SHARED_BYTES}
+        return found
+
+    def _place(self, name: str) -> Place:
+        return ("", "buffers" if name in dict(self._module.named_buffers(recurse=False)) else ""), name
 
     def _views(self) -> set[str]:
         """The attributes that lie in the memory of parameters of this stage."""
         weights = {memory_address(parameter) for parameter in self._module.parameters()} - {0}
-        tensors = {name: value for name, value in self._attributes().items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self._module).items() if isinstance(value, Tensor)}
         return {name for name, value in tensors.items() if memory_address(value) in weights}
 
     def load_shares(self, shares: Mapping[str, bytes]) -> None:
-        """Takes over what :meth:`shares` returned on the last stage of the pipeline, where it differs."""
-        mine, views = self.shares(), self._views()
+        """Takes over what :meth:`shares` returned on the last stage of the pipeline."""
+        views = self._views()
         for name, packed in shares.items():
-            if mine.get(name) != packed and name not in views:
-                value = on_device(unpack_tensors(packed), self._module.device)
-                self._attribute(name).put(value)
+            if name not in views and self._shallow.has(self._place(name)):
+                self.changed.add(name)
+                self._shallow.put(self._place(name), self._load(packed, self._shallow))
 
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> SideEffectState:
         """For a worker that joins, which has the module's attributes from elsewhere."""
-        slots = {} if self.slots is None else self.slots.state()
-        written = None if self.written is None else self.written.state()
-        return sorted(self.names), sorted(self.changed), slots, written
+        self._forget(self._tree.absorb())
+        return sorted(self.names), sorted(self.changed), dict(self.slots), set(self._alike)
 
     def load_state(self, state: SideEffectState) -> None:
-        names, changed, slots, written = state
+        """Restores what :meth:`state` returned."""
+        names, changed, slots, alike = state
         self.names.update(names)
         self.changed.update(changed)
-        if self.slots is not None:
-            self.slots.load_state(slots, self._module.device)
-        if self.written is not None and written is not None:
-            self.written.load_state(written)
-
-
-def _lists(attributes: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The lists that steps may append to, with their paths."""
-    for name, value in attributes.items():
-        if _is_list(value):
-            yield (name,), value
-        elif type(value) in _DICTS:
-            yield from (((name, key), item) for key, item in list(value.items()) if _is_list(item))
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a container that begins with one or with one that does."""
-    while type(value) in _CONTAINERS and value:
-        value = next(iter(value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
-
-
-def _is_data(value: Any, depth: int = 4) -> bool:
-    """Whether it is a number, a text, a tensor, an array, or a container of them that is not long."""
-    if isinstance(value, _PLAIN):
-        return True
-    if type(value) is Tensor and value.layout is not torch.strided:
-        return False
-    if type(value) is Tensor or isinstance(value, np.ndarray):
-        return value.nbytes <= _SHARED_BYTES
-    if not depth or not isinstance(value, (list, tuple, set, dict, deque)) or len(value) > _SHARED_ITEMS:
-        return False
-    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return type(value) in _CONTAINERS and all(_is_data(item, depth - 1) for item in items)
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) is list or (type(value) is deque and value.maxlen is None)
-
-
-def _shorten(value: Any, length: int) -> None:
-    while len(value) > length:
-        value.pop()
+        self._tree.absorb()
+        self._alike, device = set(alike), self._module.device
+        self.slots = {
+            place: {slot: _SlotValue(v.digest, v.packed, on_device(v.tensor, device)) for slot, v in values.items()}
+            for place, values in slots.items()
+        }

@@ -7,6 +7,7 @@ Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -50,9 +51,11 @@ __all__ = [
     "call_setup_hooks",
     "checkpoint_folder",
     "cluster_environment_of",
+    "combined_loaders",
     "count_manual_steps",
     "default_profiler_schedule",
     "final_settings",
+    "fit_loops",
     "go_on",
     "init_optimizers",
     "last_checkpoints",
@@ -66,6 +69,8 @@ __all__ = [
     "mode_of",
     "path_of_ended_run",
     "plain_optimizer",
+    "prepare_data_within",
+    "read_loaders",
     "restore_loaders",
     "restore_settings",
     "returned_loaders",
@@ -133,14 +138,12 @@ class TrainerState:
         settings: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
             change, and attributes that are in no state dict.
         callbacks: the state dicts of callbacks whose attributes belong to their process.
-        has_validated: whether the validation loaders have been read.
     """
 
     loops: dict[str, Any]
     results: tuple[dict[str, _ResultMetric], ...]
     settings: dict[str, dict[str, Any]]
     callbacks: dict[str, Any]
-    has_validated: bool
 
     @classmethod
     def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
@@ -155,7 +158,6 @@ class TrainerState:
             ),
             settings={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
             callbacks={key: state for key, state in states.items() if key in keys},
-            has_validated=trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None,
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -176,23 +178,7 @@ class TrainerState:
             path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}
             for path, found in data["settings"].items()
         }
-        return cls(data["loops"], results, settings, {}, has_validated=False)
-
-    def read_loaders(self, trainer: pl.Trainer) -> None:
-        """Asks the user for the loaders that the donor has asked for since this worker was set up, in its epoch."""
-        fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-        train_epoch = self.settings["fit_loop"]["_last_train_dl_reload_epoch"]
-        if train_epoch != fit._last_train_dl_reload_epoch:
-            fit.epoch_progress.current.completed = train_epoch
-            fit._combined_loader = None
-            fit.setup_data()
-        val_epoch = self.settings[_VALIDATION]["_last_val_dl_reload_epoch"]
-        if self.has_validated and (val._combined_loader is None or val_epoch != val._last_val_dl_reload_epoch):
-            fit.epoch_progress.current.completed = max(0, val_epoch)
-            val._combined_loader = None
-            trainer.validating = True
-            val.setup_data()
-            trainer.training = True
+        return cls(data["loops"], results, settings, {})
 
     def load_progress(self, trainer: pl.Trainer) -> None:
         """Restores the counters of the loops, but not the place in a stream of data."""
@@ -434,6 +420,34 @@ def loaders_of(loop: Any) -> list[Any]:
     return list(combined.flattened) if isinstance(combined, CombinedLoader) else []
 
 
+def fit_loops(trainer: pl.Trainer) -> dict[str, Any]:
+    """The loops of ``fit`` that read data, by name."""
+    return {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
+
+
+def combined_loaders(loop: Any) -> tuple[Any, Any]:
+    """The loaders that a loop has asked for, in the user's structure, and how they are combined."""
+    return loop._combined_loader.iterables, loop._combined_loader._mode
+
+
+def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
+    """Lets a loop of :func:`fit_loops` read loaders, ``given`` as by :func:`combined_loaders`, instead of its own.
+
+    If none are given the user is asked, as in the epoch in which the loop has asked last.
+    """
+    loop = fit_loops(trainer)[name]
+    source, epoch = loop._data_source, getattr(loop, f"_last_{name}_dl_reload_epoch")
+    trainer.fit_loop.epoch_progress.current.completed = max(0, epoch)
+    loop._combined_loader = None
+    if given is not None:
+        loop._data_source = DataLoaderSource(CombinedLoader(*given), source.name)
+    setattr(trainer, "validating" if name == "val" else "training", True)
+    try:
+        loop.setup_data()
+    finally:
+        trainer.training, loop._data_source = True, source
+
+
 def mode_of(loader: CombinedLoader) -> str:
     """How ``loader`` combines its loaders."""
     return loader._mode
@@ -542,6 +556,18 @@ class SignalHandlers:
 def attach_data(trainer: pl.Trainer, data: dict[str, Any]) -> None:
     """Links the module of ``trainer`` with ``data``: loaders or a data module, by name."""
     trainer._data_connector.attach_data(trainer.lightning_module, **data)
+
+
+def prepare_data_within(trainer: pl.Trainer, block: Callable[[], AbstractContextManager[None]]) -> None:
+    """Has ``trainer`` decide within ``block`` whether it prepares data, and do it, the next time."""
+    connector = trainer._data_connector
+
+    def prepare_data() -> None:
+        del connector.prepare_data
+        with block():
+            type(connector).prepare_data(connector)
+
+    connector.prepare_data = prepare_data  # type: ignore[method-assign]
 
 
 def call_setup_hooks(trainer: pl.Trainer) -> None:

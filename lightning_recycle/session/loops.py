@@ -206,6 +206,8 @@ class PipelineEpochLoop(_TrainingEpochLoop):
             else:  # where each of them is depends on how they are combined; addresses cost nothing
                 for _ in range(first):
                     next(data_fetcher)
+        for loader in loaders:
+            loader.entered()
         if (on_entered := self._on_entered) is not None:
             self._on_entered = None
             on_entered()
@@ -308,6 +310,8 @@ class PipelineFitLoop(_FitLoop):
         if self._combined_loader is not None:
             self.runner.loaders.keep_for_training(self._combined_loader.flattened)
             self._load_combined_loader_states()  # configure_optimizers() may have read the loaders before
+            for loader in self._combined_loader.flattened:
+                loader.entered()
 
     @override
     def on_advance_start(self) -> None:

@@ -100,7 +100,7 @@ class ManualSteps:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._steps.begin_microbatch(microbatch.index)
+            self._steps.begin_whole_step(microbatch.index)
             output = self._step(*microbatch.inputs)
         return _loss_in(output), self._steps.record_output(output, None, microbatch.samples)
 

@@ -20,10 +20,9 @@ from unittest.mock import NonCallableMock
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import ProgressBar, Timer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
@@ -179,7 +178,7 @@ _FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "
 MISSING = object()
 
 
-OF_ONE_PROCESS = (Optimizer, LRScheduler, pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
+OF_ONE_PROCESS = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 """Classes of objects that belong to a process; they are not carried."""
 
 
@@ -200,7 +199,7 @@ def is_node(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or slots_of(kind)):
         return False
-    if isinstance(value, (nn.Module, DataLoader)):
+    if isinstance(value, (nn.Module, Optimizer, DataLoader)):
         return True
     params = getattr(kind, "__dataclass_params__", None)
     if (callable(value) and kind.__module__ in ("builtins", "functools", "types")) or (params and params.frozen):
@@ -242,12 +241,12 @@ def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
 
     ``whole``: with parameters, buffers and submodules.
     """
-    if isinstance(owner, Optimizer):  # it has a state dict
-        return {}
     kind, hidden = type(owner), _hidden(owner)
     if not whole and isinstance(owner, nn.Module):
         hidden = hidden | {*_MODULE_CONTENTS}
-    names = (name for name in vars_of(owner) if not name.startswith(_OF_SHARDED_MODULES))
+    names = [name for name in vars_of(owner) if not name.startswith(_OF_SHARDED_MODULES)]
+    if isinstance(owner, Optimizer):  # parameters of no module are found by their places in groups
+        names.sort(key=lambda name: name != "param_groups")
     found = {name: vars_of(owner)[name] for name in names if name not in hidden}
     for name in slots_of(kind):
         if (value := getattr(owner, name, MISSING)) is not MISSING:
@@ -265,6 +264,8 @@ def _hidden(owner: Any) -> frozenset[str]:
     """Attributes that the process itself keeps in an object."""
     if isinstance(owner, pl.LightningModule):
         return _OF_LIGHTNING_MODULES
+    if isinstance(owner, Optimizer):
+        return frozenset(_OPTIMIZER_TABLES)
     return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
 
 
@@ -283,6 +284,6 @@ _OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 def is_bound_to_process(callback: Any) -> bool:
     """Whether the attributes of a callback belong to its process: its state dict is carried, no more.
 
-    It shows or measures something there, or decides by them whether it has set up the optimizer (averages).
+    It shows or measures something there.
     """
-    return isinstance(callback, (ProgressBar, Timer, StochasticWeightAveraging)) or is_own(callback)
+    return isinstance(callback, (ProgressBar, Timer)) or is_own(callback)

@@ -3,9 +3,9 @@
 Concept: both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with
 plain attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes
 of all nodes, in one pickle: references between nodes are paths, tensors are listed beside it and sent as such, and
-*anchors* (the Trainer, optimizers, loggers) are names for the receiver's own. The receiver writes the attributes into
-the nodes that it has, and lists, dicts, tensors, generators and variables of local functions into those at the same
-place; it makes only what it lacks. So references to its objects stay valid, such as an optimizer's to parameters.
+*anchors* (the Trainer, loggers) are names for the receiver's own. The receiver writes the attributes into the nodes
+that it has, and lists, dicts, tensors, generators and variables of local functions into those at the same place; it
+makes only what it lacks. So references to its objects stay valid, such as an optimizer's to parameters.
 
 Contract: the sender's objects are not changed. What cannot be pickled stays behind, and the receiver keeps its own. A
 tensor or array of over a megabyte that is what it was when the run began is not sent: the receiver has it from its own
@@ -23,7 +23,7 @@ import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
@@ -76,13 +77,16 @@ _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 
 @dataclass(frozen=True)
 class ObjectPack:
-    """The state of a graph: the nodes in a pickle, and the tensors that it refers to by index."""
+    """The state of a graph: the nodes in a pickle, the tensors that it refers to by index, and the paths of the data
+    that the receiver has.
+    """
 
     data: bytes
     tensors: list[Tensor]
+    same: frozenset[Path] = frozenset()
 
     def on_cpu(self) -> ObjectPack:
-        return ObjectPack(self.data, [to_cpu(tensor) for tensor in self.tensors])
+        return replace(self, tensors=[to_cpu(tensor) for tensor in self.tensors])
 
 
 class LargeData:
@@ -120,6 +124,8 @@ class ObjectGraph:
             and LightningModules that are no roots, such as copies.
         skipped: paths of attributes that stay behind.
         bound: further classes of objects that belong to their process, and stay behind.
+        optimizers: whether optimizers and schedulers are carried, with their states; otherwise they belong to their
+            process, too, and only hooks of those that are roots are carried.
 
     Attributes:
         large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
@@ -132,9 +138,11 @@ class ObjectGraph:
         whole: bool = True,
         skipped: Collection[Path] = (),
         bound: tuple[type[Any], ...] = (),
+        optimizers: bool = False,
     ) -> None:
-        self._whole, self._skipped = whole, frozenset(skipped)
+        self._whole, self._skipped, self._optimizers = whole, frozenset(skipped), optimizers
         self._bound = (*OF_ONE_PROCESS, *bound, *(() if whole else (pl.LightningModule,)))
+        self._bound += () if optimizers else (Optimizer, LRScheduler)
         self._roots = {name: value for name, value in roots.items() if value is not None}
         own = set(map(id, self._roots.values()))
         self._anchors = {n: value for n, value in anchors.items() if value is not None and id(value) not in own}
@@ -158,7 +166,10 @@ class ObjectGraph:
                     self.large.setdefault(path, value)
             elif path in self._roots or (is_node(value) and not isinstance(value, self._bound)):
                 self._nodes[path], self._paths[id(value)] = value, path
-                waiting += [(f"{path}.{name}", item) for name, item in reversed(self._state(path, value).items())]
+                state = self._state(path, value)
+                if isinstance(value, Optimizer):
+                    state.pop("state", None)  # it is written in each step: data that stays the same is elsewhere
+                waiting += [(f"{path}.{name}", item) for name, item in reversed(state.items())]
             elif type(value) in _CONTAINERS and len(value) <= _LOOKS_INTO:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
@@ -169,17 +180,19 @@ class ObjectGraph:
 
     def _state(self, path: Path, node: Any) -> dict[str, Any]:
         """The attributes of a node that are carried, and its hooks."""
-        found = attributes_of(node, self._is_whole(path, node))
+        found = self._attributes(path, node)
         if isinstance(node, (nn.Module, Optimizer)) and (hooks := hooks_of(node)):
             found[_HOOKS] = hooks
         if self._skipped:
             found = {name: value for name, value in found.items() if f"{path}.{name}" not in self._skipped}
         return found
 
-    def _is_whole(self, path: Path, node: Any) -> bool:
-        """Whether a module is whole in both processes: a metric, too, that no module has registered."""
+    def _attributes(self, path: Path, node: Any) -> dict[str, Any]:
+        if isinstance(node, Optimizer) and not self._optimizers:
+            return {}
+        # A module is whole in both processes; so is a metric that no module has registered.
         is_metric = isinstance(node, (Metric, MetricCollection, MetricTracker))
-        return self._whole or (is_metric and path not in self._roots)
+        return attributes_of(node, self._whole or (is_metric and path not in self._roots))
 
     @cached_property
     def _tables(self) -> dict[int, tuple[Path, TableKey]]:
@@ -236,7 +249,7 @@ class ObjectGraph:
             pickler.dump(value)
         except Exception:  # whatever the user's classes raise: it cannot travel
             return None
-        return ObjectPack(file.getvalue(), pickler.tensors)
+        return ObjectPack(file.getvalue(), pickler.tensors, frozenset(pickler.used))
 
     # ------------------------------------------------------------------ the receiver
 
@@ -284,6 +297,7 @@ class _GraphPickler(MainPickler):
         super().__init__(file, MainModule(imported=True))
         self._graph, self._same = graph, same
         self.tensors: list[Tensor] = []
+        self.used: set[Path] = set()  # of ``same``
         self._indices: dict[int, int] = {}
 
     @override
@@ -294,6 +308,7 @@ class _GraphPickler(MainPickler):
         if key in graph._paths:
             return "node", graph._paths[key], class_of(obj)
         if key in self._same:
+            self.used.add(self._same[key])
             return "same", self._same[key]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
             if key not in self._indices:
@@ -305,6 +320,7 @@ class _GraphPickler(MainPickler):
                 type(obj) is nn.Parameter,
                 obj.requires_grad,
                 graph._weights.shared(obj),
+                obj.device.type == "cpu",
             )
         if isinstance(obj, RemovableHandle) and obj.hooks_dict_ref() is not None:
             tables = [table for each in (obj.hooks_dict_ref, *obj.extra_dict_ref) if (table := each()) is not None]
@@ -343,8 +359,8 @@ class _GraphUnpickler(pickle.Unpickler):
             self.handles.append((handle, details[0]))
             return handle
         if name not in self._loaded:
-            is_parameter, requires_grad, shared = details
-            tensor = self._tensors[name].to(self._device, copy=True)
+            is_parameter, requires_grad, shared, on_host = details
+            tensor = self._tensors[name].to("cpu" if on_host else self._device, copy=True)
             self._loaded[name] = (
                 nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
             )
@@ -361,6 +377,8 @@ class _GraphUnpickler(pickle.Unpickler):
                 (pl.LightningModule if issubclass(kind, pl.LightningModule) else nn.Module).__init__(made)
             if issubclass(kind, Metric):  # which wraps its methods
                 made.__setstate__({})
+            if issubclass(kind, Optimizer):  # its hook tables
+                Optimizer.__setstate__(made, {"defaults": {}})
         return self.made[path]
 
 
@@ -379,8 +397,12 @@ class _Update:
         known = ((path, self._made.get(path, self._nodes.get(path))) for path in states)
         nodes = {path: node for path, node in known if node is not None}
         hooks = {path: states[path].pop(_HOOKS, {}) for path in nodes}
+        for path, node in nodes.items():  # weights have their names here: whatever else leads to them comes later
+            for name in ("_parameters", "_buffers") if isinstance(node, nn.Module) else ():
+                if name in states[path]:
+                    self.merged(vars_of(node)[name], states[path][name])
         for path, node in nodes.items():
-            self._write(node, self._graph._is_whole(path, node), states[path], stays.get(path, set()))
+            self._write(node, self._graph._attributes(path, node), states[path], stays.get(path, set()))
         for path, node in nodes.items():  # all parameters are what they are going to be
             if isinstance(node, (nn.Module, Optimizer)) and _HOOKS not in stays.get(path, set()):
                 tables = {key: self.merged(MISSING, table) for key, table in hooks[path].items()}
@@ -388,8 +410,7 @@ class _Update:
             if isinstance(node, nn.Module):
                 parametrize_class(node)
 
-    def _write(self, node: Any, whole: bool, state: dict[str, Any], stays: set[str]) -> None:
-        before = attributes_of(node, whole)
+    def _write(self, node: Any, before: Mapping[str, Any], state: dict[str, Any], stays: set[str]) -> None:
         for name in before.keys() - state.keys() - stays:
             object.__delattr__(node, name) if name not in vars_of(node) else vars_of(node).pop(name)
         for name, value in state.items():
@@ -466,7 +487,11 @@ class _Update:
     def mapping(self, old: Any, new: Any) -> Any:
         target = new if old is None else old
         self.claim(target, new)
-        found = {key: self.merged(MISSING if old is None else old.get(key, MISSING), v) for key, v in new.items()}
+        own = {key: self.merged(MISSING, key) if isinstance(key, Tensor) else key for key in new}
+        found = {
+            own[key]: self.merged(MISSING if old is None else old.get(own[key], MISSING), value)
+            for key, value in new.items()
+        }
         target.clear()
         target.update({key: value for key, value in found.items() if value is not MISSING})
         return target
@@ -508,7 +533,7 @@ class _Update:
         is_free = id(old) not in self._claimed and id(old) not in self._known
         target = old if type(old) is type(new) and is_free else new
         self.claim(target, new)
-        self._write(target, True, attributes_of(new), set())
+        self._write(target, attributes_of(target), attributes_of(new), set())
         return target
 
     def partial(self, old: Any, new: Any) -> Any:

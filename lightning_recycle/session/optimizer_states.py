@@ -14,6 +14,7 @@ from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ __all__ = [
     "GroupNames",
     "OptimizerState",
     "check_parameters",
+    "complete_state",
     "copied",
     "fits",
     "group_names",
@@ -35,7 +37,6 @@ __all__ = [
     "sharded_optimizer_state",
     "split_optimizer_state",
     "stage_optimizer_state",
-    "state_of",
     "stepping_on_shards",
     "trained_by",
     "trained_by_name",
@@ -79,18 +80,6 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Its state dict, without states of parameters that are in no group any more, with which torch's fails."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    stale = {key: value for key, value in optimizer.state.items() if isinstance(key, Tensor) and id(key) not in held}
-    for parameter in stale:
-        del optimizer.state[parameter]
-    try:
-        return optimizer.state_dict()
-    finally:
-        optimizer.state.update(stale)
-
-
 def trained_by(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """The parameters of ``module``, and those that only ``optimizers`` have."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
@@ -106,6 +95,16 @@ def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
             places = {f"parameter {j} of group {i} of optimizer {number}": p for j, p in enumerate(group["params"])}
             named.update({name: p for name, p in places.items() if id(p) not in known})
     return named
+
+
+def complete_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of ``optimizer``; torch's fails at states of parameters that a hook has taken out of its groups,
+    which are dropped.
+    """
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in grouped]:
+        del optimizer.state[key]
+    return optimizer.state_dict()
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -130,7 +129,7 @@ def merge_optimizer_states(
         copies: the copies, which are left out, as one device has the parameter once.
 
     Raises:
-        ConfigurationError: if the stages have different numbers of groups.
+        ConfigurationError: if the stages have different numbers of groups, or values under a key of no parameter.
     """
     num_groups = {len(part["param_groups"]) for part in parts}
     if len(num_groups) > 1:
@@ -147,12 +146,43 @@ def merge_optimizer_states(
     numbers = _numbers(names, copies)
     merged = merged_names(names, copies)
     return {
-        "state": {number: owned[name] for name, number in numbers.items() if name in owned},
+        "state": {
+            **{number: owned[name] for name, number in numbers.items() if name in owned},
+            **_common_states(parts),
+        },
         "param_groups": [
             {**group, "params": [numbers[name] for name in members]}
             for group, members in zip(parts[0]["param_groups"], merged, strict=True)
         ],
     }
+
+
+def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
+    """The entries of an optimizer's state dict that belong to no parameter, such as ``optimizer.state["all"]``."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return {key: value for key, value in state["state"].items() if key not in numbers}
+
+
+def _common_states(parts: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+    """The entries of no parameter, which one device has once."""
+    found: dict[Any, Any] = {}
+    for part in parts:
+        for key, value in _without_parameter(part).items():
+            if not _alike(found.setdefault(key, value), value):
+                raise ConfigurationError(
+                    f"optimizer.state[{key!r}] belongs to no parameter and differs between the stages, as each computes"
+                    " it from its own layers, and on one device there is one. Use pipeline_parallel_size=1, or compute"
+                    " it from what all stages know, such as the number of steps."
+                )
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pairs = [tree_leaves(one), tree_leaves(other)]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(*pairs, strict=True)
+    )
 
 
 def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]:
@@ -183,8 +213,9 @@ def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict
             for name, value in values.items()
         }
         for number, values in state["state"].items()
+        if number in parameters
     }
-    return {**state, "state": own}
+    return {**state, "state": {**state["state"], **own}}
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
@@ -215,7 +246,7 @@ def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
     """The state dict of ``stage``'s optimizer, with names in place of numbers; arguments as in
-    :func:`merge_optimizer_states`. The groups are those of the whole model.
+    :func:`merge_optimizer_states`. The groups are those of the whole model; entries of no parameter are ``others``.
     """
     mine = [name for group in names[stage] for name in group]
     old = [index for group in part["param_groups"] for index in group["params"]]
@@ -226,7 +257,8 @@ def stage_optimizer_state(
     }
     merged = merged_names(names, copies)
     groups = [{**group, "params": members} for group, members in zip(part["param_groups"], merged, strict=True)]
-    return {"state": state, "param_groups": groups}
+    others = _without_parameter(part)
+    return {"state": state, "param_groups": groups, **({"others": others} if others else {})}
 
 
 def split_optimizer_state(
@@ -251,7 +283,7 @@ def split_optimizer_state(
             )
         by_name = set(known) == set(group["params"])  # as in folders
         saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = _without_parameter(whole)
     groups: list[dict[str, Any]] = []
     next_index = 0
     for group, mine in zip(whole["param_groups"], names[stage], strict=True):

@@ -32,7 +32,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects
+from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects, put_together, taken_apart
 from lightning_recycle.session.user_objects import metric_parts
 from lightning_recycle.tensor_memory import on_device, pack_tensors, to_cpu, unpack_tensors
 
@@ -213,7 +213,7 @@ class OutputRecorder:
             return b""
         recorded = replace(recording, samples=samples, result=to_cpu(recording.result))
         try:
-            return pack_tensors(recorded)
+            return put_together(pack_tensors(recorded), b"")
         except Exception as error:
             raise UnsupportedFeatureError(
                 f"A value that a hook or step of {type(self._module).__name__} returned, logged or put into attributes"
@@ -251,7 +251,8 @@ class OutputRecorder:
         Returns:
             What the hooks returned.
         """
-        ordered = [unpack_tensors(data) if data else _EMPTY for _, data in sorted(records.items())]
+        parts = {index: taken_apart(data) for index, data in sorted(records.items())}
+        ordered = [unpack_tensors(data) if data else _EMPTY for data, _ in parts.values()]
         self._follow_metrics()
         device = self._module.device
         wanted = {
@@ -267,7 +268,8 @@ class OutputRecorder:
                 add_states(
                     metric, path, [on_device(states, place) for states in gained], keep_step_value=path in wanted
                 )
-        self.side_effects.repeat([record.changes for record in ordered], sorted(records) if on_step else None)
+        changes = {i: [*record.changes, *found] for (i, (_, found)), record in zip(parts.items(), ordered, strict=True)}
+        self.side_effects.repeat(changes, on_step)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
         calls: dict[int, list[LoggerCall]] = {}

@@ -3,8 +3,8 @@
 Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
 optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
 compared now and then by checksums. Buffers are not compared: each worker has its own running statistics. All workers
-check after the same steps: the second of each generation (the first of a run), and those that the coordinator
-announces.
+check after the same steps: the first of each generation that no worker has applied, and those that the coordinator
+announces. A worker that joins compares itself with its donor before its first step.
 
 Copies of a parameter on several stages are the same bits, too, unless a hook has changed one of them otherwise: hooks
 that go through ``self.parameters()`` find those of one stage, and may pair them wrongly. Copies are compared at the end
@@ -90,12 +90,17 @@ class StateChecks:
         """The checksums of this worker after ``step``."""
         self._due = {due for due in self._due if due > step}
         began = self._clock()
-        state = stage_state(module, optimizers)
-        sums = {name: checksum(values) for name, values in state.items()}
+        sums = self.sums(module, optimizers)
         ended = self._clock()
         interval = self._interval(step, began)
         self._seconds, self._last = min(self._seconds, ended - began), (step, ended)
         return Checked(sums, interval, self._device)
+
+    def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
+        """The checksums of what the workers of a stage have in common; none if this run never checks."""
+        if self._every == 0:
+            return {}
+        return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
 
     def _interval(self, step: int, now: float) -> int:
         """After how many steps it wants to check again."""

@@ -32,7 +32,7 @@ from lightning_recycle.session.collectives import WorkerContext, watch_process_g
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.hook_side_effects import HookSideEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd
-from lightning_recycle.session.lightning_internals import spare_moves
+from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
 from lightning_recycle.session.manual_steps import ManualSteps
@@ -73,6 +73,8 @@ class Session:
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
         loaders: the sources of steps.
         weights: the callbacks that change weights.
+        node_rank: the number of this machine; that of the leader, when the run began, is 0. 0 in a replacement.
+        local_rank: the number of its device; while data is prepared, 0 in the worker that does that for its machine.
         manual: runs the steps of a module that optimizes by itself; None for others.
         module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
         parts: its division into stages.
@@ -101,6 +103,7 @@ class Session:
         self.loaders = StepLoaders(context)
         self.weights = WeightCallbacks(trainer)
         self.manual: ManualSteps | None = None
+        self.node_rank, self.local_rank = 0, self.place.device
         self._preemption = Preemption(context)
         self._dataloader_idx = 0  # of the current evaluation
         self._has_warned = False  # of copies that differ
@@ -142,6 +145,31 @@ class Session:
         if self.run.has_run and self.collectives.is_leader:
             keep_files(self.trainer.loggers)
 
+    def prepare_data_once(self) -> None:
+        """Lets one worker of each machine prepare data: the leader on its own one, so that ``is_global_zero`` and
+        ``rank_zero_only`` hold where Lightning asks for ``local_rank`` and ``node_rank``. A replacement asks nobody: it
+        prepares data if its device is the first.
+        """
+        if self.client.joining or self.grid.num_workers * self.run.positions.members == 1:
+            return
+        places = self.collectives.gather_all("machines", (self.client.node, self.place.device))
+        leader = self.collectives.leader
+        order = sorted(places, key=lambda rank: (rank != leader, places[rank][1], rank))
+        first: dict[str, int] = {}
+        for rank in order:
+            first.setdefault(places[rank][0], rank)
+        self.node_rank = list(first).index(self.client.node)
+        prepares = first[self.client.node] == self.place.rank
+        prepare_data_within(self.trainer, partial(self._local_rank_of, 0 if prepares else max(1, self.place.device)))
+
+    @contextmanager
+    def _local_rank_of(self, preparing: int) -> Iterator[None]:
+        self.local_rank = preparing
+        try:
+            yield
+        finally:
+            self.local_rank = self.place.device
+
     def setup(self) -> None:
         """Builds this stage of the model, and the parts that run it, when it is first called."""
         if hasattr(self, "executor"):
@@ -180,8 +208,7 @@ class Session:
     def _make_recorder(self) -> OutputRecorder:
         module, microbatches = self.module, self.run.data_grid.global_microbatches
         alone = microbatches == self.grid.num_workers == 1
-        slots = microbatches if self.parts.keeps_between_steps else None
-        side_effects = HookSideEffects(module, alone, slots, whole=self.grid.stages == 1)
+        side_effects = HookSideEffects(module, alone, microbatches)
         recorder = OutputRecorder(module, side_effects, shared=self.grid.num_workers > 1)
         self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
         self.collectives.is_in_step = lambda: module.recorded_logs is not None

@@ -1,371 +1,701 @@
-"""Values by slot, for places of a module in which the micro-batches of a step leave different values.
+"""The values in a module's tree that code changes: found by comparison, taken back, and put in place.
 
-Concept: a place is a parameter or buffer anywhere in the module, or an attribute of the module itself. A slot is the
-global index of a micro-batch (pipeline d, micro-batch m). A training step may update a momentum encoder (BYOL, MoCo,
-DINO) or a queue that is a buffer. Under DDP each process does that once per step, from its own state. Here a worker may
-run several micro-batches of a step, so each of them begins with the tensors of the step's beginning. When the step is
-over,
+Concept: the tree is made of *cells*, objects that hold values: the tables of each module (attributes, buffers,
+parameters, children), and in them dicts, lists, deques, sets, arrays, generators of random numbers, and objects of
+plain attributes. A *place* is a cell and a key in it, or the whole cell where its order counts. A :class:`ValueTree`
+knows what each cell holds before a block of the user's code; afterwards it compares, by identity, plain values by
+equality. Cells are written in place, so whoever else refers to one sees the same.
 
-- a tensor that all micro-batches leave alike, to the bit, counts once: an average of the weights;
-- otherwise each slot has a value of its own from then on, in place whenever a step runs on that slot. It travels to all
-  workers with the record of the micro-batch if it is small.
+A tensor is a value, not a cell: backward may need the very one that a forward has left. So a tensor that blocks write
+has a copy in its places while a block runs, and comes back to them. Which are written shows in the first steps after a
+tensor was found, when all have copies and are compared; from then on the others are looked at by the number of writes
+that autograd counts, and small ones bit by bit. *Trained* parameters may not be written at all.
 
-Watched are buffers and parameters that are not trained, except statistics (of BatchNorm, of quantization), which every
-worker keeps for itself. Steps write them in place, assign them, or use ``.data``, which autograd does not count: so
-each step gets copies, which are compared afterwards. Where that would cost too much, as with a large frozen backbone, a
-write that autograd counts is refused by name.
+Must not know: steps, slots, workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import pickle
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checks.checksums import checksum
-from lightning_recycle.tensor_memory import memory_address, on_device, to_cpu
-from lightning_recycle.torch_internals import NormBase, buffers_of, parameters_of, tree_leaves, version_of
+from lightning_recycle.session.object_attributes import (
+    INTERNAL_ATTRIBUTES,
+    MODULE_TABLES,
+    OF_ONE_PROCESS,
+    is_node,
+    is_own,
+    slots_of,
+    vars_of,
+)
+from lightning_recycle.tensor_memory import is_sharded, memory_address
+from lightning_recycle.torch_internals import NormBase, buffers_of, modules_of, parameters_of, version_of, versions_of
 
-__all__ = [
-    "MISSING",
-    "Missing",
-    "ModuleSlot",
-    "Same",
-    "SlotValues",
-    "Write",
-    "WrittenState",
-    "WrittenTensors",
-    "mark_of",
-    "untrained_marks",
-]
+__all__ = ["ABSENT", "WHOLE", "Found", "Path", "Place", "ValueTree", "name_of"]
 
-_KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states as buffers
-_TYPES = (Tensor, nn.Parameter, nn.Buffer)
-_SMALL_BYTES = 64 * 1024  # of a value that always travels
-_MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel
-_WATCHED_BYTES = 256 * 1024 * 1024  # that are compared in each step, besides twice the trained parameters
-_REMEDY = (
-    " Use num_microbatches=1 without failures, keep it below 4 MB, or optimize by hand (automatic_optimization ="
-    " False), where micro-batches run in turns and each has tensors of its own."
+Path: TypeAlias = tuple[Any, ...]
+"""The name of a module, one of its tables, and the keys that lead from there to a cell."""
+
+Place: TypeAlias = tuple[Path, Any]
+"""A cell, and a key in it or WHOLE."""
+
+WHOLE = "<whole>"
+
+
+class Absent(Enum):
+    """The value of a place that holds nothing; the same object in all processes."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+
+_ATTRIBUTES, _BUFFERS, _PARAMETERS, _CHILDREN = "", "buffers", "parameters", "children"
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_NOT_LOOKED_INTO = (*OF_ONE_PROCESS, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
+_KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
+_STATISTICS = ("running_mean", "running_var")
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
+_INTERNAL = (INTERNAL_ATTRIBUTES | frozenset(MODULE_TABLES)) - {"training"}
+
+_MOST_CELLS = 10_000
+_LOOKS_INTO = 1_000  # items of a container: those of longer ones are not looked into
+_WATCHED_STEPS = 3  # in which all tensors are compared, after they were found
+_WATCHED_BYTES = 256 * 1024 * 1024  # that have copies then, besides twice the trained parameters
+_KEPT_BYTES = 4 * 1024 * 1024  # of a tensor that has a copy later, too
+_COMPARED_BYTES = 4096  # of a tensor that is compared each time; others in turn
+
+
+# ---------------------------------------------------------------------- cells
+
+
+class _Kind(NamedTuple):
+    """How a cell without keys is read, written and compared with what was read."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool]
+
+
+def _refill(holder: Any, items: Any) -> None:
+    holder.clear()
+    (holder.update if isinstance(holder, (dict, set)) else holder.extend)(items)
+
+
+def _same_items(holder: Any, items: list[Any]) -> bool:
+    return len(holder) == len(items) and all(map(is_, holder, items))
+
+
+def _same_order(holder: Any, items: list[Any]) -> bool:
+    pairs = zip(holder.items(), items, strict=False)
+    return len(holder) == len(items) and all(key == k and value is v for (key, value), (k, v) in pairs)
+
+
+def _by_state(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> _Kind:
+    return _Kind(
+        lambda holder: pickle.dumps(read(holder)),
+        lambda holder, data: write(holder, pickle.loads(data)),
+        lambda holder, data: pickle.dumps(read(holder)) == data,
+    )
+
+
+_ITEMS = _Kind(list, _refill, _same_items)
+_KINDS: tuple[tuple[type[Any], _Kind], ...] = (
+    (list, _ITEMS),
+    (deque, _ITEMS),
+    (OrderedDict, _Kind(lambda holder: list(holder.items()), _refill, _same_order)),
+    (set, _Kind(set, _refill, lambda holder, items: bool(holder == items))),
+    (np.ndarray, _Kind(np.copy, np.copyto, lambda a, b: a.shape == b.shape and a.tobytes() == b.tobytes())),
+    (torch.Generator, _by_state(lambda g: g.get_state().numpy(), lambda g, s: g.set_state(torch.from_numpy(s)))),
+    (random.Random, _by_state(random.Random.getstate, random.Random.setstate)),
+    (
+        np.random.Generator,
+        _by_state(lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
+    ),
+    (np.random.RandomState, _by_state(lambda g: g.get_state(legacy=False), np.random.RandomState.set_state)),
 )
 
-ByName: TypeAlias = dict[str, dict[int, tuple[bool, Any]]]
-"""By the name of a place and the slot: whether this worker has the value, and the value."""
 
-WrittenState: TypeAlias = tuple[set[str], ByName]
-"""The names of tensors that micro-batches leave alike; values by slot."""
-
-
-class Missing(Enum):
-    """The value of an attribute that does not exist; the same object in all processes."""
-
-    MISSING = "missing"
+def _kind_of(value: Any) -> _Kind | None:
+    """How ``value`` is read as a whole; None if it is no such cell."""
+    if isinstance(value, np.ndarray) and (value.dtype.hasobject or not value.flags.writeable):
+        return None
+    return next((kind for base, kind in _KINDS if isinstance(value, base)), None)
 
 
-MISSING = Missing.MISSING
+class _Whole:
+    """A cell whose order counts, or that has no keys."""
 
+    def __init__(self, path: Path, holder: Any, kind: _Kind) -> None:
+        self.path, self.holder, self.kind = path, holder, kind
+        self.known: list[Any] = []
+        self.read()
 
-@dataclass(frozen=True)
-class ModuleSlot:
-    """A parameter, a buffer or an attribute of a module."""
+    def is_same(self) -> bool:
+        return self.kind.same(self.holder, self.content)
 
-    module: nn.Module
-    name: str
+    def read(self) -> None:
+        self.content = self.kind.read(self.holder)
 
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        return parameters_of(self.module).get(self.name)
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(key, value before, value now) of what is not as in ``content``."""
+        yield WHOLE, self.content, self.kind.read(self.holder)
 
-    def get(self) -> Any:
-        """The parameter's data, the buffer or the attribute itself, or MISSING."""
-        return self._space.get(self.name, MISSING) if self.parameter is None else self.parameter.data
-
-    def put(self, value: Any) -> None:
-        """Sets it past the module's own ``__setattr__``."""
-        if self.parameter is not None:
-            self.parameter.data = value
-        elif value is MISSING:
-            self._space.pop(self.name, None)
+    def put(self, key: Any, value: Any) -> None:
+        if key == WHOLE:
+            self.kind.write(self.holder, value)
         else:
-            self._space[self.name] = value
+            self.holder[key] = value
+
+    def get(self, key: Any) -> Any:
+        if key == WHOLE:
+            return self.kind.read(self.holder)
+        return self.holder[key] if isinstance(self.holder, dict) or key < len(self.holder) else ABSENT
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        if self.kind is _ITEMS:
+            return enumerate(self.content)
+        return self.content if isinstance(self.holder, dict) else ()
+
+
+class _Table:
+    """A cell of values by key: a dict, or the attributes of an object; ``known``: all of them, hidden ones as well."""
+
+    def __init__(self, path: Path, holder: Any, hidden: frozenset[str] = frozenset()) -> None:
+        self.path, self.holder, self._hidden = path, holder, hidden
+        self._slots = [] if isinstance(holder, (dict, nn.Module)) else slots_of(type(holder))
+        self.read()
 
     @property
-    def _space(self) -> dict[str, Any]:
-        buffers: dict[str, Any] = buffers_of(self.module)
-        return buffers if self.name in buffers else vars(self.module)
+    def values(self) -> dict[Any, Any]:
+        values = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
+        filled = [name for name in self._slots if hasattr(self.holder, name)]
+        return {**values, **{name: getattr(self.holder, name) for name in filled}} if filled else values
 
-    def mark(self) -> list[Any]:
-        """Differs when other code has assigned or written the value, by a way that autograd counts."""
-        return mark_of(self.get() if self.parameter is None else self.parameter)
+    def is_same(self) -> bool:
+        values = self.values
+        if len(values) == len(self.known) and all(map(is_, values.values(), self.known)):
+            return values is not self.holder or values.keys() == self.content.keys()
+        return not any(True for _ in self.changes())
+
+    def read(self) -> None:
+        values = self.values
+        self.known = list(values.values())
+        self.content = {key: value for key, value in values.items() if key not in self._hidden}
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        now, before = self.values, self.content
+        for key in [*before, *(key for key in now if key not in before and key not in self._hidden)]:
+            new, old = now.get(key, ABSENT), before.get(key, ABSENT)
+            if new is not old and not _equal_atoms(new, old):
+                yield key, old, new
+
+    def put(self, key: Any, value: Any) -> None:
+        if key in self._slots:
+            object.__setattr__(self.holder, key, value)
+        elif value is ABSENT:
+            self.values.pop(key, None)
+        else:
+            self.values[key] = value
+
+    def get(self, key: Any) -> Any:
+        return self.values.get(key, ABSENT)
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self.content.items()
 
 
-def mark_of(value: Any) -> list[Any]:
-    """Differs when ``value`` holds other objects or its tensors were written to; holds them, so their ids stay."""
-    leaves = tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    return [*map(Same, leaves), *((memory_address(tensor), version_of(tensor)) for tensor in tensors)]
+_Cell: TypeAlias = _Whole | _Table
 
 
-class Same:
-    """Equal to another if both hold the same object, or equal numbers or texts."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return NotImplemented
-        mine, theirs = self._value, other._value
-        return mine is theirs or (type(mine) is type(theirs) and isinstance(mine, (int, float, str)) and mine == theirs)
+def _equal_atoms(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or not isinstance(one, _ATOMS):
+        return False
+    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-class SlotValues:
-    """Values of places by slot, for those in which the micro-batches of a step leave different values.
+def name_of(place: Place) -> str:
+    """The name of a place, for people."""
+    (module, _, *keys), key = place
+    parts = [module, *map(str, keys), "" if key == WHOLE else str(key)]
+    return ".".join(part for part in parts if part)
 
-    Other code sees the value of the last slot. When it assigns or writes a place, its value holds for all slots.
 
-    Args:
-        find: returns the place of a name, if there is any.
-        copy: copies a value.
+@dataclass
+class Found:
+    """A place that holds something else than before; ``items``: those that a list has more than before, at its end, or
+    None if that is not all.
     """
 
-    def __init__(self, find: Callable[[str], ModuleSlot | None], copy: Callable[[Any], Any]) -> None:
-        self._find, self._copy = find, copy
-        self._values: ByName = {}
-        self._marks: dict[str, Any] = {}
+    place: Place
+    before: Any
+    now: Any
+    items: list[Any] | None = None
+
+
+def _appended(before: Any, now: Any) -> list[Any] | None:
+    longer = len(now) > len(before) and all(map(is_, before, now))
+    return list(now)[len(before) :] if longer else None
+
+
+def _takes_items(value: Any) -> bool:
+    return type(value) is list or (isinstance(value, deque) and value.maxlen is None)
+
+
+# ---------------------------------------------------------------------- tensors in places
+
+
+@dataclass
+class _Held:
+    """A tensor that is not trained.
+
+    Args:
+        tensor: the tensor.
+        places: the cells and keys that hold it; a key of None is in a tuple there, which cannot hold another one.
+        version: the number of writes to it that were counted.
+        left: the steps in which it is still compared.
+        is_written: whether a block has written it.
+        is_shared: whether others are views of its memory.
+        is_given: whether a block has another value in its places.
+        copy: of it, equal when a block begins.
+        running: what is in its places while a block runs.
+    """
+
+    tensor: Tensor
+    places: list[tuple[_Cell, Any]]
+    version: int
+    left: int = _WATCHED_STEPS
+    is_written: bool = False
+    is_shared: bool = False
+    is_given: bool = False
+    copy: Tensor | None = None
+    running: Tensor | None = None
 
     @property
-    def names(self) -> frozenset[str]:
-        """The places that have a value for each slot."""
-        return frozenset(self._values)
+    def is_fixed(self) -> bool:
+        return any(key is None for _, key in self.places)
 
-    def check(self) -> None:
-        """Forgets the values of places that other code has changed; called before a step."""
-        for name in list(self._values):
-            place = self._find(name)
-            if place is None or place.mark() != self._marks[name]:
-                del self._values[name], self._marks[name]
-
-    def get(self, name: str, slot: int) -> tuple[bool, Any]:
-        """Whether this worker has the value of ``slot``, and the value, not copied."""
-        return self._values[name].get(slot, (False, None))
-
-    def take(self, name: str, place: ModuleSlot, found: Mapping[int, tuple[bool, Any]], slots: Iterable[int]) -> None:
-        """Takes new values of a place; slots without any keep theirs, at first the value of the step's beginning."""
-        if name not in self._values:
-            self._values[name] = dict.fromkeys(slots, (True, place.get()))
-        self._values[name].update(found)
-        here = [slot for slot, (is_here, _) in found.items() if is_here]
-        if here:
-            place.put(self._copy(found[max(here)][1]))
-        self._marks[name] = place.mark()
-
-    def state(self) -> ByName:
-        """The values, for a worker that joins; it has the module, with the value that other code sees, already."""
-        self.check()
-        return {name: dict(values) for name, values in self._values.items()}
-
-    def load_state(self, state: ByName, device: torch.device) -> None:
-        """Restores the values that :meth:`state` returned."""
-        self._values, self._marks = {}, {}
-        for name, values in state.items():
-            if (place := self._find(name)) is not None:
-                self._values[name] = {slot: (is_here, on_device(v, device)) for slot, (is_here, v) in values.items()}
-                self._marks[name] = place.mark()
+    def note(self) -> None:
+        """What it is now is what it was."""
+        self.version, self.copy = _mark(self.tensor), None
 
 
-# ---------------------------------------------------------------------- tensors that steps write
+def _mark(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
-def untrained_marks(module: nn.Module) -> dict[str, list[Any]]:
-    """Marks of the parameters that are not trained and of the buffers, by name."""
-    return {name: place.mark() for name, place in _untrained_places(module)}
+def _clone(held: _Held, storages: dict[int, Any]) -> Tensor:
+    """A copy; those of views of one storage are views of one storage."""
+    tensor = held.tensor
+    if held.is_shared:
+        storage = tensor.untyped_storage()
+        copied = storages.setdefault(storage.data_ptr(), None) or storage.clone()
+        storages[storage.data_ptr()] = copied
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+    else:
+        made = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=False)
+        vars(made).update(vars(tensor))
+    elif type(tensor) is nn.Buffer:
+        made = nn.Buffer(made, persistent=tensor.persistent)
+    return made.requires_grad_(tensor.requires_grad)
 
 
-def _untrained_places(module: nn.Module) -> Iterator[tuple[str, ModuleSlot]]:
-    """The parameters that are not trained and the buffers, by name, each once."""
-    seen: set[int] = set()
-    for prefix, part in module.named_modules():
-        keeps_own = isinstance(part, NormBase) or type(part).__module__.startswith(_KEEPING_OWN)
-        parameters = [(name, p) for name, p in parameters_of(part).items() if p is not None and not p.requires_grad]
-        for name, tensor in (*parameters, *(() if keeps_own else buffers_of(part).items())):
-            if id(tensor) in seen or is_lazy(tensor) or (tensor is not None and type(tensor) not in _TYPES):
-                continue  # not in this stage, or of a library that looks after it
-            if tensor is not None:
-                seen.add(id(tensor))
-            yield f"{prefix}.{name}" if prefix else name, ModuleSlot(part, name)
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether they are equal; of NaN the bits count."""
+    if one.dtype != other.dtype or one.device != other.device or one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or (one.is_floating_point() and checksum([one]) == checksum([other]))
 
 
-@dataclass(frozen=True)
-class Write:
-    """The tensor ``name`` as a micro-batch left it: the checksum, and the value if ``travels``."""
-
-    name: str
-    digest: bytes
-    travels: bool
-    value: Any
+# ---------------------------------------------------------------------- the tree
 
 
-class WrittenTensors:
-    """The tensors of ``module`` that training steps write, by name, and by slot where slots differ."""
+class ValueTree:
+    """The values of ``module``.
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._found: dict[str, ModuleSlot] | None = None
-        self._alike: set[str] = set()  # those that all micro-batches left alike so far
-        self._slots = SlotValues(lambda name: self._places().get(name), _clone)
-        self._mine: dict[int, dict[str, Any]] = {}  # what this worker's micro-batches of the step left
-        self._begun: list[tuple[ModuleSlot, Any]] = []  # parameters that a micro-batch wrote, and what they were
+    Args:
+        module: the user's module.
+        internal: names of attributes of the module itself that are not the user's.
+        whole: whether it is the tree of all submodules; else the attributes and buffers of the module itself.
+    """
 
-    def _places(self) -> dict[str, ModuleSlot]:
-        if self._found is None:
-            self._found = dict(_untrained_places(self._module))
-        return self._found
+    def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), whole: bool = True) -> None:
+        self._module, self._whole = module, whole
+        self._hidden = _INTERNAL | frozenset(internal)
+        self._cells: dict[Path, _Cell] = {}
+        self._paths: dict[int, Path] = {}
+        self._few: list[_Cell] = []
+        self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
+        self._known: list[Any] = []  # what is in them
+        self._held: dict[int, _Held] = {}
+        self._trained: dict[str, nn.Parameter] = {}
+        self._versions: list[int] = []  # of these when the block began
+        self._sums: list[bytes] = []
+        self._left = _WATCHED_STEPS  # the steps in which trained parameters are compared
+        self._is_compared = self._is_begun = False  # whether they are in this block; whether a step had a block
+        self._has_room = self._is_stale = True
+        self._touched: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
+        self._given: list[Place] = []
+        self._noted: list[Place] = []  # changes that were found, and not told yet
+        self._blocks = 0
 
-    def _are_watched(self) -> bool:
-        trained = sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
-        return sum(_bytes(place.get()) for place in self._places().values()) <= 2 * trained + _WATCHED_BYTES
+    # ------------------------------------------------------------------ finding cells
 
-    # ------------------------------------------------------------------ on the worker that runs the step
+    def _walk(self) -> None:
+        self._cells, self._paths, self._is_stale = {}, {}, False
+        before, self._held = self._held, {}
+        todo: list[tuple[Path, Any]] = []
+        for name, part in self._modules("", self._module, set()):
+            self._add(_Table((name, _ATTRIBUTES), part, self._hidden if part is self._module else _OF_MODULES), todo)
+            self._add(_Table((name, _BUFFERS), buffers_of(part)), todo)
+            if self._whole:
+                self._add(_Table((name, _PARAMETERS), parameters_of(part)), todo)
+                self._add(_Table((name, _CHILDREN), modules_of(part)), [])
+            self._paths[id(part)] = (name,)
+        own = [*self._cells.values()][:2]
+        self._many = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _Table)]
+        while todo and len(self._cells) < _MOST_CELLS:
+            path, value = todo.pop()
+            if id(value) in self._paths:
+                continue
+            if (kind := _kind_of(value)) is not None:
+                self._add(_Whole(path, value, kind), todo)
+            elif isinstance(value, tuple):
+                self._paths[id(value)] = ()
+                todo += [((*path, number), item) for number, item in enumerate(value[:_LOOKS_INTO])]
+            elif isinstance(value, dict) or (
+                not isinstance(value, _NOT_LOOKED_INTO) and is_node(value) and not is_own(value)
+            ):
+                self._add(_Table(path, value), todo)
+        self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
+        self._known = []
+        named = self._module.named_parameters() if self._whole else ()
+        trained = {n: p for n, p in named if p.requires_grad and not is_lazy(p) and not is_sharded(p)}
+        if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
+            self._trained, self._left = trained, _WATCHED_STEPS
+        weights = {memory_address(parameter) for parameter in trained.values()} - {0}
+        self._held = {key: held for key, held in self._held.items() if memory_address(held.tensor) not in weights}
+        seen: dict[int, _Held] = {}
+        for key, held in self._held.items():
+            other = seen.setdefault(memory_address(held.tensor) or key, held)
+            held.is_shared = other.is_shared = other is not held or other.is_shared
+            if (old := before.get(key)) is not None and old.tensor is held.tensor:
+                held.left, held.is_written = old.left, old.is_written
+        size = sum(held.tensor.nbytes for held in self._held.values())
+        self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
-    @contextmanager
-    def in_place(self, slot: int, effects: list[Any]) -> Iterator[None]:
-        """Runs the training step of ``slot`` from its own values; lists what it wrote, and takes that back."""
-        self.rewind()
-        places = self._places()
-        self._slots.check()
-        if not self._are_watched():
-            marks = {name: place.mark() for name, place in places.items()}
-            yield
-            self._refuse_writes(marks)
-            return
-        common = {name: place.get() for name, place in places.items()}
-        before = {name: self._value(name, slot) if name in self._slots.names else v for name, v in common.items()}
-        for name, place in places.items():
-            place.put(_clone(before[name]))
-        wrote: dict[str, Any] = {}
-        try:
-            yield
-            after = {name: place.get() for name, place in places.items()}
-            wrote = {n: v for n, v in after.items() if n in self._slots.names or not _equal(v, before[n])}
-            self._mine[slot] = wrote
-            effects += self._writes(wrote)
-        finally:
-            for name, place in places.items():
-                if place.parameter is not None and name in wrote:  # the backward pass may need what it is now
-                    self._begun.append((place, common[name]))
-                else:
-                    place.put(common[name])
+    def _modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose values are looked at, each once."""
+        seen.add(id(module))
+        yield prefix, module
+        for name, child in modules_of(module).items() if self._whole else ():
+            if child is None or id(child) in seen or isinstance(child, Metric) or is_own(child):
+                continue
+            if not type(child).__module__.startswith(_KEEPING_OWN):
+                yield from self._modules(f"{prefix}.{name}" if prefix else name, child, seen)
 
-    def _refuse_writes(self, marks: Mapping[str, list[Any]]) -> None:
-        for name, mark in marks.items():
-            if self._places()[name].mark() != mark:
-                raise UnsupportedFeatureError(
-                    f"{name} was written in training_step(), among too many tensors that are not trained to compare"
-                    " all: micro-batches would write on top of each other. Write it in on_train_batch_end(), which runs"
-                    " once per step."
-                )
+    def _add(self, cell: _Cell, todo: list[tuple[Path, Any]]) -> None:
+        self._cells[cell.path] = cell
+        self._paths.setdefault(id(cell.holder), cell.path)
+        items = list(cell.items())
+        for key, item in items if len(items) <= _LOOKS_INTO else ():
+            if isinstance(item, tuple):
+                for leaf in item[:_LOOKS_INTO]:
+                    self._hold(leaf, cell, None)
+            self._hold(item, cell, key)
+            if not isinstance(item, (*_ATOMS, Tensor)):
+                todo.append(((*cell.path, key), item))
 
-    def rewind(self) -> None:
-        """Makes parameters as they were when the step began."""
-        for place, value in reversed(self._begun):
-            place.put(value)
-        self._begun.clear()
+    def _hold(self, tensor: Any, cell: _Cell, key: Any) -> None:
+        if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
+            return  # what belongs to the graph of a step is not written
+        if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            held = self._held.setdefault(id(tensor), _Held(tensor, [], _mark(tensor)))
+            held.places.append((cell, key))
 
-    def _writes(self, wrote: Mapping[str, Any]) -> list[Write]:
-        found, left = [], _MOST_BYTES
-        for name, value in sorted(wrote.items(), key=lambda item: (_bytes(item[1]), item[0])):
-            size = _bytes(value)
-            travels = size <= left and (size <= _SMALL_BYTES or name not in self._alike)
-            left -= size if travels else 0
-            kind = str((value.dtype, tuple(value.shape))).encode() if isinstance(value, Tensor) else b""
-            digest = (checksum([value]) if isinstance(value, Tensor) else repr(value).encode()) + kind
-            found.append(Write(name, digest, travels, to_cpu(value) if travels else None))
-        return found
+    # ------------------------------------------------------------------ places
 
-    def _value(self, name: str, slot: int) -> Any:
-        is_here, value = self._slots.get(name, slot)
-        if not is_here:
-            raise UnsupportedFeatureError(
-                f"{name} is written in training_step(), differently for each micro-batch, and its value for micro-batch"
-                f" {slot} was on a worker that does not run that any more: it is too large to be kept on all." + _REMEDY
-            )
-        return value
+    def has(self, place: Place) -> bool:
+        """Whether the tree has that cell: other stages have other modules."""
+        if place[0] not in self._cells and self._is_stale:
+            self._noted = self.absorb()
+        return place[0] in self._cells
 
-    # ------------------------------------------------------------------ on every worker
+    def get(self, place: Place) -> Any:
+        """The value of a place; ABSENT if it has none."""
+        return self._cells[place[0]].get(place[1])
 
     @torch.no_grad()
-    def take(self, records: Mapping[int, Sequence[Write]]) -> None:
-        """Takes over what the micro-batches of a step wrote, by slot."""
-        self.rewind()
-        places, mine, self._mine, self._found = self._places(), self._mine, {}, None
-        by_name: dict[str, dict[int, Write]] = {}
-        for slot, writes in records.items():
-            for write in writes:
-                by_name.setdefault(write.name, {})[slot] = write
-        for name, by_slot in by_name.items():
-            if name not in places:
-                continue
-            found: dict[int, tuple[bool, Any]] = {}
-            for slot, write in by_slot.items():
-                if name in mine.get(slot, {}):
-                    found[slot] = True, mine[slot][name]
-                else:
-                    found[slot] = write.travels, on_device(write.value, self._module.device)
-            here = [slot for slot, (is_here, _) in found.items() if is_here]
-            alike = len(by_slot) == len(records) and len({write.digest for write in by_slot.values()}) == 1
-            if name not in self._slots.names and alike:
-                if not here:
-                    raise UnsupportedFeatureError(
-                        f"{name} is written in training_step(), and this worker ran no micro-batch of the step: the new"
-                        " value is too large to be sent." + _REMEDY
-                    )
-                self._alike.add(name)
-                places[name].put(found[here[0]][1])
-                continue
-            self._alike.discard(name)
-            if name not in self._slots.names and len(here) < len(found):
-                rank_zero_warn(
-                    f"{name} ({_bytes(found[here[0]][1]) if here else 0:,} bytes) is written in training_step(),"
-                    " differently for each micro-batch, and too large to be kept on all workers: when one dies, the run"
-                    " ends with an error." + _REMEDY
-                )
-            self._slots.take(name, places[name], found, records)
+    def put(self, place: Place, value: Any) -> None:
+        """Makes ``value`` that of a place. A tensor that is there is written, if it can be."""
+        cell, key = self._cells[place[0]], place[1]
+        old = cell.get(key)
+        held = self._held.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
+        if held is not None and not old.is_inference() and old.shape == value.shape and old.dtype == value.dtype:
+            old.data.copy_(value)
+            held.note()
+        elif isinstance(old, nn.Parameter) and isinstance(value, Tensor):
+            old.data = value.detach()
+        else:
+            cell.put(key, value)
+            self._read(cell)
+            self._hold(value, cell, key)
+            self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
-    # ------------------------------------------------------------------ a worker that joins
+    def is_statistic(self, place: Place) -> bool:
+        """Whether the place holds a running statistic of a layer that normalises."""
+        (name, *keys), key = place
+        if keys != [_BUFFERS] or not isinstance(value := self.get(place), Tensor) or not value.is_floating_point():
+            return False
+        return key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
 
-    def state(self) -> WrittenState:
-        """For a worker that joins, once the module's tensors are those of the donor."""
-        self.rewind()
-        return self._alike, self._slots.state()
+    def reference(self, value: Any) -> Path | None:
+        """The path of a module or a cell, which other workers have as well; None of all other objects.
 
-    def load_state(self, state: WrittenState) -> None:
-        """Restores what :meth:`state` returned."""
-        self._begun, self._mine, self._found = [], {}, None
-        self._alike = set(state[0])
-        self._slots.load_state(state[1], self._module.device)
+        Raises:
+            TypeError: for a module that is not in the tree.
+        """
+        path = self._paths.get(id(value))
+        if path and self.referent(path) is value:
+            return path
+        if isinstance(value, nn.Module):
+            raise TypeError(f"a {type(value).__name__} is made in the step; make it in __init__()")
+        return None
+
+    def referent(self, path: Path) -> Any:
+        """The object with that path."""
+        return self._module.get_submodule(path[0]) if len(path) == 1 else self._cells[path].holder
+
+    # ------------------------------------------------------------------ a block of the user's code
+
+    def absorb(self) -> list[Place]:
+        """What other code has changed since, holds; returns where. Called before a block."""
+        changed, self._noted = self._noted, []
+        for cell in self._unlike():
+            for key, _, now in list(cell.changes()):
+                changed.append((cell.path, key))
+                for value in now if isinstance(cell, _Whole) and cell.kind is _ITEMS else (now,):
+                    if isinstance(value, Tensor) and key != WHOLE:
+                        self._hold(value, cell, key)
+                    self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
+            self._read(cell)
+        if self._is_stale:
+            self._walk()
+        for held in list(self._held.values()):
+            held.places = [(cell, key) for cell, key in held.places if key is None or cell.get(key) is held.tensor]
+            if not held.places:
+                del self._held[id(held.tensor)]
+            elif held.version != _mark(held.tensor):
+                changed += [(cell.path, key) for cell, key in held.places if key is not None]
+                held.note()
+        return changed
+
+    def _unlike(self) -> list[_Cell]:
+        """The cells that hold something else than they did."""
+        found = [cell for cell in self._few if not cell.is_same()]
+        if not self._known:
+            self._known = [*chain.from_iterable(cell.known for cell in self._many)]
+        tables = [cell.values for cell in self._many]
+        is_same = sum(map(len, tables)) == len(self._known) and all(
+            map(is_, chain.from_iterable(map(dict.values, tables)), self._known)
+        )
+        return found if is_same else [*found, *(cell for cell in self._many if not cell.is_same())]
+
+    def _read(self, cell: _Cell) -> None:
+        cell.read()
+        self._known = []
+
+    def begin_step(self) -> None:
+        """Tensors are looked at with less care the more steps have not written them."""
+        for held in self._held.values():
+            held.left = max(0, held.left - 1)
+            held.copy = None  # ``.data`` may have been written, which nothing counts
+        self._left, self._is_begun = max(0, self._left - 1), False
+
+    @torch.no_grad()
+    def begin(self, values: Mapping[Place, Any], looks_only: bool = False) -> None:
+        """A block begins, with ``values`` in their places; :meth:`absorb` was called before.
+
+        Args:
+            values: by place; :meth:`end` tells what has become of each.
+            looks_only: whether nothing is taken back but what :meth:`end` is told to.
+        """
+        self._touched, self._given = [], list(values)
+        storages: dict[int, Any] = {}
+        for held in self._held.values():
+            held.is_given, held.running = False, None
+        for place, value in values.items():
+            cell, key = self._cells[place[0]], place[1]
+            old = cell.get(key)
+            at = self._held.get(id(old)) if isinstance(old, Tensor) else None
+            if at is not None:
+                at.is_given = True
+            self._touch([(cell, key)] if at is None else at.places, value)
+        for held in self._held.values():
+            is_watched = held.is_written or (held.left > 0 and self._has_room)
+            if held.is_given or looks_only:
+                held.copy = held.tensor.clone() if looks_only and held.version < 0 else None
+            elif is_watched and self._whole and not held.is_fixed:
+                held.running = _clone(held, storages)
+                self._touch(held.places, held.running)
+            elif held.copy is None and (is_watched or held.tensor.nbytes <= _KEPT_BYTES):
+                held.copy = held.tensor.detach().clone()
+        for cell in {id(cell): cell for cell, _, _ in self._touched}.values():
+            self._read(cell)
+        self._versions = versions_of(self._trained.values())
+        is_first, self._is_compared = not self._is_begun, False
+        if self._left and is_first and not looks_only:
+            self._sums, self._is_compared = [checksum([parameter]) for parameter in self._trained.values()], True
+        self._is_begun = True
+
+    def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
+        for cell, key in places:
+            if key is not None:
+                self._touched.append((cell, key, cell.get(key)))
+                cell.put(key, value)
+
+    @torch.no_grad()
+    def end(self, stays: Callable[[Found], bool] | None = None) -> list[Found]:
+        """The block is over: what it has changed, and what it has made of the values that it was given. All places
+        hold again what they held before :meth:`begin`, unless the block was only looked at: then what ``stays``.
+        """
+        changed = self._changes()
+        found = {(cell.path, key): self._found(cell, key, before, now) for cell, key, before, now in changed}
+        if stays is not None:
+            self._take_back([(*change,) for change in changed if not stays(found[change[0].path, change[1]])])
+            for cell, *_, now in changed:
+                self._read(cell)
+                self._is_stale |= isinstance(cell, _Table) and not isinstance(now, (*_ATOMS, Tensor))
+            for held in self._held.values():
+                cell, key = held.places[0]
+                if held.version != _mark(held.tensor) or not (held.copy is None or _equal(held.copy, held.tensor)):
+                    place = cell.path, WHOLE if key is None else key
+                    found.setdefault(place, Found(place, held.tensor, held.tensor))
+                held.note()
+            return list(found.values())
+        for place in self._given:
+            found.setdefault(place, Found(place, ABSENT, self.get(place))).items = None
+        for held in self._held.values():
+            if not held.is_given and (write := self._write_of(held)) is not None:
+                found[write.place] = write
+        self._take_back(changed)
+        if (versions := versions_of(self._trained.values())) != self._versions:
+            pairs = zip(self._trained, versions, self._versions, strict=True)
+            _refuse(next(name for name, now, before in pairs if now != before), trained=True)
+        if self._is_compared:
+            for (name, parameter), before in zip(self._trained.items(), self._sums, strict=True):
+                if checksum([parameter]) != before:
+                    _refuse(name, trained=True)
+        self._blocks += 1
+        return list(found.values())
+
+    def abandon(self) -> None:
+        """The block is over, and leaves nothing."""
+        self._take_back(self._changes())
+        for held in self._held.values():
+            held.running = None
+            if held.copy is not None and held.version != _mark(held.tensor):
+                self._rewrite(held, held.copy)
+
+    def _changes(self) -> list[tuple[_Cell, Any, Any, Any]]:
+        return [(cell, *change) for cell in self._unlike() for change in cell.changes()]
+
+    def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
+        for cell, key, before, _ in changed:
+            cell.put(key, before)
+        for cell, key, value in reversed(self._touched):
+            cell.put(key, value)
+        for cell in {id(cell): cell for cell, *_ in (*changed, *self._touched)}.values():
+            self._read(cell)
+        self._touched = []
+
+    def _found(self, cell: _Cell, key: Any, before: Any, now: Any) -> Found:
+        items = None
+        if key == WHOLE and _takes_items(cell.holder):
+            items = _appended(before, now)
+        elif key != WHOLE and _takes_items(now) and (before is ABSENT or type(before) is type(now)):
+            known = self._cells.get((*cell.path, key))
+            items = _appended(() if before is ABSENT else before if known is None else known.content, now)
+        return Found((cell.path, key), before, now, items)
+
+    def _write_of(self, held: _Held) -> Found | None:
+        """What the block has written into a tensor."""
+        running, held.running = held.running, None
+        if running is not None:
+            places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
+            if not places or _equal(running, held.tensor):
+                return None
+            held.is_written = True
+            return Found(places[0], held.tensor, running)
+        cell, key = held.places[0]
+        if held.version == _mark(held.tensor):
+            is_compared = held.copy is not None and (
+                held.copy.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
+            )
+            if not is_compared or (held.copy is not None and _equal(held.copy, held.tensor)):
+                return None
+        if held.copy is None:
+            _refuse(name_of((cell.path, WHOLE if key is None else key)), trained=False)
+        now = held.tensor.detach().clone()
+        self._rewrite(held, held.copy)
+        held.is_written = True
+        return Found((cell.path, WHOLE if key is None else key), held.tensor, now)
+
+    def _rewrite(self, held: _Held, copy: Tensor) -> None:
+        held.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
+        held.version = _mark(held.tensor)
+
+    # ------------------------------------------------------------------ outside of blocks
+
+    def contents(self) -> list[tuple[Any, Any]]:
+        """What the cells hold, for :meth:`restore`."""
+        return [(cell, cell.content) for cell in self._cells.values()]
+
+    def restore(self, contents: list[tuple[Any, Any]]) -> None:
+        """The cells hold again what :meth:`contents` returned."""
+        for cell, content in contents:
+            cell.content = content
+            cell.known = []
+            for key, before, _ in list(cell.changes()):
+                cell.put(key, before)
+            self._read(cell)
 
 
-def _bytes(value: Any) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0
+_EACH = 7  # blocks, of which tensors take turns to be compared
 
 
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return one is other
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+def _refuse(name: str, trained: bool) -> NoReturn:
+    if trained:
+        raise UnsupportedFeatureError(
+            f"{name} is trained, and was written while a micro-batch was computed: each micro-batch would write it, on"
+            " top of the others. Decay or clamp weights in on_train_batch_end() or on_before_zero_grad(), which run"
+            " once per step; initialise what depends on data, as the first call of an ActNorm does, by one call of the"
+            " module before fit()."
+        )
+    raise UnsupportedFeatureError(
+        f"{name} was written in a training step, and not in the first ones, or is among too many tensors that are not"
+        " trained to compare all: micro-batches would write on top of each other. Write it in on_train_batch_end(),"
+        " which runs once per step."
+    )

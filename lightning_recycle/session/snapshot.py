@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,26 +20,22 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
-from lightning_recycle.session.lightning_internals import TrainerState, states_for_checkpoint
+from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.optimizer_states import group_names, state_of, trained_by_name
+from lightning_recycle.session.optimizer_states import trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
-from lightning_recycle.session.user_objects import user_graph, weights_by_name, weights_for
-from lightning_recycle.session.weight_callbacks import (
-    WeightCallbacks,
-    load_parameter_groups,
-    take_pruned_form,
-)
+from lightning_recycle.session.user_objects import TrainingParts, user_graph, weights_by_name, weights_for
+from lightning_recycle.session.weight_callbacks import WeightCallbacks, take_pruned_form
 from lightning_recycle.tensor_memory import local_part, sharded_like
 
 if TYPE_CHECKING:
@@ -56,15 +51,12 @@ class WorkerSnapshot:
     """The state of one stage, and the state common to all workers.
 
     Args:
-        objects: the module of the stage, callbacks, data module and DataLoaders, with all that they hold.
+        objects: the module of the stage, callbacks, data module, DataLoaders, optimizers and schedulers, with all that
+            they hold.
         weights: the names of the stage's weights.
-        groups: the names of the parameters in each group of each optimizer.
-        optimizers: the class and the state dict of each of the stage's optimizers.
-        schedulers: the state dicts of the schedulers.
         precision: the state dict of the precision plugin.
         trainer: the state of Lightning's loops and connectors.
         orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
-        averages: the states of StochasticWeightAveraging.
         stop_agreed: whether all have agreed to stop.
         next_collective: the number of the next control collective.
         hooks: how often the donor has run collectives of its position in hooks.
@@ -72,17 +64,14 @@ class WorkerSnapshot:
         side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that parameters hold, by name, if anything may see them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
+        values: the values by which a copy is recognised, by name.
     """
 
     objects: ObjectPack
     weights: tuple[str, ...]
-    groups: list[list[list[str]]]
-    optimizers: list[tuple[str, dict[str, Any]]]
-    schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
     trainer: TrainerState
     orders: tuple[tuple[dict[str, Any], ...], ...]
-    averages: list[dict[str, Any]]
     stop_agreed: bool
     next_collective: int
     hooks: int
@@ -90,6 +79,7 @@ class WorkerSnapshot:
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
+    values: dict[str, Any]
 
 
 class StateTransfer:
@@ -198,15 +188,11 @@ class StateTransfer:
         beside = {p: p.grad for p in self._steps.not_optimized() if p.grad is not None}
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
-            objects=user_graph(trainer).pack(self._large_data.unchanged()),
+            objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
-            groups=[group_names(module, optimizer) for optimizer in trainer.optimizers],
-            optimizers=[(type(optimizer).__name__, state_of(optimizer)) for optimizer in trainer.optimizers],
-            schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
-            averages=self._weights.states(),
             stop_agreed=self._steps.stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
@@ -214,6 +200,7 @@ class StateTransfer:
             side_effects=self._side_effects.state(),
             gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
+            values=self._steps.describe(),
         )
 
     def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
@@ -224,17 +211,23 @@ class StateTransfer:
         return trained_by_name(self._module, self._trainer.optimizers)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """Makes this worker one that is about to begin the batch of the donor's step.
-
-        Loaders that the donor has read (again) meanwhile are read here; other workers take no part in that.
+        """Makes this worker one that is about to begin the batch of the donor's step: objects first, then all that
+        reads or runs them.
         """
         trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
         member.joining = True
-        snapshot.trainer.read_loaders(trainer)
         self._large = user_graph(trainer).large
-        self._restore(snapshot)
+        if any(path.startswith("val loader ") and path not in self._large for path in snapshot.objects.same):
+            read_loaders(trainer, "val", None)  # the donor has had their data since its sanity check
+            self._large = user_graph(trainer).large
+        training = self._restore_objects(snapshot)
+        self._restore_trainer(snapshot)
+        training.read_loaders(trainer)
+        if training.streams:
+            self._restore_objects(snapshot)  # as they were before the user was asked for streams
+        self._restore_trainer(snapshot)
         loop = trainer.fit_loop
         assert isinstance(loop, PipelineFitLoop)
         loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
@@ -242,44 +235,47 @@ class StateTransfer:
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
-        self._weights.joined()
         self._steps.stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)
         self._joined_with = snapshot
 
     def complete(self) -> None:
-        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state."""
+        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state.
+
+        Does not return if this worker is no copy of its donor all the same: then the others go on without it.
+        """
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
             return
-        self._restore(snapshot)
+        self._restore_objects(snapshot)
+        self._restore_trainer(snapshot)
         self._side_effects.load_state(snapshot.side_effects)
-        self._context.client.member.joining = False
+        client, mine = self._context.client, self._steps.describe()
+        if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
+            cause = f"it does not hold what its peer gave it: {', '.join(names)}"
+            client.send(Differs(client.rank, self._executor.version - 1, cause))
+            client.resign(cause)
+        client.member.joining = False
         if self._background is not None and snapshot.saves is not None:
             self._background.enter(snapshot.saves)
 
-    def _restore(self, snapshot: WorkerSnapshot) -> None:
-        """Restores the donor's state when it took the snapshot, except for the place in a stream of data."""
+    def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
+        """Restores the donor's objects as they were when it took the snapshot."""
         trainer, module = self._trainer, self._module
         take_pruned_form(module, snapshot.weights)
-        user_graph(trainer).update(snapshot.objects, self._context.device, self._large)
+        training = TrainingParts(trainer)
+        user_graph(trainer, training).update(snapshot.objects, self._context.device, self._large)
+        training.take_up(trainer)
         self._recorder.find_again()
+        return training
+
+    def _restore_trainer(self, snapshot: WorkerSnapshot) -> None:
+        """Restores the rest of the donor's state, except for the place in a stream of data."""
+        trainer = self._trainer
         for name, parameter in self._trained().items():
             grad = snapshot.gradients.get(name)
             parameter.grad = None if grad is None else sharded_like(parameter, grad.clone().to(parameter.device))
         snapshot.trainer.load_progress(trainer)
-        self._weights.load(snapshot.averages)
-        load_parameter_groups(module, trainer.optimizers, snapshot.groups)
-        for optimizer, (kind, state) in zip(trainer.optimizers, snapshot.optimizers, strict=True):
-            if type(optimizer).__name__ != kind:
-                raise UnsupportedFeatureError(
-                    f"configure_optimizers() made {type(optimizer).__name__}, but this worker's peers train with {kind}"
-                    " by now: a hook has replaced trainer.optimizers, which a replacement cannot follow. Change the"
-                    " options of one optimizer, or return several from configure_optimizers() and optimize manually."
-                )
-            optimizer.load_state_dict(state)
-        for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
-            config.scheduler.load_state_dict(deepcopy(state))
         trainer.precision_plugin.load_state_dict(snapshot.precision)
         snapshot.trainer.load(trainer)
         set_generator_states(snapshot.generators)

@@ -40,6 +40,7 @@ __all__ = [
     "complete",
     "frozen",
     "generators_as_data",
+    "mark_of",
     "set_generators",
 ]
 
@@ -70,14 +71,14 @@ class StateMarks:
 
     def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
-        self._weights = {name: _mark(value) for name, value in module.state_dict().items()}
+        self._weights = {name: mark_of(value) for name, value in module.state_dict().items()}
         self._states = [_marks_of(state) for state in self._by_name()]
 
     def changes(self) -> dict[str, Any]:
         """The weights, and the states of each optimizer, by name, that differ from when the marks were made."""
         weights = self._module.state_dict()
         return {
-            "weights": {name: value for name, value in weights.items() if _mark(value) != self._weights.get(name)},
+            "weights": {name: value for name, value in weights.items() if mark_of(value) != self._weights.get(name)},
             "optimizers": [
                 {name: values for name, values in state.items() if _marks_of(values) != before.get(name)}
                 for state, before in zip(self._by_name(), self._states, strict=True)
@@ -94,7 +95,8 @@ class StateMarks:
         return found
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
+    """Where ``value`` lies, and how often it was written: differs once it has changed."""
     if not isinstance(value, Tensor):
         return repr(value)
     part = local_part(value)
@@ -102,7 +104,7 @@ def _mark(value: Any) -> Any:
 
 
 def _marks_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _marks_of(value) if isinstance(value, Mapping) else _mark(value) for name, value in values.items()}
+    return {name: _marks_of(value) if isinstance(value, Mapping) else mark_of(value) for name, value in values.items()}
 
 
 def frozen(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

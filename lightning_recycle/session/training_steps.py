@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from lightning_recycle.session.commit_requirements import (
     scaler_of,
     sees_old_gradients,
 )
+from lightning_recycle.session.hook_side_effects import MicrobatchEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
@@ -44,7 +45,6 @@ from lightning_recycle.session.optimizer_states import trained_by, trained_by_na
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.reporting_callbacks import remember_saves
-from lightning_recycle.session.slot_values import untrained_marks
 from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageLayers
 from lightning_recycle.session.step_completion import Boundary
@@ -55,8 +55,6 @@ from lightning_recycle.torch_internals import foreach_mul_
 __all__ = ["TrainingSteps"]
 
 log = logging.getLogger(__name__)
-
-_WATCHED_STEPS = 3  # in which writes of tensors that are not trained are looked for, where no micro-batch has its own
 
 
 class TrainingSteps:
@@ -113,7 +111,6 @@ class TrainingSteps:
         self._newest_step = OptimizerStep()
         self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
         self._names_of_trained = 0.0  # a digest, once hooks have changed the parameters
-        self._seen_steps = 0
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -154,16 +151,15 @@ class TrainingSteps:
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
+        self._handle = handle
         self.transfer.complete()  # its donor waited here, after the same hooks
         self._follow_parameters()
         self._zeroes_next = share.begins
-        scaler, side_effects = scaler_of(self._trainer), self._recorder.side_effects
+        scaler = scaler_of(self._trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
             if self.checkpoints.background is not None:
                 self.checkpoints.background.finish_copies()
-            side_effects.rewind()
-            self._warn_of_writes(marks)
             self._newest_loss = result.loss
             # Before a hook asks for the norm, its gradients are unscaled.
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
@@ -172,14 +168,10 @@ class TrainingSteps:
             if result.check_next:
                 self._checks.announce(number + 1)
 
-        number, self._handle = self.executor.version, handle
-        by_schedule = not self._parts.optimizes_itself
-        watches = self._seen_steps < _WATCHED_STEPS and side_effects.written is None and by_schedule
-        self._seen_steps += 1
-        marks = untrained_marks(self._module) if watches else {}
+        number = self.executor.version
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
         self._progress[number] = ProgressSnapshot.of(self._trainer)
-        side_effects.begin_step()
+        self._recorder.side_effects.begin_step(number)
         with self._module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
@@ -220,20 +212,6 @@ class TrainingSteps:
         self.executor.train(parameters)
         self._names_of_trained = float(zlib.crc32(repr([*trained_by_name(self._module, self._optimizers)]).encode()))
 
-    def _warn_of_writes(self, before: Mapping[str, Any]) -> None:
-        now = untrained_marks(self._module) if before else {}
-        written = [name for name, mark in before.items() if now.get(name, mark) != mark]
-        if written and self._context.run.data_grid.global_microbatches > 1:
-            log.warning(
-                "Worker %s: %s %s written while micro-batches are computed, once for each, on top of each other: the"
-                " result depends on num_microbatches and on failures. Write in on_train_batch_end(), which runs once"
-                " per step, or train a LightningModule with pipeline_parallel_size=1, where that is taken care of.",
-                self._context.worker,
-                ", ".join(written[:5]) + (", ..." if len(written) > 5 else ""),
-                "is" if len(written) == 1 else "are",
-            )
-            self._seen_steps = _WATCHED_STEPS
-
     def settle(self) -> None:
         self.executor.settle_newest()
 
@@ -254,6 +232,7 @@ class TrainingSteps:
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
         returned = None
+        self._recorder.side_effects.ends_step()
         if any(outputs.values()):
             with self._context.forward_context():
                 found = self._recorder.replay(outputs, on_step=True)
@@ -265,14 +244,17 @@ class TrainingSteps:
     # ------------------------------------------------------------------ for the executor: micro-batches
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
-        self._recorder.side_effects.check_slots()
         return self._parts.split(data, index)
 
-    def begin_microbatch(self, index: int) -> None:
+    def begin_whole_step(self, index: int) -> None:
+        """The step of the micro-batch with this index is about to run as a whole, with others in turns."""
         self._recorder.side_effects.slot = index
 
+    def microbatch(self, index: int) -> AbstractContextManager[MicrobatchEffects]:
+        return self._recorder.side_effects.microbatch(index)
+
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        return self._recorder.side_effects.leaving_nothing(index)
+        return self._recorder.side_effects.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self.record(self._parts.record_training, output, target, samples)
@@ -292,17 +274,33 @@ class TrainingSteps:
             self._checks.announce(self.executor.version)
         self._client.on_leader()
 
-    def on_recovery(self, step: int) -> None:
+    def on_recovery(self, step: int, is_applied: bool) -> None:
         self._recorder.side_effects.run_again()
-        self._checks.announce(step + 1)  # some may have applied ``step`` already
+        self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
     # ------------------------------------------------------------------ for the executor: applied steps
 
-    def as_in_step(self, step: int) -> AbstractContextManager[None]:
-        return self._progress[step].again(self._trainer)
+    @contextmanager
+    def as_in_step(self, step: int) -> Iterator[None]:
+        with self._recorder.side_effects.as_in_step(step), self._progress[step].again(self._trainer):
+            yield
 
     def describe_step(self, step: int) -> Facts:
+        counters, options, inputs = self._numbers()
+        checked = None
+        if self._checks.is_due(step) and self.executor.is_settled:
+            with self._client.busy("a check of the parameters"):
+                checked = self._checks.check(step, self._module, self._optimizers)
+        return Facts(counters, options, checked, inputs)
+
+    def describe(self) -> dict[str, Any]:
+        """The values at the beginning of a step that a copy of this worker must have, by name."""
+        counters, options, inputs = self._numbers()
+        return {**counters, **options, **inputs, **self._checks.sums(self._module, self._optimizers)}
+
+    def _numbers(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Numbers that are equal on all workers, on those of the stage, and on all whose gradients are summed."""
         trainer = self._trainer
         counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
@@ -318,11 +316,7 @@ class TrainingSteps:
             inputs["the names of the parameters, which hooks have changed,"] = self._names_of_trained
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
-        checked = None
-        if self._checks.is_due(step) and self.executor.is_settled:
-            with self._client.busy("a check of the parameters"):
-                checked = self._checks.check(step, self._module, self._optimizers)
-        return Facts(counters, options, checked, inputs)
+        return counters, options, inputs
 
     def not_optimized(self) -> list[nn.Parameter]:
         optimized = set(map(id, trained_by(nn.Module(), self._optimizers)))

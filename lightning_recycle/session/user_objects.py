@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
@@ -14,14 +15,20 @@ from torchmetrics.wrappers import MetricTracker
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
 from lightning_recycle.model.weights import weights_of
-from lightning_recycle.session.lightning_internals import loaders_of
-from lightning_recycle.session.object_attributes import (
-    is_bound_to_process,
+from lightning_recycle.session.lightning_internals import (
+    combined_loaders,
+    fit_loops,
+    lightning_optimizers,
+    loaders_of,
+    read_loaders,
 )
+from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import ObjectGraph, Path
+from lightning_recycle.torch_internals import tree_map
 
 __all__ = [
     "CallbackList",
+    "TrainingParts",
     "callback_graph",
     "metric_parts",
     "process_anchors",
@@ -48,26 +55,67 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
     return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
 
 
-def user_graph(trainer: pl.Trainer) -> ObjectGraph:
+def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> ObjectGraph:
     """The graph of the module, the callbacks, the data module, the DataLoaders of the training, and optimizers' hooks.
 
     Streams are no part of it: each worker has its own place in them.
+
+    Args:
+        trainer: the Trainer.
+        training: for peers, which have the same layers: what takes optimizers and schedulers with it.
     """
-    loops = {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop}
-    loaders = {
-        f"{name} loader {i}": loader.dataloader
-        for name, loop in loops.items()
-        for i, loader in enumerate(loaders_of(loop))
-        if isinstance(loader, StepLoader)
-    }
+    loops = fit_loops(trainer)
+    loaders = {f"{name} loader {i}": value for name in loops for i, value in _numbered(loops[name]).items()}
     streams = streams_among(loaders)
     roots = {
-        **_objects(trainer),
+        **_objects(trainer, schedules=training is not None),
         **{name: loader for name, loader in loaders.items() if name not in streams},
         **_optimizers(trainer),
         "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
+        "training": training,
     }
-    return ObjectGraph(roots, {**process_anchors(trainer), **_callbacks(trainer), **streams})
+    anchors = {**process_anchors(trainer, optimizers=training is None), **_callbacks(trainer), **streams}
+    return ObjectGraph(roots, anchors, optimizers=training is not None)
+
+
+class TrainingParts:
+    """The parts of a Trainer that hooks of a training may replace, as an object that has them.
+
+    Attributes:
+        optimizers: the optimizers.
+        schedulers: Lightning's configurations of the schedulers.
+        loaders: of training and validation, once they were read, the user's loaders as they were given, and how they
+            are combined.
+        streams: which of the two read streams.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.optimizers = trainer.strategy.optimizers
+        self.schedulers = trainer.strategy.lr_scheduler_configs
+        found = {name: loop for name, loop in fit_loops(trainer).items() if loaders_of(loop)}
+        self.loaders = {name: _as_given(*combined_loaders(loop)) for name, loop in found.items()}
+        self.streams = frozenset(name for name, loop in found.items() if streams_among(_numbered(loop)))
+
+    def take_up(self, trainer: pl.Trainer) -> None:
+        """Makes optimizers and schedulers those of ``trainer``."""
+        strategy = trainer.strategy
+        if [wrapper.optimizer for wrapper in lightning_optimizers(trainer)] != self.optimizers:
+            strategy.optimizers = self.optimizers
+        strategy.lr_scheduler_configs = self.schedulers
+
+    def read_loaders(self, trainer: pl.Trainer) -> None:
+        """Lets the loops of ``trainer`` read the loaders. Streams are asked for, as each worker has its own."""
+        for name, given in self.loaders.items():
+            read_loaders(trainer, name, None if name in self.streams else given)
+
+
+def _as_given(loaders: Any, mode: Any) -> tuple[Any, Any]:
+    return tree_map(lambda loader: loader.dataloader if isinstance(loader, StepLoader) else loader, loaders), mode
+
+
+def _numbered(loop: Any) -> dict[str, Any]:
+    """The user's loaders in a loop."""
+    return {str(i): loader.dataloader for i, loader in enumerate(loaders_of(loop)) if isinstance(loader, StepLoader)}
 
 
 class CallbackList:
@@ -103,9 +151,16 @@ def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
-def _objects(trainer: pl.Trainer) -> dict[str, Any]:
-    """The module, the data module, and the callbacks that do not belong to their process."""
-    callbacks = {name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)}
+def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
+    """The module, the data module, and the callbacks that do not belong to their process; ``schedules``: with those
+    that have brought a scheduler of their own.
+    """
+    others = () if schedules else (StochasticWeightAveraging,)
+    callbacks = {
+        name: value
+        for name, value in _callbacks(trainer).items()
+        if not (is_bound_to_process(value) or isinstance(value, others))
+    }
     return {"module": trainer.lightning_module, **callbacks, "datamodule": getattr(trainer, "datamodule", None)}
 
 
@@ -119,16 +174,18 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
     return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
 
 
-def process_anchors(trainer: pl.Trainer) -> dict[str, Any]:
-    """Objects that belong to the Trainer of a process."""
+def process_anchors(trainer: pl.Trainer, optimizers: bool = True) -> dict[str, Any]:
+    """Objects that belong to the Trainer of a process; ``optimizers``: with optimizers and schedulers."""
     own = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
+    schedulers = {f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
     return {
         "trainer": trainer,
         **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
         "strategy": trainer.strategy,
         "precision": trainer.precision_plugin,
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
-        **_optimizers(trainer),
-        **{f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)},
+        **{f"optimizer of Lightning {i}": optimizer for i, optimizer in enumerate(lightning_optimizers(trainer))},
+        **(_optimizers(trainer) if optimizers else {}),
+        **(schedulers if optimizers else {}),
     }

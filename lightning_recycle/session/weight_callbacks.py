@@ -2,14 +2,12 @@
 
 Averages: an average is elementwise, so each worker lets the callback average the layers of its own stage, with the
 callback's own code. What differs is when the callback copies the model (not before the stage is built: no worker holds
-the whole model), and the contents of a checkpoint: the averages of all stages, under the names of one device. A worker
-that joins gets the averages of its donor. A custom ``avg_fn`` sees one parameter at a time; a custom ``multi_avg_fn``
-sees those of one stage.
+the whole model), and the contents of a checkpoint: the averages of all stages, under the names of one device. A custom
+``avg_fn`` sees one parameter at a time; a custom ``multi_avg_fn`` sees those of one stage.
 
 Finetuning: which parameters require a gradient, and in which group of the optimizer they are, is up to the user's code.
 It runs on every worker for the layers of its stage, and may change that between two steps. All stages have the same
-groups, if need be empty ones, so that they can be joined to one optimizer's; a worker that joins gets the groups of its
-donor.
+groups, if need be empty ones, so that they can be joined to one optimizer's.
 
 Pruning: torch's pruning replaces a parameter ``weight`` by ``weight_orig``, the same object, and a buffer
 ``weight_mask``. The callback needs the whole model for it: one stage. Random pruning is the same everywhere, whichever
@@ -26,7 +24,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
@@ -154,28 +151,6 @@ class WeightCallbacks:
             averaging._average_model = None
         for finetuning in self._finetuning:
             finetuning._internal_optimizer_metadata = self._names_of_model(finetuning._internal_optimizer_metadata)
-
-    # ------------------------------------------------------------------ for a worker that joins
-
-    def states(self) -> list[dict[str, Any]]:
-        """The states of StochasticWeightAveraging; tensors are not copied. WeightAveraging is carried with its
-        averages, like any callback.
-        """
-        return [{"initialized": callback._initialized, **callback.state_dict()} for callback in self._swa]
-
-    def load(self, states: list[dict[str, Any]]) -> None:
-        """Loads the :meth:`states` of another worker of this stage.
-
-        The loops must know the epoch. Optimizers and schedulers are restored afterwards: a callback may have brought a
-        scheduler of its own.
-        """
-        for callback, state in zip(self._swa, states, strict=True):
-            _restore_swa(callback, self._trainer, state)
-
-    def joined(self) -> None:
-        """This worker has its donor's groups already."""
-        for callback in self._finetuning:
-            callback._restarting = False
 
     # ------------------------------------------------------------------ averages
 
@@ -312,17 +287,6 @@ def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dic
     if not callback._initialized:
         state |= {"n_averaged": callback._init_n_averaged, "scheduler_state": callback._scheduler_state}
     return state
-
-
-def _restore_swa(callback: StochasticWeightAveraging, trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    callback.load_state_dict({name: value for name, value in state.items() if name != "initialized"})
-    if not state["initialized"]:
-        return
-    if not callback._initialized:  # as at the beginning of an epoch, without an update of the averages
-        callback._latest_update_epoch = trainer.current_epoch
-        callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    callback._latest_update_epoch = state["latest_update_epoch"]
-    callback.n_averaged = torch.tensor(state["n_averaged"], dtype=torch.long, device=trainer.lightning_module.device)
 
 
 # ---------------------------------------------------------------------- groups of parameters

@@ -502,8 +502,8 @@ class Promises:
             if self._cannot_be_repaired:
                 return
             strayed = [w for w in self.members.values() if w.strayed is not None and w.rank in state.roster.live]
-            if any(sum(rank % self.columns == w.column for rank in state.roster.live) < 3 for w in strayed):
-                return  # nothing says who is right
+            if any(not state.holding(w.stage, without={w.rank}) for w in strayed):
+                return  # nobody else holds its stage
         if isinstance(outcome, Crashed) and self._is_own:
             return
         if isinstance(outcome, Finished) and 0 <= self.bug_step < self.steps:

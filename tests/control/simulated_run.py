@@ -53,6 +53,7 @@ from lightning_recycle.control.protocol.membership import objection
 from lightning_recycle.control.protocol.state import (
     EndWanted,
     Evict,
+    Failed,
     Faults,
     GraceElapsed,
     Joined,
@@ -122,6 +123,10 @@ class CoordinatorDies(BaseException):
     """It is killed right here."""
 
 
+class NobodyKnows(Exception):
+    """Those who held other values than a newcomer have died before they said so."""
+
+
 class Paper:
     """What the coordinator has written down: like a journal."""
 
@@ -176,15 +181,13 @@ class Run:
         self.trace = trace
         self.grid = self.chance.choice(GRIDS)
         if strays:  # somebody must be right
-            self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 2])
+            self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 1])
         self.members, self.saves = members, saves
         self._saving = random.Random(f"saves {seed}")
         if members > 1:
-            some = [grid for grid in GRIDS_OF_MEMBERS if not strays or grid.pipelines > 2]
-            self.grid = random.Random(f"grid {seed}").choice(some)
+            self.grid = random.Random(f"grid {seed}").choice(GRIDS_OF_MEMBERS)
         if lanes:
-            some = [grid for grid in GRIDS_OF_LANES if not strays or grid.lanes > 2]
-            self.grid = random.Random(f"grid {seed}").choice(some)
+            self.grid = random.Random(f"grid {seed}").choice(GRIDS_OF_LANES)
         several = random.Random(f"members {seed}")
         self.gathers = several.random() < 0.5  # whether weight gradients of a position's members depend on each other
         self.commits = self.random() < 0.3
@@ -344,6 +347,9 @@ class Run:
                 action(*args)
             except CoordinatorDies:
                 self._kill_coordinator()
+            except NobodyKnows:
+                self.met["strayed and nobody knows"] += 1
+                return Failed("nobody is left who knows better")
         if self.outcome is None:
             raise Violation(f"everybody waits; {self._situation()}")
         if self._paper.kept is None or self._paper.kept.over is None:
@@ -675,13 +681,17 @@ class Run:
             self._told_at_the_end = self.state.outcome
         self._burn()
         has_revived = was_returning and self.state.returned is None
-        outvoted = {command.rank for command in commands if isinstance(command, Record) and command.kind == "outvoted"}
-        for rank in outvoted:
+        dismissed = {one.rank for one in commands if isinstance(one, Record) and one.kind == "dismissed"}
+        for rank in dismissed:
             if rank in self._connections and self._connections[rank].strayed is None:
                 raise Violation(f"{self._connections[rank]} is evicted, and has the values of the others")
+        for worker in self._connections.values():
+            is_known = worker.strayed is None or worker.strayed >= self.state.steps.version or worker.rank in dismissed
+            if worker.alive and not is_known and not self.older_peers(worker):
+                raise NobodyKnows
         live = self.state.roster.live
         ranks = [command.rank for command in commands if isinstance(command, Evict) and command.rank in live]
-        if evicted := [rank for rank in ranks if rank not in outvoted]:
+        if evicted := [rank for rank in ranks if rank not in dismissed]:
             self.met["evicted"] += len(evicted)
             if isinstance(event, messages.Raised) or has_revived:
                 self.met["evicted after an exception"] += 1
@@ -695,7 +705,7 @@ class Run:
             judged = command.message if isinstance(command, Send) else None
             is_raised = isinstance(event, messages.Raised) or has_revived
             is_in = isinstance(command, Evict) and command.rank in state.heard  # others go with their position
-            if isinstance(command, Evict) and is_in and is_raised and command.rank not in outvoted:
+            if isinstance(command, Evict) and is_in and is_raised and command.rank not in dismissed:
                 self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
             elif isinstance(command, Send) and isinstance(judged, messages.Judged):
                 self.promises.on_verdict(self._raised_by(command.ranks[0], event), judged, self.state)
@@ -1172,15 +1182,31 @@ class Run:
         return (worker.generation, step) in self._spoiled
 
     def strays(self, worker: SimulatedWorker, step: int) -> bool:
-        """Whether it has other values than the others from ``step`` on; only where a majority is left."""
+        """Whether it has other values than the others from ``step`` on: one of the newest, beside an older peer."""
         if self._straying is None or not worker.joins or self._straying.random() > 0.5:
             return False
-        peers = [w for w in self._workers if w.alive and w.column == worker.column and w.has_state]
-        if len(peers) < 3 or any(w.strayed is not None for w in self._workers if w.alive):
+        if not self.older_peers(worker) or any(w.strayed is not None for w in self._workers if w.alive):
+            return False
+        since = self.state.roster.newcomers
+        if since[worker.rank] < max(since.values()):
             return False
         self._say(f"fault: {worker} has other values after step {step}")
         self.met["strayed"] += 1
         return True
+
+    def miscopies(self, worker: SimulatedWorker) -> bool:
+        """Whether what it has got with its state is not what its donor has."""
+        if self._straying is None or self._straying.random() > 0.2:
+            return False
+        self._say(f"fault: {worker} holds something else than its donor")
+        self.met["miscopied"] += 1
+        return True
+
+    def older_peers(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """Live workers that have been there for longer, one of which may have given ``worker`` its state."""
+        since = self.state.roster.newcomers
+        peers = [w for w in self._connections.values() if w.alive and w.column == worker.column and w.has_state]
+        return [w for w in peers if since.get(w.rank, -1) < since.get(worker.rank, -1)]
 
     def spoil(self, worker: SimulatedWorker, step: int) -> None:
         self._spoiled.add((worker.generation, step))

@@ -735,6 +735,10 @@ class SimulatedWorker:
                     self.cuts = self.layout(resume.cuts)
                 self.has_state = True
                 self.send(messages.Reached(self.rank, self.generation, messages.Milestone.ENTERED))
+                if self.network.miscopies(self):
+                    self.strayed = version - 1
+                    self.send(messages.Differs(self.rank, version - 1, "parameters differ"))
+                    raise Dies
             case recovery.Apply():
                 yield from self.apply()
             case recovery.Settle():

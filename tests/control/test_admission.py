@@ -115,8 +115,7 @@ def test_all_members_together_know_what_a_lost_file_said() -> None:
     joins = replace(joins, incarnation=1, joining=True)
     before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
     found = adopted([behind, joins, before, stops])
-    newcomers = frozenset({3})
-    roster = Roster(frozenset({0, 1, 3}), leader=1, joining=newcomers, newcomers=newcomers)
+    roster = Roster(frozenset({0, 1, 3}), leader=1, joining=frozenset({3}), newcomers={3: joins.joins_after + 1})
     expected = JournaledState(2, roster, has_resumed=True, cuts=(0, 1, 4))
     expected = replace(expected, stop_round=StopRound(7, is_over=True), after_step=AfterStep.STOP)
     assert found == (expected, {0: behind, 1: stops, 3: joins})

@@ -133,6 +133,42 @@ def test_two_that_differ_are_both_distrusted() -> None:
     assert isinstance(state.outcome, s.Failed)
 
 
+@pytest.mark.parametrize("policy", ["evict", "raise"])
+@pytest.mark.parametrize(
+    ("newcomers", "wrong", "dismissed"),
+    [
+        pytest.param({2: 4}, {2: B}, [2], id="one-against-one"),
+        pytest.param({0: 4}, {2: B}, [0], id="whoever-was-there-before"),
+        pytest.param({0: 4, 1: 4}, {2: B, 3: C}, [0, 1], id="two-stages"),
+        pytest.param({2: 4}, {}, [], id="equal"),
+    ],
+)
+def test_in_its_first_check_a_newcomer_is_wrong(
+    policy: str, newcomers: dict[int, int], wrong: dict[int, bytes], dismissed: list[int]
+) -> None:
+    state = running(Checks(policy, agreed=3), live=(0, 1, 2, 3)).with_roster(newcomers=newcomers)
+    state, commands = checked(state, 0, wrong)
+    assert state.outcome is None
+    assert records(commands, "corruption") == []
+    found = records(commands, "dismissed")
+    assert [record.rank for record in found] == dismissed
+    assert [command.rank for command in commands if isinstance(command, s.Evict)] == dismissed
+    assert all("after step 0 its parameters differ from its peers'" in record.details["cause"] for record in found)
+
+
+def test_once_it_was_compared_nobody_knows_whose_memory_errs() -> None:
+    state = running(Checks(agreed=4), live=(0, 1, 2, 3)).with_roster(newcomers={2: 4})
+    state, commands = checked(state, 0, {2: B})
+    assert isinstance(state.outcome, s.StageLost)
+    assert records(commands, "dismissed") == []
+
+
+def test_originals_are_judged_among_themselves() -> None:
+    state = running(Checks(agreed=3)).with_roster(newcomers={4: 4})
+    state, _ = checked(state, 0, {4: B, 2: B})  # two of stage 0 hold the same, one of them from the other
+    assert isinstance(state.outcome, s.StageLost)
+
+
 def at_boundary(state: s.MembershipState, step: int) -> tuple[s.MembershipState, list[s.Command]]:
     """All answer the pause in ``step`` - 1 and stop at ``step``."""
     assert state.generation.pause is not None

@@ -27,7 +27,7 @@ KEPT = JournaledState(
         frozenset({0, 1, 3}),
         leader=1,
         joining=frozenset({3}),
-        outvoted={2: (4, 5)},
+        dismissed={2: (4, 5)},
         causes={2: "it died"},
         parked={5: 4},
     ),

@@ -1,6 +1,7 @@
 """The membership state machine, event by event."""
 
 import math
+import re
 
 import pytest
 from membership_feed import (
@@ -259,6 +260,49 @@ def test_workers_that_hold_different_values_after_a_step_end_the_run_and_are_nam
     state, _ = feed(running(), first, second)
     assert isinstance(state.outcome, s.Failed) == bool(named)
     assert all(word in str(state.outcome) for word in named)
+
+
+@pytest.mark.parametrize(
+    ("newcomers", "rates", "wrong"),
+    [
+        pytest.param({2: 0}, (1, 1, 2, 1), {2}, id="one-against-one"),
+        pytest.param({2: 0, 3: 0}, (1, 1, 2, 2), {2, 3}, id="both-stages"),
+        pytest.param({0: 3, 1: 3, 2: 5, 3: 3}, (1, 1, 2, 1), {2}, id="nobody-was-there-from-the-beginning"),
+        pytest.param({2: 5, 0: 3}, (1, 1, 2, 1), {2}, id="the-older-newcomer"),
+        pytest.param({0: 5}, (2, 1, 1, 1), {0}, id="the-first-rank"),
+        pytest.param({2: 0}, (2, 1, 1, 1), None, id="it-agrees-with-one-of-those-who-do-not"),
+        pytest.param({3: 0}, (1, 1, 2, 2), None, id="an-old-one-differs-too"),
+        pytest.param({2: 4, 0: 4}, (1, 1, 2, 1), {2}, id="another-stage-knows"),
+    ],
+)
+def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(
+    newcomers: dict[int, int], rates: tuple[int, ...], wrong: set[int] | None
+) -> None:
+    state = running().with_roster(newcomers=newcomers)
+    state, commands = feed(state, *(holds(rank, {"rate": rates[rank]}, {"lr": rates[rank]}) for rank in ALL))
+    assert isinstance(state.outcome, s.Failed) == (wrong is None)
+    assert {record.rank for record in records(commands, "dismissed")} == (wrong or set())
+    assert {command.rank for command in commands if isinstance(command, s.Evict)} == (wrong or set())
+    for record in records(commands, "dismissed"):
+        assert re.search(r"rate is 1 on worker .* and 2 on", record.details["cause"])
+
+
+def test_a_newcomer_that_is_alone_with_its_stage_ends_the_run_if_it_differs() -> None:
+    state, _ = feed(running().with_roster(newcomers={2: 0}), s.Lost(0, "gone"), *reports((1, 2, 3), 1))
+    state, _ = feed(state, *(holds(rank, {"epoch": rank == 2}, {}) for rank in (1, 2, 3)))
+    assert isinstance(state.outcome, s.Failed)
+
+
+def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position() -> None:
+    state = running().with_roster(newcomers={3: 0})
+    state, commands = feed(state, m.Differs(2, 4, "its weights differ"))
+    assert commands == [], "only newcomers have a donor"
+    for stays_empty in (False, True):
+        state, commands = feed(state, m.Differs(3, 4, "its weights differ"))
+        details = {"cause": "its weights differ", "stays_empty": stays_empty}
+        assert commands == [s.Record("dismissed", 4, 3, details), s.Evict(3, "its weights differ")]
+    state, _ = feed(state, s.Lost(3, "its weights differ"))
+    assert state.vacant == ()
 
 
 def test_what_a_lost_worker_held_is_not_compared_and_no_step_is_remembered_for_long() -> None:

@@ -24,11 +24,11 @@ from lightning_recycle.runtime.executor.device_memory import (
     storage_bytes,
 )
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
-from lightning_recycle.runtime.stage.stage import SavedInput, Stage
+from lightning_recycle.runtime.stage.stage import Stage
 
 CPU = torch.device("cpu")
 F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
-NO_STAGE: Any = SimpleNamespace(kept=lambda inputs: SavedInput((), []))
+NO_STAGE: Any = SimpleNamespace()
 WIDTH, BATCH = 64, 8
 VALUE = WIDTH * BATCH * 4  # bytes of a (batch, width) tensor
 

@@ -380,3 +380,86 @@ def test_a_mock_stays_where_it_is() -> None:
     ObjectGraph({"helper": theirs}, {}).update(ObjectGraph({"helper": ours}, {}).pack(), _CPU)
     assert theirs.seen == [1, 2]
     assert theirs.update is kept  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- optimizers and schedulers
+
+
+class Training:
+    """What trains a module, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+        self.own = nn.Parameter(torch.zeros(2))
+        schedulers = torch.optim.lr_scheduler
+        self.optimizers: list[Any] = [torch.optim.NAdam([*self.module.parameters(), self.own], lr=0.1)]
+        parts = [schedulers.LinearLR(self.optimizers[0]), schedulers.ExponentialLR(self.optimizers[0], 0.5)]
+        self.schedulers = [schedulers.SequentialLR(self.optimizers[0], parts, [2])]
+
+    def step(self) -> None:
+        self.module.zero_grad()
+        self.own.grad = None
+        (self.module(torch.ones(1, 2, dtype=torch.float64)).sum() + self.own.sum()).backward()
+        for each in (*self.optimizers, *self.schedulers):
+            each.step()
+
+    def graph(self) -> ObjectGraph:
+        return ObjectGraph({"module": self.module, "training": self}, {}, optimizers=True)
+
+
+def test_an_optimizer_arrives_with_its_state_as_it_is_under_the_receivers_own_parameters() -> None:
+    sender, receiver = Training(), Training()
+    for _ in range(3):
+        sender.step()
+    sender.optimizers[0].state["all"] = {"count": 3}
+    optimizer, scheduler, own = receiver.optimizers[0], receiver.schedulers[0], receiver.own
+    inner = scheduler._schedulers
+    for _ in range(2):  # also into what is there already
+        receiver.graph().update(sender.graph().pack(), _CPU)
+        assert receiver.optimizers == [optimizer]
+        assert receiver.own is own
+        assert [*optimizer.state] == [*receiver.module.parameters(), own, "all"]
+        assert optimizer.param_groups[0]["params"] == [*receiver.module.parameters(), own]
+        for ours, theirs in zip(optimizer.state.values(), sender.optimizers[0].state.values(), strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(ours[name] == theirs[name] for name in ours if not torch.is_tensor(ours[name]))
+            tensors = [name for name in ours if torch.is_tensor(ours[name])]
+            assert all(ours[name].dtype is theirs[name].dtype for name in tensors)
+            assert all(torch.equal(ours[name], theirs[name]) for name in tensors)
+    assert receiver.schedulers[0] is scheduler
+    assert scheduler._schedulers is inner
+    assert [each.optimizer for each in inner] == [optimizer] * 2
+    for each in (sender, receiver):
+        each.step()
+    assert receiver.optimizers[0].param_groups[0]["lr"] == sender.optimizers[0].param_groups[0]["lr"]
+    assert torch.equal(receiver.module[0].weight, sender.module[0].weight)
+
+
+def test_an_optimizer_of_another_class_and_its_scheduler_are_made() -> None:
+    sender, receiver = Training(), Training()
+    sender.optimizers[0] = torch.optim.Adagrad(sender.module.parameters(), lr=0.3)
+    sender.schedulers[0] = torch.optim.lr_scheduler.StepLR(sender.optimizers[0], 1)  # type: ignore[call-overload]
+    sender.step()
+    receiver.graph().update(sender.graph().pack(), _CPU)
+    assert isinstance(receiver.optimizers[0], torch.optim.Adagrad)
+    assert receiver.schedulers[0].optimizer is receiver.optimizers[0]
+    for each in (sender, receiver):
+        each.step()
+    assert torch.equal(receiver.module[0].weight, sender.module[0].weight)
+
+
+def test_elsewhere_optimizers_belong_to_their_process() -> None:
+    sender, receiver = Training(), Training()
+    sender.step()
+    packed = ObjectGraph({"training": sender}, {}).pack()
+    ObjectGraph({"training": receiver}, {}).update(packed, _CPU)
+    assert not receiver.optimizers[0].state
+
+
+def test_a_parameter_that_is_met_before_its_module_is_the_modules() -> None:
+    sender, receiver = Net(), Net()
+    sender.__dict__ = {"first": [sender.net[0].weight], **sender.__dict__}
+    weight = receiver.net[0].weight
+    _carried(sender, receiver)
+    assert receiver.first[0] is receiver.net[0].weight is weight

@@ -74,8 +74,8 @@ class Event:
             other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
             wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``.
             "disputed": a worker got other bits than the peer that it checked.
-            "outvoted": it had joined the training, and most others hold another value of what must be the same:
-            ``details["cause"]``; ``details["stays_empty"]``: whether its position stays empty.
+            "dismissed": it had joined the training, and did not hold what the others held: ``details["cause"]``;
+            ``details["stays_empty"]``: whether its position stays empty.
             "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
             finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
             recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
@@ -107,7 +107,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
         logging.WARNING,
         "Worker {worker} was lost at step {step}: {cause}{process}. Live workers: {live} of {all}.",
     ),
-    "outvoted": (logging.ERROR, "Worker {worker} is evicted: {cause}.{stays}"),
+    "dismissed": (logging.ERROR, "Worker {worker}, which has joined the training, is dismissed: {cause}.{stays}"),
     "disputed": (
         logging.WARNING,
         "Worker {worker} got another {kind} of micro-batch {microbatch} of step {step} than worker {of}: all of their"

@@ -225,7 +225,7 @@ def adopted(said: Collection[messages.Returned]) -> tuple[JournaledState | None,
         frozenset(newest.roster),
         leader=newest.leader,
         joining=frozenset(rank for rank, one in members.items() if one.joining and not one.entered),
-        newcomers=frozenset(rank for rank, one in members.items() if one.joining),
+        newcomers={rank: one.joins_after + 1 for rank, one in members.items() if one.joining},
         moved=newest.moved,
         assembled=frozenset(rank for rank, one in members.items() if one.was_parked),
     )
@@ -266,7 +266,7 @@ def rebuilt(state: MembershipState) -> Next:
         default=None,
     )
     summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
-    doubted = max((steps[-1] + 1 for steps in roster.outvoted.values()), default=-1)
+    doubted = max((steps[-1] + 1 for steps in roster.dismissed.values()), default=-1)
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
     state = state.updated(
         generation=state.generation.updated(number=generation),

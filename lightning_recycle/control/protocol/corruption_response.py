@@ -2,7 +2,8 @@
 
 Checks: a check is over when all live workers have applied its step: then their checksums are compared
 (:mod:`~lightning_recycle.control.protocol.corruption`). A worker that is found wrong is evicted, or the run ends. If
-nothing says who is right, the stage has no state that can be trusted, and counts as lost.
+nothing says who is right, the stage has no state that can be trusted, and counts as lost. In a newcomer's first check
+the others are right, as its state was theirs.
 
 Values that are not finite: a worker that meets a NaN or an infinity (NotFinite) stops, so the step is not committed. In
 the next generation the step is *inspected*: a worker that makes such a value of finite ones disputes its own result,
@@ -45,6 +46,7 @@ from lightning_recycle.control.protocol.state import (
     StageLost,
     after,
 )
+from lightning_recycle.control.protocol.step_boundary import dismiss
 
 __all__ = [
     "add_checked",
@@ -73,12 +75,22 @@ def compare(state: MembershipState) -> Next:
         rest = {other: value for other, value in state.checks.told.items() if other != step}
         state = state.with_checks(told=rest)
         found: list[Culprit] = []
+        strange: dict[int, str] = {}
+        newcomers = {rank for rank, since in state.roster.newcomers.items() if since > state.checks.agreed}
         for column in range(state.columns):
-            verdict = judge({rank: one for rank, one in told.items() if state.column_of(rank) == column})
+            of_column = {rank: one for rank, one in told.items() if state.column_of(rank) == column}
+            known = {rank: one for rank, one in of_column.items() if rank not in newcomers} or of_column
+            verdict = judge(known)
             if isinstance(verdict, Undecided):
                 record, outcome = _nobody_knows(state, step, column // state.members, verdict)
                 return state.updated(outcome=outcome), (*commands, record, outcome)
             found += verdict
+            wrong = {culprit.rank for culprit in verdict}
+            right = next((one.sums for rank, one in known.items() if rank not in wrong), {})
+            for rank in of_column.keys() - known.keys():
+                if names := differing(of_column[rank].sums, right):
+                    what = " and ".join(names)
+                    strange[rank] = f"after step {step} its {what} differ from its peers', and it has joined"
         since = state.checks.agreed
         for culprit in found:
             state, caused = _convict(state, step, culprit, since)
@@ -87,6 +99,9 @@ def compare(state: MembershipState) -> Next:
                 return state, commands
         checks = state.checks if found else replace(state.checks, agreed=step)
         state = state.updated(checks=checks.plan(step, state.steps.summed, told))
+        if strange:
+            state, dismissed = dismiss(state, step, strange)
+            commands += dismissed
     return state, commands
 
 

@@ -42,6 +42,7 @@ from lightning_recycle.control.protocol.state import (
     Crashed,
     Ended,
     EndWanted,
+    Evict,
     Failed,
     GraceElapsed,
     Joined,
@@ -143,8 +144,8 @@ def _begin_if_complete(state: MembershipState) -> Next:
 def _lose(state: MembershipState, event: Lost) -> Next:
     if event.rank not in state.roster.live:
         return step_boundary.drop_candidate(state, event.rank)
-    if not state.roster.newcomers.isdisjoint(state.positions.expand({event.rank})):
-        state = step_commit.doubt(state)
+    if state.positions.expand({event.rank}) & state.roster.newcomers.keys():
+        state = step_boundary.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
     state, useless = parking.park(state, event.rank)
     commands += useless
@@ -329,8 +330,9 @@ def _go_on_if_all_returned(state: MembershipState) -> Next:
     if state.outcome is not None:
         return state, commands
     state, regroup = generation.begin(state)
+    gone = {command.rank for command in commands if isinstance(command, Evict)}
     for member in members:
-        if member.raised is not None and state.outcome is None:
+        if member.raised is not None and member.rank not in gone and state.outcome is None:
             state, judged = generation.on_raised(state, member.raised)
             regroup += judged
     return state, commands + regroup
@@ -377,6 +379,7 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.Broken: generation.on_broken,
     messages.Leave: step_boundary.on_leave,
     messages.Paused: step_boundary.on_paused,
+    messages.Differs: step_boundary.on_differs,
     messages.Reached: _reached,
     messages.LayoutWanted: layout_change.on_layout_wanted,
     messages.Restored: step_commit.on_restored,

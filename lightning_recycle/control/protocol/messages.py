@@ -432,6 +432,17 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """The worker, which has just joined, does not hold after ``step`` what its donor holds, and ends; ``cause`` names
+    that.
+    """
+
+    rank: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Profiled:
     """Profile of a worker's stage over ``steps`` steps, and of its link to the next stage (0 without one)."""
 
@@ -1060,6 +1071,7 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Broken,
     Losses,
     Applied,
+    Differs,
     Measured,
     Commit,
     Undo,

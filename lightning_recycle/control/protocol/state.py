@@ -19,8 +19,8 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.schedule import Schedule
 
-MAX_OUTVOTED = 2
-"""Evictions for other values, after which a position stays empty: each replacement would be evicted, too."""
+MAX_DISMISSED = 2
+"""Dismissals for other values, after which a position stays empty: each replacement would be dismissed, too."""
 
 RESULT = "result"
 """Name of the collective that delivers the results of the run; the coordinator keeps its payloads."""
@@ -264,12 +264,12 @@ class Roster(_Updatable):
         joined: the ranks that said hello, before the first generation.
         leader: the rank that speaks for the run; it does not change while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
-        newcomers: live or parked ranks that joined while the training was going on.
+        newcomers: for live or parked ranks that joined while the training was going on, the steps applied before that.
         ready: ranks of workers that wait to be let in.
         leaving: live ranks that want to leave.
         ending: those of them after which the run may end: once all live ranks are among them, it does.
         moves: for each rank that is to join, the live rank that leaves for it.
-        outvoted: by position, the steps after which workers were evicted because most others held other values.
+        dismissed: by position, the steps after which newcomers were dismissed because they held other values.
         causes: why workers were lost, by rank.
         parked: what is left of positions that lost a member, outside of ``live``: for each rank, the number of steps
             that it was known to have applied then (:mod:`~lightning_recycle.control.protocol.parking`).
@@ -281,12 +281,12 @@ class Roster(_Updatable):
     joined: frozenset[int] = frozenset()
     leader: int = -1
     joining: frozenset[int] = frozenset()
-    newcomers: frozenset[int] = frozenset()
+    newcomers: Mapping[int, int] = field(default_factory=dict)
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     ending: frozenset[int] = frozenset()
     moves: Mapping[int, int] = field(default_factory=dict)
-    outvoted: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    dismissed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
     parked: Mapping[int, int] = field(default_factory=dict)
     moved: Mapping[int, int] = field(default_factory=dict)
@@ -300,19 +300,18 @@ class Roster(_Updatable):
     @property
     def barred(self) -> frozenset[int]:
         """Positions that stay empty: their workers were wrong again and again."""
-        return frozenset(rank for rank, steps in self.outvoted.items() if len(steps) >= MAX_OUTVOTED)
+        return frozenset(rank for rank, steps in self.dismissed.items() if len(steps) >= MAX_DISMISSED)
 
-    def with_parked(self, versions: Mapping[int, int], newcomers: Collection[int]) -> Roster:
+    def with_parked(self, versions: Mapping[int, int], newcomers: Mapping[int, int]) -> Roster:
         """The roster with parked workers: what each has applied; who of them joined while the training was going on."""
-        return self.updated(
-            parked={**self.parked, **versions}, newcomers=self.newcomers.union(versions.keys() & set(newcomers))
-        )
+        parked = {rank: since for rank, since in newcomers.items() if rank in versions}
+        return self.updated(parked={**self.parked, **versions}, newcomers={**self.newcomers, **parked})
 
     def without_parked(self, ranks: Collection[int]) -> Roster:
         """The roster without the parked workers ``ranks``."""
         return self.updated(
             parked={rank: version for rank, version in self.parked.items() if rank not in ranks},
-            newcomers=self.newcomers.difference(ranks),
+            newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
         )
 
     def without(self, ranks: Collection[int]) -> Roster:
@@ -321,7 +320,7 @@ class Roster(_Updatable):
             live=self.live.difference(ranks),
             joined=self.joined.difference(ranks),
             joining=self.joining.difference(ranks),
-            newcomers=self.newcomers.difference(ranks),
+            newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
             leaving=self.leaving.difference(ranks),
             ending=self.ending.difference(ranks),
             assembled=self.assembled.difference(ranks),

@@ -4,7 +4,9 @@ A loss changes the roster at once, in the middle of a step. Everything else wait
 is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
 asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
 new generation begins when all are there (Reached). A worker that joins gets the state of its stage from a peer
-in that generation; until then it holds nothing and does not count as a replica.
+in that generation; until then it holds nothing and does not count as a replica. A *newcomer* that holds other values
+than those who were there before is dismissed, and what it took part in and not all have applied is computed again. Its
+position gets one more worker, then it stays empty.
 
 Another plan for the same workers (PlanReady) also begins at a step boundary, but no worker stops there: the Boundary
 carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
@@ -14,11 +16,13 @@ the boundary and connect what is missing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_recycle.control.protocol import generation, messages
 from lightning_recycle.control.protocol.state import (
     Command,
+    Evict,
     MembershipState,
     MovePlanned,
     Next,
@@ -30,8 +34,11 @@ from lightning_recycle.control.protocol.state import (
 )
 
 __all__ = [
+    "dismiss",
+    "doubt",
     "drop_candidate",
     "on_at_boundary",
+    "on_differs",
     "on_entered",
     "on_leave",
     "on_move_planned",
@@ -161,7 +168,7 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
     roster = roster.updated(
         live=roster.live | enter,
         joining=enter,
-        newcomers=roster.newcomers | enter,
+        newcomers={**roster.newcomers, **dict.fromkeys(enter, step)},
         ready=roster.ready - enter,
         moves={rank: mover for rank, mover in roster.moves.items() if rank not in enter},
     )
@@ -175,3 +182,33 @@ def on_entered(state: MembershipState, event: messages.Reached) -> Next:
         return state, ()
     state = state.with_roster(joining=state.roster.joining - {event.rank})
     return state, (Record("rejoined", state.steps.version, event.rank),)
+
+
+# ---------------------------------------------------------------------- newcomers that differ
+
+
+def on_differs(state: MembershipState, event: messages.Differs) -> Next:
+    """A worker that has just joined does not hold what its donor gave."""
+    if event.rank not in state.roster.newcomers:
+        return state, ()
+    return dismiss(state, event.step, {event.rank: event.cause})
+
+
+def dismiss(state: MembershipState, step: int, causes: Mapping[int, str]) -> Next:
+    """Dismisses newcomers, by rank, that hold other values after ``step`` than the others."""
+    commands: list[Command] = []
+    for rank, cause in sorted(causes.items()):
+        before = state.roster.dismissed
+        state = state.with_roster(dismissed={**before, rank: (*before.get(rank, ()), step)})
+        details = {"cause": cause, "stays_empty": rank in state.roster.barred}
+        commands += [Record("dismissed", step, rank, details), Evict(rank, cause)]
+    return doubt(state), tuple(commands)
+
+
+def doubt(state: MembershipState) -> MembershipState:
+    """A newcomer is lost. If it was not compared after the newest step, it may have taken part in the next one with
+    wrong values: all run that again. No worker has applied it, as its loss is not known.
+    """
+    if state.returned is None and state.steps.version == state.steps.summed:
+        return state
+    return state.with_steps(unproven=state.steps.summed).with_generation(passes=frozenset())

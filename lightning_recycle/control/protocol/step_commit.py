@@ -3,11 +3,11 @@
 The losses of a step are collected by micro-batch, whoever computed them and however often. No worker applies a step
 before they are known to all; where workers check each other's computations that is not before all have passed the step
 in one generation, as a wrong result of one may be in those of all. A step counts as committed once every live worker
-has applied it; the facts that workers report of it are compared. A worker that joined while the training was going on,
-and holds other values than most of those that must hold the same, is evicted; any other difference ends the run. As
-long as there are such newcomers, no worker applies a step before the one before it has been compared, so what followed
-from wrong values is in no parameters but those of the worker that goes. Where stages must agree before they step (see
-Commit), they are answered once every live worker is REDUCED.
+has applied it; the facts that workers report of it are compared. Those who have been there longest are right, as
+the others had their state from them: if they agree, a newcomer that holds other values is dismissed. Any other
+difference ends the run. As long as there are newcomers, no worker applies a step before the one before has been
+compared, so what followed from wrong values is in no parameters but those of the worker that goes. Where stages must
+agree before they step (see Commit), they are answered once every live worker is REDUCED.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from lightning_recycle.control.protocol import control_collectives, corruption_response, messages, saves
+from lightning_recycle.control.protocol import control_collectives, corruption_response, messages, saves, step_boundary
 from lightning_recycle.control.protocol.state import (
     Command,
-    Evict,
     Failed,
     MembershipState,
     Next,
@@ -36,7 +35,6 @@ __all__ = [
     "add_losses",
     "add_pass",
     "count_steps",
-    "doubt",
     "forget_unproven",
     "on_restored",
     "settle",
@@ -98,15 +96,6 @@ def forget_unproven(state: MembershipState) -> MembershipState:
         outputs={step: value for step, value in steps.outputs.items() if step != steps.unproven},
         unproven=-1,
     )
-
-
-def doubt(state: MembershipState) -> MembershipState:
-    """A newcomer is lost. If it was not compared after the newest step, it may have taken part in the next one with
-    wrong values: all run that again. No worker has applied it, as its loss is not known.
-    """
-    if state.returned is None and state.steps.version == state.steps.summed:
-        return state
-    return state.with_steps(unproven=state.steps.summed).with_generation(passes=frozenset())
 
 
 def _sum_up(state: MembershipState, step: int) -> Next:
@@ -198,35 +187,31 @@ def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: 
 
 
 def _vote(state: MembershipState, step: int) -> Next:
-    """Compares what all live workers hold after ``step``, and evicts newcomers that most others contradict."""
+    """Compares what all live workers hold after ``step``, and dismisses newcomers that differ from the oldest."""
     wrong: dict[int, list[str]] = {}
-    is_clear = True
-    for scope, told in state.steps.facts.get(step, {}).items():
-        values = {rank: facts for rank, facts in told if rank in state.roster.live}
+    is_clear, newcomers = True, state.roster.newcomers
+    for scope, told in state.steps.facts.get(step, {}).items():  # first what must be the same on all
+        values = {rank: facts for rank, facts in told if rank in state.roster.live and rank not in wrong}
         first = next(iter(values.values()), {})
         if all(facts == first for facts in values.values()):
             continue
-        right = max(values, key=lambda rank: sum(not _names(values[rank], facts) for facts in values.values()))
+        since = min(newcomers.get(rank, -1) for rank in values)
+        oldest = {rank: facts for rank, facts in values.items() if newcomers.get(rank, -1) == since}
+        right = max(oldest, key=lambda rank: sum(not _names(oldest[rank], facts) for facts in oldest.values()))
         differing = {rank: names for rank, facts in values.items() if (names := _names(values[right], facts))}
         # What inputs led to, all have applied.
-        is_clear = is_clear and scope != _INPUTS and 2 * len(differing) < len(values)
+        is_clear = is_clear and scope != _INPUTS and 2 * len(differing.keys() & oldest.keys()) < len(oldest)
         for rank, names in differing.items():
             wrong.setdefault(rank, []).extend(
                 _in_words(state, name, (right, values[right][name]), (rank, values[rank][name])) for name in names
             )
     if not wrong:
         return state, ()
-    is_clear = is_clear and wrong.keys() <= state.roster.newcomers
+    is_clear = is_clear and wrong.keys() <= newcomers.keys()
     if not is_clear or any(not state.holding(state.stage_of(rank), without=wrong) for rank in wrong):
         return end(state, _differ(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
-    commands: list[Command] = []
-    for rank, words in sorted(wrong.items()):
-        cause = f"after step {step} {'; '.join(sorted(words))}: most workers agree, and it has joined them"
-        outvoted = state.roster.outvoted
-        state = state.with_roster(outvoted={**outvoted, rank: (*outvoted.get(rank, ()), step)})
-        details = {"cause": cause, "stays_empty": rank in state.roster.barred}
-        commands += [Record("outvoted", step, rank, details), Evict(rank, cause)]
-    return doubt(state), tuple(commands)
+    causes = {rank: f"after step {step} {'; '.join(sorted(words))}, and it has joined" for rank, words in wrong.items()}
+    return step_boundary.dismiss(state, step, causes)
 
 
 def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:

@@ -115,7 +115,7 @@ class FiniteChecks:
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
-        recorder = MicrobatchRecorder.of(self._stage, step, task, inputs, target) if self._inspects else None
+        recorder = MicrobatchRecorder.of(step, task, inputs, target) if self._inspects else None
         if recorder is not None:
             self._recorders[task.index] = recorder
 

@@ -1,11 +1,11 @@
 """Records of micro-batches, from which a peer can compute the same.
 
 Concept: a :class:`MicrobatchRecorder` watches the operations of one micro-batch. Its record has the values that the
-stage was given, the buffers that its forward changes, as they were before, and checksums of the results.
+stage was given, and checksums of the results.
 :class:`Recomputation` makes the same of a record on another worker.
 
-Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, buffers are what the
-record has, and afterwards what they were; what the user's code logs or collects is dropped.
+Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, values of the module
+are those of the micro-batch, and afterwards what they were; what the user's code logs or collects is dropped.
 
 Must not know: which worker asks, schedules, messages to other workers.
 """
@@ -27,7 +27,7 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import put_together, take_apart
-from lightning_recycle.torch_internals import buffers_of, foreach_add_
+from lightning_recycle.torch_internals import foreach_add_
 
 __all__ = [
     "WEIGHT_GRADIENT",
@@ -53,7 +53,6 @@ class MicrobatchRecord:
         step, microbatch: which one; the index in the global batch.
         inputs, target, grads: as given to the stage.
         wanted: of each tensor in the inputs, whether its gradient is.
-        buffers: those that its forward changes, as they were before, by number.
         split_backward: whether its weight gradients were computed apart.
         sums: the checksums of the results, as far as there are some.
         machine: what must be equal for the bits to be.
@@ -67,7 +66,6 @@ class MicrobatchRecord:
     wanted: tuple[bool, ...]
     split_backward: bool
     grads: Any = None
-    buffers: Mapping[int, Tensor] = field(default_factory=dict)
     sums: Mapping[str, bytes] = field(default_factory=dict)
     machine: str = ""
     watches_numbers: bool = False
@@ -90,38 +88,29 @@ class MicrobatchRecorder:
     """Records one micro-batch.
 
     Args:
-        stage: the layers that compute it.
         step: its step.
         task: its forward.
         inputs, target: what the forward is given.
     """
 
-    def __init__(self, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> None:
-        self._stage = stage
+    def __init__(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         given, told = mapped((inputs, target), _copy)
         wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
-        self._before = [owner[name].clone() for owner, name in _buffers(stage)]
         self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.split_backward)
 
     @classmethod
-    def of(cls, stage: Stage, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
+    def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
         """A recorder, or None if what the stage is given cannot be sent to others."""
         try:
-            return cls(stage, step, task, inputs, target)
+            return cls(step, task, inputs, target)
         except Exception as error:  # whatever an object of the user's raises that cannot be pickled
             log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
             return None
 
     def computed(self, output: Any, loss: Tensor | float | None) -> None:
         """The forward gave ``output``, and on the last stage ``loss``."""
-        changed = {
-            number: before
-            for number, ((owner, name), before) in enumerate(zip(_buffers(self._stage), self._before, strict=True))
-            if not torch.equal(owner[name], before)
-        }
-        self._before = []
         sums = {_OUTPUT: checksum([*tensors_of(output), None if loss is None else float(loss)])}
-        self.record = replace(self.record, buffers=changed, sums=sums)
+        self.record = replace(self.record, sums=sums)
 
     def differentiated(self, grads: Any, input_grads: Any) -> None:
         """The backward, given ``grads``, gave ``input_grads``."""
@@ -196,7 +185,7 @@ class Recomputation:
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
-        with self._computing_again(index), self._gradients_apart(), self._buffers_of(record):
+        with self._computing_again(index), self._gradients_apart():
             output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:
@@ -226,20 +215,6 @@ class Recomputation:
         finally:
             apart.end()
 
-    @contextmanager
-    def _buffers_of(self, record: MicrobatchRecord) -> Iterator[None]:
-        """Within the block the buffers that a forward changes are those of ``record``."""
-        places = list(_buffers(self._stage))
-        kept = [owner[name] for owner, name in places]
-        for number, before in record.buffers.items():
-            owner, name = places[number]
-            owner[name] = before.detach().clone()
-        try:
-            yield
-        finally:
-            for (owner, name), buffer in zip(places, kept, strict=True):
-                owner[name] = buffer
-
 
 def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: list[Any]) -> dict[str, bytes]:
     if record.watches_numbers:
@@ -260,10 +235,3 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _buffers(stage: Stage) -> Iterator[tuple[dict[str, Any], str]]:
-    for module in stage.modules():
-        for name, buffer in buffers_of(module).items():
-            if buffer is not None:
-                yield buffers_of(module), name

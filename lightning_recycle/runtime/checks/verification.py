@@ -154,7 +154,7 @@ class Verifier:
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         """The forward of ``task`` begins."""
         if self._is_checked_on(task):
-            self._recorder = MicrobatchRecorder.of(self._stage, step, task, inputs, target)
+            self._recorder = MicrobatchRecorder.of(step, task, inputs, target)
             if self._recorder is None:
                 self._give_up("what its layers are given cannot be sent to another worker")
 

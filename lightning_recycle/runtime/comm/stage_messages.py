@@ -108,14 +108,15 @@ class _Inbox:
         return int(self._sums[1]) == sum_of_bytes(self._bytes[HEADER_BYTES : self.layout.packed_bytes])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Incoming:
-    """A posted receive."""
+    """A posted receive; ``note``: what the sender has noted beside the value, once that is received."""
 
     key: _Key
     inbox: _Inbox
     work: Any
     end: Any
+    note: bytes = b""
 
 
 class StageMessages:
@@ -180,17 +181,20 @@ class StageMessages:
         if to_device and self._connections.device.type != "cpu":
             is_reused = inbox.packed
             tensors = [None if t is None else self._connections.memory.on_device(t, is_reused) for t in tensors]
+        incoming.note = inbox.layout.note(tensors)
         value: Value = inbox.layout.value(tensors)
         return value
 
-    def send(self, channel: Channel, value: Value, destination: int, tag: int) -> None:
-        """Starts to send ``value`` to rank ``destination``; its tensors must not change.
+    def send(self, channel: Channel, value: Value, destination: int, tag: int, note: bytes = b"") -> None:
+        """Starts to send ``value``, and a note for the receiver, to rank ``destination``; its tensors must not change.
 
         The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
         on what was computed from it.
         """
         key = (channel, destination, tag)
-        layout = ValueLayout.of(value)
+        device = self._connections.device
+        bits = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(device) if note else None
+        layout = ValueLayout.of(value, bits)
         outbox = self._outboxes.get(key)
         if outbox is None or outbox.layout != layout or outbox.packed != outbox.packs_next:
             size, capacity = layout.packed_bytes, self._capacity(layout, destination)
@@ -199,6 +203,7 @@ class StageMessages:
             self._outboxes[key] = outbox
         packed = outbox.packed
         tensors: Sequence[Tensor | None] = value if isinstance(value, tuple) else (value,)
+        tensors = tensors if bits is None else (*tensors, bits)
         if packed:
             for view, tensor in zip(outbox.views, tensors, strict=True):
                 if view is not None and tensor is not None:

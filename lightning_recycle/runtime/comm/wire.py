@@ -52,17 +52,19 @@ class ValueLayout:
     Args:
         is_tuple: whether the value is a tuple, even of one tensor.
         tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
+        has_note: whether the last of them are bytes that the sender has noted, and no part of the value.
     """
 
     is_tuple: bool
     tensors: tuple[tuple[torch.dtype, tuple[int, ...], bool] | None, ...]
+    has_note: bool = False
 
     @classmethod
-    def of(cls, value: Value) -> ValueLayout:
-        """The layout of ``value``."""
-        if isinstance(value, tuple):
-            return cls(True, tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in value))
-        return cls(False, ((value.dtype, value.shape, value.requires_grad),))
+    def of(cls, value: Value, note: Tensor | None = None) -> ValueLayout:
+        """The layout of ``value`` and a note."""
+        tensors = (*(value if isinstance(value, tuple) else (value,)), *([] if note is None else [note]))
+        forms = tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in tensors)
+        return cls(isinstance(value, tuple), forms, note is not None)
 
     @property
     def packed_bytes(self) -> int:
@@ -75,11 +77,9 @@ class ValueLayout:
         Raises:
             ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
         """
-        if len(self.tensors) > MAX_TENSORS:
-            raise ReCycleError(
-                f"A layer passes {len(self.tensors)} tensors to the next stage; at most {MAX_TENSORS} are allowed."
-            )
-        numbers = [int(self.is_tuple), int(packed), len(self.tensors)]
+        if (count := len(self.tensors) - self.has_note) > MAX_TENSORS:
+            raise ReCycleError(f"A layer passes {count} tensors to the next stage; at most {MAX_TENSORS} are allowed.")
+        numbers = [self.is_tuple + 2 * self.has_note, int(packed), len(self.tensors)]
         for item in self.tensors:
             if item is None:
                 numbers += [_NONE, 0]
@@ -98,7 +98,7 @@ class ValueLayout:
     @classmethod
     def parse(cls, header: bytes) -> tuple[ValueLayout, bool]:
         """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
-        is_tuple, packed, count, *numbers = _HEADER.unpack(header)
+        form, packed, count, *numbers = _HEADER.unpack(header)
         tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
         cursor = 0
         for _ in range(count):
@@ -107,7 +107,7 @@ class ValueLayout:
             has_gradient, kind = divmod(code, _WITH_GRADIENT)
             tensors.append(None if code == _NONE else (_DTYPES[kind], shape, bool(has_gradient)))
             cursor += 2 + dims
-        return cls(bool(is_tuple), tuple(tensors)), bool(packed)
+        return cls(bool(form & 1), tuple(tensors), bool(form & 2)), bool(packed)
 
     def views(self, message: Tensor) -> list[Tensor | None]:
         """The tensors packed in ``message`` (bytes), as views of it."""
@@ -131,7 +131,12 @@ class ValueLayout:
         for tensor, item in zip(tensors, self.tensors, strict=True):
             if tensor is not None and item is not None:
                 tensor.requires_grad_(item[2])
-        return tuple(tensors) if self.is_tuple else tensors[0]
+        return tuple(tensors[: len(tensors) - self.has_note]) if self.is_tuple else tensors[0]
+
+    def note(self, tensors: Sequence[Tensor | None]) -> bytes:
+        """The note among these tensors; empty if there is none."""
+        last = tensors[-1] if self.has_note else None
+        return b"" if last is None else last.cpu().numpy().tobytes()
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

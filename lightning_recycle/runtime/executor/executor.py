@@ -398,7 +398,7 @@ class Executor:
         runner.attempt.place = (self.version, "recovery")
         resume = self._client.report(status, runner.payload, self._moving.cuts)
         if resume.generation > 0:
-            self._callbacks.on_recovery(resume.decision.version)
+            self._callbacks.on_recovery(resume.decision.version, bool(resume.decision.ahead))
         if not self._joining and (bundle := self._moving.decided(resume.cuts)) is not None:
             runner.take_up(bundle)
         self._connect(resume, announced)

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
 
-__all__ = ["ExecutorCallbacks", "RecordOutput", "StepResult"]
+__all__ = ["ExecutorCallbacks", "MicrobatchValues", "RecordOutput", "StepResult"]
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what must reach all workers."""
@@ -42,17 +42,35 @@ class StepResult:
     add_gradients: Callable[[], None] = lambda: None
 
 
+class MicrobatchValues(Protocol):
+    """What the forward of one micro-batch has changed in the user's module, when it is over.
+
+    Attributes:
+        record: what hooks did with its output.
+    """
+
+    record: bytes
+
+    def note(self, earlier: bytes) -> bytes:
+        """The changes for the next stage, with those of the stages before; empty if there are none."""
+
+    def output(self, earlier: bytes) -> bytes:
+        """On the last stage, what must reach all workers: the record and all changes; empty if there is nothing."""
+
+
 class ExecutorCallbacks(Protocol):
     """Questions of the executor to the process that it runs in."""
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
 
-    def begin_microbatch(self, index: int) -> None:
-        """The forward of the micro-batch with this index in the global batch is next."""
+    def microbatch(self, index: int) -> AbstractContextManager[MicrobatchValues]:
+        """Within the block the micro-batch with this index in the global batch runs forward: the user's module holds
+        the values of that, and afterwards those that it held before.
+        """
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        """Within the block the micro-batch with this index is computed to compare it, and must leave nothing."""
+        """As :meth:`microbatch`, for a forward that is computed once more, and leaves nothing."""
 
     @property
     def records_outputs(self) -> bool:
@@ -69,8 +87,8 @@ class ExecutorCallbacks(Protocol):
     def on_generation(self) -> None:
         """The workers of a generation are connected."""
 
-    def on_recovery(self, step: int) -> None:
-        """Called in the middle of a regroup: ``step`` is about to run."""
+    def on_recovery(self, step: int, is_applied: bool) -> None:
+        """Called in the middle of a regroup: ``step`` is about to run; ``is_applied``: whether some have applied it."""
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
         """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""

@@ -53,7 +53,7 @@ from lightning_recycle.runtime.executor.device_memory import (
     tensor_bytes,
 )
 from lightning_recycle.runtime.executor.timings import Timings
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 from lightning_recycle.tensor_memory import local_part
 
 __all__ = ["FirstSteps", "StepMeasurements", "processors_of"]
@@ -145,7 +145,7 @@ class FirstSteps:
 
     @contextmanager
     def _memory(self, kind: OpKind, index: int, stage: Stage, inputs: Any) -> Iterator[None]:
-        kept = stage.kept(inputs) if kind is OpKind.FORWARD else None
+        kept = SavedInput(inputs) if kind is OpKind.FORWARD else None
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
         if self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
@@ -165,7 +165,6 @@ class FirstSteps:
         if kind is OpKind.BACKWARD_INPUT:
             self._after_backward = max(self._after_backward, storage_bytes(stage.waiting(index), self._own))
         if kept is not None:
-            kept.ran()
             self._checkpoint = max(self._checkpoint, storage_bytes(kept.tensors(), self._own))
 
     def received(self, value: Any) -> None:

@@ -325,28 +325,30 @@ class StepRunner:
                 read = data.handle.loader.fetch(data.handle, task.op.microbatch)
                 self.attempt.place = (step, task.label)
                 inputs, target = self.callbacks.split(read, data.handle.index)
-                self.callbacks.begin_microbatch(task.index)
+        note = b""
         if task.source is not None:
             inputs = self._receive(step, task)
+            note = self._incoming[task].note
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
         split, again = task.split_backward or self._tries_split(task), task.recomputed
-        with self._measured(OpKind.FORWARD, task, inputs):
+        with self.callbacks.microbatch(task.index) as values, self._measured(OpKind.FORWARD, task, inputs):
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
                 self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
-                        self._outputs[task.index] = self.callbacks.record_output(
-                            output, target, self._samples(step, task)
-                        )
+                        values.record = self.callbacks.record_output(output, target, self._samples(step, task))
+        if self._is_last and (made := values.output(note)):
+            self._outputs[task.index] = made
         for watcher in self._watchers:
             watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if self._measurements.first is not None:
                 self._measurements.first.sent(output)
-            self.communicator.messages.send(_channel(task.op), output, task.destination, task.index)
+            note = values.note(note)
+            self.communicator.messages.send(_channel(task.op), output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
         """The losses of the micro-batches, and what hooks did with their outputs. Of micro-batches that this worker
@@ -362,9 +364,7 @@ class StepRunner:
         return {index // parts: mean for index, mean in zip(losses, means, strict=True)}, outputs
 
     def _recompute(self, step: int, task: Task) -> None:
-        if task.op.stage == 0:
-            self.callbacks.begin_microbatch(task.index)
-        with self._measured(OpKind.RECOMPUTE, task):
+        with self.callbacks.computing_again(task.index), self._measured(OpKind.RECOMPUTE, task):
             self.stage.recompute(task.index, split_backward=task.split_backward or self._tries_split(task))
 
     def _backward(self, step: int, task: Task) -> None:

@@ -8,12 +8,10 @@ whether it needs a gradient; but whatever autograd saves in it is dropped at onc
 first one began with (:class:`SavedInput`):
 
 - *the input*: the first run gets copies of the tensors, as layers may write into their inputs;
-- *buffers*: those that the first run changed (running statistics, the vectors of spectral norm) are for the second one
-  what they were, and afterwards what they are now: a forward changes them once, however often it runs;
-- *randomness* and autocast are the caller's: both follow from the micro-batch, not from the moment.
+- *randomness*, autocast and the values that layers change (running statistics, the vectors of spectral norm) are the
+  caller's: they follow from the micro-batch, not from the moment.
 
-Other attributes that a layer's forward changes are changed twice, and its hooks run twice, as with
-``torch.utils.checkpoint``.
+Hooks of layers run twice, as with ``torch.utils.checkpoint``.
 
 Must not know: schedules, peers, failures.
 """
@@ -34,7 +32,6 @@ from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.fully_sharded import FullyShardedLayers
 from lightning_recycle.tensor_memory import whole
-from lightning_recycle.torch_internals import buffers_of
 
 __all__ = ["SavedInput", "Sharing", "Stage"]
 
@@ -196,7 +193,7 @@ class Stage:
         """
         held = self._in_flight[microbatch] = _InFlight(step)
         if recomputed:
-            held.kept = self.kept(value)
+            held.kept = SavedInput(value)
             with held.kept.first_run() as copy:
                 output = self._with_graph(_InFlight(step), microbatch, copy, target, split_backward)
         else:
@@ -206,17 +203,12 @@ class Stage:
         self._check_output(output)
         return tuple(_detached(item) for item in output) if isinstance(output, tuple) else _detached(output)  # type: ignore[return-value]
 
-    def kept(self, value: Any) -> SavedInput:
-        """The input that F keeps of a micro-batch if its forward is computed again, before F."""
-        return SavedInput(value, self._layers)
-
     def recompute(self, microbatch: int, *, split_backward: bool) -> None:
         """R: the forward again, which keeps the graph."""
         held = self._in_flight[microbatch]
         kept, held.kept = held.kept, None
         assert kept is not None, "the micro-batch's F was told"
-        with kept.second_run() as value:
-            self._with_graph(held, microbatch, value, None, split_backward)
+        self._with_graph(held, microbatch, kept.second_run(), None, split_backward)
 
     def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
         """Runs the layers; ``held`` gets what the backward begins with."""
@@ -417,75 +409,27 @@ def _detached(item: Tensor | None) -> Tensor | None:
 
 
 class SavedInput:
-    """The input that one micro-batch keeps, to be computed again.
+    """The input that one micro-batch keeps, to be computed again: tensors in whatever Lightning moves to a device."""
 
-    Args:
-        value: the input of the layers: tensors in whatever Lightning moves to a device.
-        layers: they are about to run for the first time.
-    """
-
-    def __init__(self, value: Any, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, value: Any) -> None:
         self._value = value
-        copies: dict[int, Tensor] = {}  # a buffer may have several names
-        self._buffers = [
-            _Buffer(buffers_of(module), name, buffer, copies)
-            for module in dict.fromkeys(module for layer in layers for module in layer.modules())
-            for name, buffer in buffers_of(module).items()
-            if buffer is not None
-        ]
 
     @contextmanager
     def first_run(self) -> Iterator[Any]:
         """The first run, on the input that it yields; autograd saves nothing in it."""
         with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):
             yield apply_to_collection(self._value, Tensor, _copy)
-        self.ran()
 
-    def ran(self) -> None:
-        """The first run is over: of the buffers, those that it changed are kept."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.has_changed()]
-
-    @contextmanager
-    def second_run(self) -> Iterator[Any]:
-        """The second run, on the input that it yields; nothing is kept any more."""
-        value, buffers = self._value, self._buffers
-        self._value, self._buffers = None, []
-        now = [buffer.swap() for buffer in buffers]
-        try:
-            yield value
-        finally:
-            for buffer, tensor in zip(buffers, now, strict=True):
-                buffer.owner[buffer.name] = tensor
+    def second_run(self) -> Any:
+        """The input of the second run; it is not kept any more."""
+        value, self._value = self._value, None
+        return value
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are kept."""
-        found = [buffer.before for buffer in self._buffers]
+        found: list[Tensor] = []
         apply_to_collection(self._value, Tensor, found.append)
         return found
-
-
-class _Buffer:
-    """A buffer of a module, ``owner[name]``, and a copy of it.
-
-    In the second run the copy takes its place, instead of its values: graphs of other micro-batches may have saved the
-    buffer, and autograd refuses tensors that were written to since.
-    """
-
-    def __init__(self, owner: dict[str, Tensor | None], name: str, buffer: Tensor, copies: dict[int, Tensor]) -> None:
-        self.owner, self.name = owner, name
-        self._buffer = buffer
-        if id(buffer) not in copies:
-            copies[id(buffer)] = buffer.detach().clone()
-        self.before = copies[id(buffer)]
-
-    def has_changed(self) -> bool:
-        # Not by its version: batch norm writes its running statistics without telling autograd.
-        return self.owner.get(self.name) is not self._buffer or not torch.equal(self._buffer, self.before)
-
-    def swap(self) -> Tensor | None:
-        now = self.owner.get(self.name)
-        self.owner[self.name] = self.before
-        return now
 
 
 def _copy(tensor: Tensor) -> Tensor:
