@@ -23,9 +23,11 @@ changes in steps only, which all stages commit together: a step that is redone h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -169,11 +171,15 @@ def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
-    """The norm of the gradients that all stages hold now; all workers call it."""
-    if _gather is not None:
-        total = norms_of_all_stages(trainer.lightning_module, 2.0)
-        return float(next((norm for name, norm in total.items() if name.endswith("_total")), 0.0))
-    return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
+    """The norm of the gradients of ``parameters`` that all stages hold now; all workers call it."""
+    if _gather is None:
+        return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
+    wanted = set(map(id, parameters))
+    names = {id(p): _parameter_names.get(id(p), name) for name, p in trainer.lightning_module.named_parameters()}
+    held = [p for p in trainer.lightning_module.parameters() if id(p) in wanted and p.grad is not None]
+    own = [(names[id(p)], float(p.grad.norm())) for p in held if p.grad is not None]
+    norms = dict(chain.from_iterable(_gather("norms of gradients to clip", lambda: own)))
+    return math.hypot(*norms.values())
 
 
 def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:

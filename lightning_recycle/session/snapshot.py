@@ -184,7 +184,9 @@ class StateTransfer:
     def take(self) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
-        left = self.left_gradients()
+        # Nothing zeroes the gradients of parameters that no optimizer has.
+        beside = {p: p.grad for p in self._steps.not_optimized() if p.grad is not None}
+        left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),

@@ -318,6 +318,10 @@ class TrainingSteps:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
 
+    def not_optimized(self) -> list[nn.Parameter]:
+        optimized = set(map(id, trained_by(nn.Module(), self._optimizers)))
+        return [parameter for parameter in self._module.parameters() if id(parameter) not in optimized]
+
     def must_know(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
 

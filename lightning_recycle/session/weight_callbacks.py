@@ -31,7 +31,7 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
@@ -315,8 +315,17 @@ def has_recipes(module: nn.Module) -> bool:
 def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Makes groups of these parameters, of which callbacks may have frozen or added some; options follow."""
+    """Makes groups of these parameters, of which callbacks may have frozen or added some; options follow.
+
+    Raises:
+        ConfigurationError: if ``module`` lacks one of them.
+    """
     parameters = parameters_by_name(module)
+    if missing := [name for of_one in groups for group in of_one for name in group if name not in parameters]:
+        raise ConfigurationError(
+            f"the optimizers have parameters that the {type(module).__name__} lacks: {', '.join(missing)}. Assign them"
+            " to attributes of the module"
+        )
     for optimizer, wanted in zip(optimizers, groups, strict=True):
         if group_names(module, optimizer) != wanted:
             of_groups = ([parameters[name] for name in group] for group in wanted)

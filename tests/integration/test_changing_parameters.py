@@ -16,7 +16,7 @@ from support.training import TOLERANCE, difference, failures, grid_trainer, on_o
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recycle import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle import UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
 
 pytestmark = pytest.mark.long
@@ -143,15 +143,15 @@ class Changing(L.LightningModule):
 
     def _now(self, hook: str) -> None:
         due = {"on_train_start": 0, "on_train_batch_end": CHANGE - 1}.get(hook, CHANGE)
-        if hook == self.hook and (hook != "on_train_epoch_start" or self.current_epoch == 1):
-            if hook in ("on_train_start", "on_train_epoch_start") or self.seen_batches == due:
-                CHANGES[self.change](self)
+        is_now = {"on_train_start": True, "on_train_epoch_start": self.current_epoch == 1}
+        if hook == self.hook and is_now.get(hook, self.batch == due):
+            CHANGES[self.change](self)
 
     @property
-    def seen_batches(self) -> int:
-        return (
-            self.current_epoch * (SAMPLES // BATCH) + self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-        )
+    def batch(self) -> int:
+        """The number of the batch, counted over epochs."""
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return self.current_epoch * (SAMPLES // BATCH) + ready - 1
 
     def on_train_start(self) -> None:
         self._now("on_train_start")
@@ -254,14 +254,50 @@ class InStages(L.LightningModule):
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("change", ["freeze", "exchange", "beside"])
-def test_several_stages_are_right_or_refuse_by_name(change: str, hook: str) -> None:
+def test_several_stages_follow_what_freezes_and_refuse_the_rest_by_name(change: str, hook: str) -> None:
     alone, model = InStages(change, hook), InStages(change, hook)
     on_one_device(max_epochs=EPOCHS).fit(alone, DataLoader(points(), BATCH))
     run = grid_trainer(2, 2, (), {"num_microbatches": 2}, max_epochs=EPOCHS)
-    try:
+    if change == "freeze":
         run.fit(model, DataLoader(points(), BATCH // 2))
-    except (ConfigurationError, UnsupportedFeatureError) as error:
-        assert change != "freeze"
-        assert ("net.4.weight" if change == "exchange" else "beside") in str(error)
-    else:
         assert difference(model.state_dict(), alone.state_dict()) < TOLERANCE
+    else:
+        with pytest.raises(UnsupportedFeatureError, match=r"net\.4\.weight" if change == "exchange" else "beside"):
+            run.fit(model, DataLoader(points(), BATCH // 2))
+
+
+class HeadAlone(L.LightningModule):
+    """The optimizer has the last layer; the others get gradients, too."""
+
+    def __init__(self, hook: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.hook = hook
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.net.parameters() if self.hook else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[4].parameters() if hasattr(self.net[4], "weight") else [], lr=0.3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "accumulate", "hook", "is_killed"),
+    sampled(itertools.product((1, 2), (1, 2), (False, True), (False, True)), 4, seed=2),
+)
+def test_only_gradients_that_the_optimizer_has_are_clipped(
+    stages: int, accumulate: int, hook: bool, is_killed: bool
+) -> None:
+    alone, model = HeadAlone(hook), HeadAlone(hook)
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.05}
+    on_one_device(**settings).fit(alone, DataLoader(points(), BATCH))
+    faults = [Fault("kill", 1, 0, step=4)] if is_killed else []
+    run = grid_trainer(2, stages, faults, {"num_microbatches": 2}, **settings)
+    run.fit(model, DataLoader(points(), BATCH // 2))
+    assert difference(model.state_dict(), alone.state_dict()) < TOLERANCE

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
@@ -96,6 +96,9 @@ class ExecutorCallbacks(Protocol):
 
     def describe_step(self, step: int) -> messages.Facts:
         """Called when ``step`` was applied; returns what must be equal in other workers."""
+
+    def not_optimized(self) -> Collection[nn.Parameter]:
+        """The parameters that no optimizer has: their gradients are neither clipped nor counted."""
 
     def must_know(self, step: int) -> bool:
         """Whether ``step`` may not be made on a guess."""

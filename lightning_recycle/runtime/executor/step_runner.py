@@ -246,6 +246,8 @@ class StepRunner:
             weights = [] if part.computes_weights else [OpKind.BACKWARD_WEIGHT]
             left_out = [*weights, *([] if givers else [OpKind.REDUCE])]
             program = tuple(t for t in program if t.op.kind not in left_out)
+        if step == self.version:
+            self._look_for_changes(step - 1)  # hooks have run between the steps
         self.stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
@@ -399,6 +401,10 @@ class StepRunner:
         self.finite.gradient(step, payload.squared_norm, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
+    def _look_for_changes(self, step: int) -> None:
+        if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
+            self.gradients.look_for_changes(step)
+
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
         """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
         again, ahead = self.ahead
@@ -407,10 +413,12 @@ class StepRunner:
 
     def _commit_payload(self, step: int) -> CommitPayload:
         """The report of this stage's reduced gradient of ``step`` to other stages."""
-        totals = (step, self.steps[step].share)
+        if not (self._rules.norm or self._rules.overflow):
+            return CommitPayload(math.nan, False)
+        totals, beside = (step, self.steps[step].share), self.callbacks.not_optimized()
         return CommitPayload(
-            self.gradients.squared_norm(*totals, without=self._not_counted) if self._rules.norm else math.nan,
-            self._rules.overflow and not self.gradients.is_finite(*totals),
+            self.gradients.squared_norm(*totals, (*self._not_counted, *beside)) if self._rules.norm else math.nan,
+            self._rules.overflow and not self.gradients.is_finite(*totals, beside),
         )
 
     def _commit_and_apply(self) -> None:
@@ -454,8 +462,7 @@ class StepRunner:
                 step.apply(result)
             self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
-            if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
-                self.gradients.look_for_changes(number)
+            self._look_for_changes(number)
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
         self.attempt.is_past = False

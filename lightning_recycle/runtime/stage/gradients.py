@@ -355,7 +355,9 @@ class GradientBuffers:
 
     def look_for_changes(self, step: int) -> None:
         """If the gradients of ``step`` have been changed since they were added, copies are handed over from now on."""
-        if not self._lends_copies and self._versions != [bucket.version for bucket in self.buckets(step)]:
+        if self._lends_copies or not self._versions:
+            return
+        if self._versions != [bucket.version for bucket in self.buckets(step)]:
             self._lends_copies = True
             log.info("Hooks or the optimizer change gradients in place; from now on they get copies.")
 
@@ -367,19 +369,22 @@ class GradientBuffers:
 
     @torch.no_grad()
     def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:
-        """The sum of squares of all gradients that the optimizer gets if it steps after ``step``, except those of the
+        """The sum of squares of the gradients that an optimizer gets if it steps after ``step``, except those of the
         parameters ``without``. What an override of ``optimizer_zero_grad`` leaves does not count.
         """
+        counted = self._after(step, share, without)
+        return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
+
+    @torch.no_grad()
+    def is_finite(self, step: int, share: Share, without: Collection[nn.Parameter] = ()) -> bool:
+        """Whether the gradients that an optimizer gets if it steps after ``step`` are finite."""
+        counted = self._after(step, share, without)
+        return not counted or bool(torch.stack([torch.isfinite(grad).all() for grad in counted]).all())
+
+    def _after(self, step: int, share: Share, without: Collection[nn.Parameter]) -> list[Tensor]:
         left_out = {id(parameter) for parameter in without}
         found = {p: view if share.batches == 1 else view / share.batches for p, view in self.by_parameter(step)}
         for parameter, grad in {} if share.begins else self.held().items():
             part = local_part(grad)
             found[parameter] = part + found[parameter] if parameter in found else part
-        counted = [value for parameter, value in found.items() if id(parameter) not in left_out]
-        return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
-
-    @torch.no_grad()
-    def is_finite(self, step: int, share: Share) -> bool:
-        """Whether all gradients that the optimizer gets if it steps after ``step`` are finite."""
-        found = [*self.of_step(step), *([] if share.begins else map(local_part, self.held().values()))]
-        return not found or bool(torch.stack([torch.isfinite(tensor).all() for tensor in found]).all())
+        return [value for parameter, value in found.items() if id(parameter) not in left_out]
