@@ -120,8 +120,8 @@ class StateTransfer:
 
     def _note_objects(self) -> None:
         """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
-        graph = user_graph(self._trainer)
-        self._large_data = LargeData(graph.large)
+        self._large_data = LargeData(user_graph(self._trainer).large)
+        graph = user_graph(self._trainer, TrainingParts(self._trainer))
         if self._context.collectives.is_leader and (stays := graph.unpicklable()):
             log.warning(
                 "A worker that replaces a lost one makes these attributes itself, as they cannot be pickled: %s.",

@@ -41,10 +41,13 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
 
 
-def train(model: L.LightningModule, stages: int, lost_at: int, waits: AwaitReplacement, **kwargs: Any) -> L.Trainer:
+def train(
+    model: L.LightningModule, stages: int, lost_at: int, waits: AwaitReplacement, microbatches: int = 1, **kwargs: Any
+) -> L.Trainer:
     """Trains ``model`` in two pipelines; worker (0, 0) is lost, and ``waits`` lets its replacement come."""
     faults = [Fault("kill", 0, 0, step=lost_at)]
-    run = grid_trainer(2, stages, faults, {"max_restarts": 10}, callbacks=[waits], **kwargs)
+    strategy = {"max_restarts": 10, "num_microbatches": microbatches}
+    run = grid_trainer(2, stages, faults, strategy, callbacks=[waits], **kwargs)
     run.fit(model)
     return run
 
@@ -135,8 +138,8 @@ class Loads(Net):
 HOW = ("dataset", "subset", "several", "batch size", "validation", "renewed", "stream", "large")
 
 
-@pytest.mark.parametrize(("how", "stages"), sampled(itertools.product(HOW, STAGES), 4))
-def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int) -> None:
+@pytest.mark.parametrize(("how", "stages", "microbatches"), sampled(itertools.product(HOW, STAGES, (1, 4)), 4))
+def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int, microbatches: int) -> None:
     options: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 1 if how == "large" else 0}
     options["reload_dataloaders_every_n_epochs"] = 0 if how == "renewed" else 1
     options["check_val_every_n_epoch"] = 3 if how == "large" else 1
@@ -144,7 +147,7 @@ def test_a_replacement_reads_the_data_that_its_peer_reads(how: str, stages: int)
     alone = on_one_device(**options)
     alone.fit(expected)
     of_epoch = 2 if how in ("dataset", "subset", "renewed", "stream") else 8  # steps of the first one
-    run = train(model, stages, of_epoch, AwaitReplacement([of_epoch + 2]), **options)
+    run = train(model, stages, of_epoch, AwaitReplacement([of_epoch + 2]), microbatches, **options)
     (joined,) = happened(run, "rejoined")
     assert of_epoch < joined.step < run.global_step
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
@@ -236,13 +239,15 @@ KINDS = [(Optimized, *names) for names in [("NAdam", "none"), ("ASGD", "sequence
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "scheduler", "stages"),
-    sampled([(*each, s) for each in [*KINDS, (Replaces, "SGD", "none")] for s in STAGES], 4),
+    ("kind", "optimizer", "scheduler", "stages", "microbatches"),
+    sampled([(*each, s, m) for each in [*KINDS, (Replaces, "SGD", "none")] for s in STAGES for m in (1, 4)], 5),
 )
-def test_a_replacement_steps_as_its_peer_does(kind: Any, optimizer: str, scheduler: str, stages: int) -> None:
+def test_a_replacement_steps_as_its_peer_does(
+    kind: Any, optimizer: str, scheduler: str, stages: int, microbatches: int
+) -> None:
     expected, model = kind(optimizer, scheduler), kind(optimizer, scheduler)
     on_one_device(max_epochs=2).fit(expected)
-    run = train(model, stages, 8, AwaitReplacement([10]), max_epochs=2)
+    run = train(model, stages, 8, AwaitReplacement([10]), microbatches, max_epochs=2)
     assert rejoined(run) == failures(run) == [(0, 0)]
     # Averages in float32 round sums in float64, which are not those of one device to the last bit.
     assert difference(model.state_dict(), expected.state_dict()) < (1e-6 if optimizer == "own" else TOLERANCE)
