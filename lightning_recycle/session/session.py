@@ -389,9 +389,8 @@ def _check_shapes(module: RecordedModule) -> None:
     lazy = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise UnsupportedFeatureError(
-            f"{', '.join(lazy)} of the {type(module).__name__} has no shape yet, as its lazy layer has seen no input, and the"
-            " shapes of all weights must be known before the first step. Run the module on a batch before fit,"
-            " as in model(next(iter(loader))[0]), or give the layer its sizes, as with nn.Linear for nn.LazyLinear."
+            f"{lazy[0]} of {type(module).__name__} gets its shape from the first input, and workers need all shapes"
+            " before: give its size, or run a batch through the model before fit()."
         )
 
 
