@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import ConfigurationError
 
@@ -140,6 +141,6 @@ def _containers(module: nn.Module, path: str, num_stages: int) -> Iterator[tuple
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(list(child.children())) >= num_stages:
-            yield inner, sum(parameter.numel() for parameter in child.parameters())
+            yield inner, sum(1 if is_lazy(p) else p.numel() for p in child.parameters())
         else:
             yield from _containers(child, inner, num_stages)
