@@ -351,6 +351,7 @@ class ValueTree:
         self._paths: dict[int, Path] = {}
         self._few: list[_Cell] = []
         self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
+        self._tables: list[dict[Any, Any]] = []  # these themselves
         self._known: list[Any] = []  # what is in them
         self._held: dict[int, _Held] = {}
         self.statistics: dict[Place, Tensor] = {}
@@ -401,7 +402,7 @@ class ValueTree:
                     self.statistics[cell.path, key] = value
                     self._held[id(value)].is_written = True  # by a way that nothing counts
         self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
-        self._known = []
+        self._known, self._tables = [], [cell.values for cell in self._many]
         tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
         trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
@@ -507,7 +508,12 @@ class ValueTree:
                         self._hold(value, cell, key)
                     self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
             self._read(cell)
-        if self._is_stale:
+        frozen = (held.tensor for held in self._held.values() if isinstance(held.tensor, nn.Parameter))
+        if (
+            self._is_stale
+            or any(p.requires_grad for p in frozen)
+            or not all(parameter.requires_grad for parameter in self._trained.values())
+        ):
             self._walk()
         for held in list(self._held.values()):
             held.places = [(cell, key) for cell, key in held.places if key is None or cell.get(key) is held.tensor]
@@ -523,9 +529,8 @@ class ValueTree:
         found = [cell for cell in self._few if not cell.is_same()]
         if not self._known:
             self._known = [*chain.from_iterable(cell.known for cell in self._many)]
-        tables = [cell.values for cell in self._many]
-        is_same = sum(map(len, tables)) == len(self._known) and all(
-            map(is_, chain.from_iterable(map(dict.values, tables)), self._known)
+        is_same = sum(map(len, self._tables)) == len(self._known) and all(
+            map(is_, chain.from_iterable(map(dict.values, self._tables)), self._known)
         )
         return found if is_same else [*found, *(cell for cell in self._many if not cell.is_same())]
 
@@ -651,6 +656,11 @@ class ValueTree:
         running, held.running = held.running, None
         if running is not None:
             places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
+            if isinstance(running, nn.Parameter) and running.requires_grad:
+                raise UnsupportedFeatureError(
+                    f"{name_of((held.places[0][0].path, held.places[0][1]))}.requires_grad was set in a training step."
+                    " Set it before, in a hook such as on_train_batch_start(), which all workers run."
+                )
             if not places or _equal(running, held.tensor):
                 return None
             held.is_written = True
