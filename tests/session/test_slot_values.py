@@ -137,3 +137,10 @@ def test_thawing_in_a_step_is_refused() -> None:
     module = Averaged()
     with pytest.raises(UnsupportedFeatureError, match=r"target\.\w+\.requires_grad was set"):
         steps(module, HookSideEffects(module, microbatches=2), lambda slot: module.target.requires_grad_(True), 1)
+
+
+def test_a_tensor_in_a_tuple_is_refused_if_it_is_written() -> None:
+    module = Averaged()
+    module.pair = torch.zeros(2), torch.ones(2)
+    with pytest.raises(UnsupportedFeatureError, match=r"the tuple pair was written"):
+        steps(module, HookSideEffects(module, microbatches=2), lambda slot: module.pair[0].add_(1), 1)
