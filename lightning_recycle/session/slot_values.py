@@ -270,7 +270,8 @@ class _Held:
 
     Args:
         tensor: the tensor.
-        places: the cells and keys that hold it; a key of None is in a tuple there, which cannot hold another one.
+        places: the cells and keys that hold it.
+        is_fixed: whether it is in a tuple there, which cannot hold another one.
         version: the number of writes to it that were counted.
         left: the steps in which it is still compared.
         is_written: whether a block has written it.
@@ -285,14 +286,16 @@ class _Held:
     version: int
     left: int = _WATCHED_STEPS
     is_written: bool = False
+    is_fixed: bool = False
     is_shared: bool = False
     is_given: bool = False
     copy: Tensor | None = None
     running: Tensor | None = None
 
     @property
-    def is_fixed(self) -> bool:
-        return any(key is None for _, key in self.places)
+    def place(self) -> Place:
+        cell, key = self.places[0]
+        return cell.path, key
 
     def note(self) -> None:
         """What it is now is what it was."""
@@ -351,6 +354,7 @@ class ValueTree:
         self._paths: dict[int, Path] = {}
         self._few: list[_Cell] = []
         self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
+        self._tables: list[dict[Any, Any]] = []  # these themselves
         self._known: list[Any] = []  # what is in them
         self._held: dict[int, _Held] = {}
         self.statistics: dict[Place, Tensor] = {}
@@ -401,7 +405,7 @@ class ValueTree:
                     self.statistics[cell.path, key] = value
                     self._held[id(value)].is_written = True  # by a way that nothing counts
         self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
-        self._known = []
+        self._known, self._tables = [], [cell.values for cell in self._many]
         tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
         trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
@@ -436,17 +440,18 @@ class ValueTree:
         for key, item in items if len(items) <= _LOOKS_INTO else ():
             if isinstance(item, tuple):
                 for leaf in item[:_LOOKS_INTO]:
-                    self._hold(leaf, cell, None)
+                    self._hold(leaf, cell, key, is_fixed=True)
             self._hold(item, cell, key)
             if not isinstance(item, (*_ATOMS, Tensor)):
                 todo.append(((*cell.path, key), item))
 
-    def _hold(self, tensor: Any, cell: _Cell, key: Any) -> None:
+    def _hold(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
         if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
             return  # what belongs to the graph of a step is not written
         if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             held = self._held.setdefault(id(tensor), _Held(tensor, [], _mark(tensor)))
             held.places.append((cell, key))
+            held.is_fixed |= is_fixed
 
     # ------------------------------------------------------------------ places
 
@@ -507,14 +512,20 @@ class ValueTree:
                         self._hold(value, cell, key)
                     self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
             self._read(cell)
-        if self._is_stale:
+        frozen = (held.tensor for held in self._held.values() if isinstance(held.tensor, nn.Parameter))
+        if (
+            self._is_stale
+            or any(p.requires_grad for p in frozen)
+            or not all(parameter.requires_grad for parameter in self._trained.values())
+        ):
             self._walk()
         for held in list(self._held.values()):
-            held.places = [(cell, key) for cell, key in held.places if key is None or cell.get(key) is held.tensor]
+            if not held.is_fixed:  # else the tuple is what changes
+                held.places = [(cell, key) for cell, key in held.places if cell.get(key) is held.tensor]
             if not held.places:
                 del self._held[id(held.tensor)]
             elif held.version != _mark(held.tensor):
-                changed += [(cell.path, key) for cell, key in held.places if key is not None]
+                changed += [(cell.path, key) for cell, key in held.places]
                 held.note()
         return changed
 
@@ -523,9 +534,8 @@ class ValueTree:
         found = [cell for cell in self._few if not cell.is_same()]
         if not self._known:
             self._known = [*chain.from_iterable(cell.known for cell in self._many)]
-        tables = [cell.values for cell in self._many]
-        is_same = sum(map(len, tables)) == len(self._known) and all(
-            map(is_, chain.from_iterable(map(dict.values, tables)), self._known)
+        is_same = sum(map(len, self._tables)) == len(self._known) and all(
+            map(is_, chain.from_iterable(map(dict.values, self._tables)), self._known)
         )
         return found if is_same else [*found, *(cell for cell in self._many if not cell.is_same())]
 
@@ -558,7 +568,7 @@ class ValueTree:
             at = self._held.get(id(old)) if isinstance(old, Tensor) else None
             if at is not None:
                 at.is_given = True
-            self._touch([(cell, key)] if at is None else at.places, value)
+            self._touch([(cell, key)] if at is None or at.is_fixed else at.places, value)
         for held in self._held.values():
             is_watched = held.is_written or (held.left > 0 and self._has_room)
             if held.is_given or looks_only:
@@ -578,9 +588,8 @@ class ValueTree:
 
     def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
         for cell, key in places:
-            if key is not None:
-                self._touched.append((cell, key, cell.get(key)))
-                cell.put(key, value)
+            self._touched.append((cell, key, cell.get(key)))
+            cell.put(key, value)
 
     @torch.no_grad()
     def end(self, stays: Callable[[Found], bool] | None = None) -> list[Found]:
@@ -595,10 +604,8 @@ class ValueTree:
                 self._read(cell)
                 self._is_stale |= isinstance(cell, _Table) and not isinstance(now, (*_ATOMS, Tensor))
             for held in self._held.values():
-                cell, key = held.places[0]
                 if held.version != _mark(held.tensor) or not (held.copy is None or _equal(held.copy, held.tensor)):
-                    place = cell.path, WHOLE if key is None else key
-                    found.setdefault(place, Found(place, held.tensor, held.tensor))
+                    found.setdefault(held.place, Found(held.place, held.tensor, held.tensor))
                 held.note()
             return list(found.values())
         for place in self._given:
@@ -651,11 +658,15 @@ class ValueTree:
         running, held.running = held.running, None
         if running is not None:
             places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
+            if isinstance(running, nn.Parameter) and running.requires_grad:
+                raise UnsupportedFeatureError(
+                    f"{name_of(held.place)}.requires_grad was set in a training step."
+                    " Set it before, in a hook such as on_train_batch_start(), which all workers run."
+                )
             if not places or _equal(running, held.tensor):
                 return None
             held.is_written = True
             return Found(places[0], held.tensor, running)
-        cell, key = held.places[0]
         if held.version == _mark(held.tensor):
             is_compared = held.copy is not None and (
                 held.copy.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
@@ -663,11 +674,16 @@ class ValueTree:
             if not is_compared or (held.copy is not None and _equal(held.copy, held.tensor)):
                 return None
         if held.copy is None:
-            _refuse(name_of((cell.path, WHOLE if key is None else key)), trained=False)
+            _refuse(name_of(held.place), trained=False)
+        if held.is_fixed:
+            raise UnsupportedFeatureError(
+                f"A tensor in the tuple {name_of(held.place)} was written in a training step. Assign a new"
+                " tuple, or keep it in a list."
+            )
         now = held.tensor.detach().clone()
         self._rewrite(held, held.copy)
         held.is_written = True
-        return Found((cell.path, WHOLE if key is None else key), held.tensor, now)
+        return Found(held.place, held.tensor, now)
 
     def _rewrite(self, held: _Held, copy: Tensor) -> None:
         held.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written

@@ -114,3 +114,33 @@ def test_what_other_code_changes_is_told() -> None:
     names = {name_of(place) for place in tree.absorb()}
     assert names == {"count", "kept.b", "rows", "row"}
     assert tree.absorb() == []
+
+
+def test_a_parameter_that_is_thawed_is_trained_from_then_on() -> None:
+    module = Averaged()
+    effects = HookSideEffects(module, microbatches=2)
+    steps(module, effects, lambda slot: None, 1)
+    module.target.weight.requires_grad_(True)
+    weight = module.target.weight
+
+    def change(slot: int) -> None:
+        assert module.target.weight is weight
+        assert module.target.bias is not bias
+
+    bias = module.target.bias
+    steps(module, effects, change, 1)
+    with pytest.raises(UnsupportedFeatureError, match=r"target\.weight is trained"):
+        steps(module, effects, lambda slot: weight.data.zero_(), 1)
+
+
+def test_thawing_in_a_step_is_refused() -> None:
+    module = Averaged()
+    with pytest.raises(UnsupportedFeatureError, match=r"target\.\w+\.requires_grad was set"):
+        steps(module, HookSideEffects(module, microbatches=2), lambda slot: module.target.requires_grad_(True), 1)
+
+
+def test_a_tensor_in_a_tuple_is_refused_if_it_is_written() -> None:
+    module = Averaged()
+    module.pair = torch.zeros(2), torch.ones(2)
+    with pytest.raises(UnsupportedFeatureError, match=r"the tuple pair was written"):
+        steps(module, HookSideEffects(module, microbatches=2), lambda slot: module.pair[0].add_(1), 1)
