@@ -8,7 +8,7 @@ from support.written import written
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.gradients import GradientBuffers
+from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
 CPU = torch.device("cpu")
@@ -17,6 +17,15 @@ CPU = torch.device("cpu")
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def apply(gradients: GradientBuffers, step: int, share: Share | None = None) -> None:
+    """As a worker that is alone, up to the optimizer, without zeroing."""
+    gradients.check(step)
+    for bucket in gradients.buckets(step):
+        bucket.count()
+    gradients.give_back()
+    gradients.add(step, share or Share())
 
 
 def test_backward_accumulates_into_the_buffer() -> None:
@@ -81,8 +90,8 @@ def test_the_reduced_gradient_of_a_step_stays_while_the_next_step_accumulates() 
     gradients.check(5)
     assert torch.equal(kept, before)
     assert not torch.equal(gradients.of_step(5)[0], before)
-    gradients.attach(4)
-    assert gradients.squared_norm(4) == pytest.approx(sum(p.grad.square().sum().item() for p in module.parameters()))  # type: ignore[union-attr]
+    parts = [view.square().sum().item() for _, view in gradients.by_parameter(4)]
+    assert gradients.squared_norm(4) == pytest.approx(sum(parts))
     gradients.begin(6)
     assert not kept.any(), "two sets of buffers serve all steps"
 
@@ -113,16 +122,98 @@ def test_frozen_parameters_are_left_alone() -> None:
     gradients.check(0)
 
 
-def test_attach_brings_the_reduced_gradients_back_after_zero_grad() -> None:
+def test_what_parameters_held_comes_back_however_often_a_step_is_begun() -> None:
     module = model()
     gradients = GradientBuffers(list(module.parameters()), CPU)
+    held = [None if number % 2 else torch.full_like(p, 3.0) for number, p in enumerate(module.parameters())]
+    for parameter, grad in zip(module.parameters(), held, strict=True):
+        parameter.grad = grad
+    for _ in range(2):
+        gradients.begin(0)
+        module(torch.randn(4, 3)).sum().backward()
+    assert list(gradients.held().values()) == held[::2]
+    gradients.give_back()
+    assert all(p.grad is grad for p, grad in zip(module.parameters(), held, strict=True))
+
+
+def test_the_sum_is_added_to_what_zeroing_has_left() -> None:
+    weight, x = nn.Parameter(torch.zeros(3)), torch.arange(3.0)
+    gradients = GradientBuffers([weight], CPU)
+    for step, (begins_with, sum_) in enumerate([(None, x), (x, 2 * x), (2 * x, 3 * x)]):
+        assert weight.grad is begins_with or torch.equal(weight.grad, begins_with)  # type: ignore[arg-type]
+        gradients.begin(step)
+        (weight * x).sum().backward()
+        apply(gradients, step)
+        assert torch.equal(weight.grad, sum_)  # type: ignore[arg-type]
+        assert torch.equal(dict(gradients.by_parameter(step))[weight], x), "what a peer may adopt"
+
+
+def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten() -> None:
+    """An ``optimizer_step`` may leave out its closure."""
+    weight = nn.Parameter(torch.zeros(3))
+    gradients = GradientBuffers([weight], CPU)
     gradients.begin(0)
-    module(torch.randn(4, 3)).sum().backward()
-    before = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
-    module.zero_grad(set_to_none=True)
-    gradients.attach(0)
-    gradients.check(0)
-    assert all(torch.equal(p.grad, b) for p, b in zip(module.parameters(), before, strict=True))  # type: ignore[arg-type]
+    weight.sum().backward()
+    apply(gradients, 0)
+    for step in (1, 2, 3):
+        gradients.begin(step)
+        (weight * 5).sum().backward()
+        gradients.give_back()
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("lends_copies", [False, True])
+def test_batches_accumulate_as_parts_of_their_number(lends_copies: bool) -> None:
+    weight, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    gradients = GradientBuffers([weight, late], CPU, lends_copies=lends_copies)
+    shares = [Share(2, True, False), Share(2, False, True)]
+    for step, share in enumerate(shares):
+        gradients.begin(step)
+        (weight.sum() + (late.sum() * 4 if step else 0)).backward()
+        norm = gradients.squared_norm(step, share)
+        assert gradients.is_finite(step, share)
+        apply(gradients, step, share)
+        assert norm == pytest.approx(sum(p.grad.square().sum().item() for p in (weight, late) if p.grad is not None))
+    assert weight.grad.tolist() == [1.0, 1.0]  # type: ignore[union-attr]
+    assert late.grad.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+
+
+def test_statistics_are_beside_gradients() -> None:
+    weight, statistics = nn.Parameter(torch.zeros(3)), [torch.zeros(2, 2), torch.zeros(5, dtype=torch.float64)]
+    gradients = GradientBuffers([weight], CPU, statistics=lambda: statistics)
+    for step in (0, 1, 2):
+        gradients.begin(step)
+        found = gradients.statistics(step)
+        assert [(view.shape, view.dtype) for view in found] == [(one.shape, one.dtype) for one in statistics]
+        assert not any(view.any() for view in found)
+        weight.sum().backward()
+        for view in found:
+            view.add_(math.inf if step == 2 else 7.0)
+        for buffer in gradients.of_step(step):
+            buffer.mul_(2)  # as a sum over two workers
+        assert step == 2 or [int(view.unique()) for view in found] == [14, 14]
+        assert gradients.squared_norm(step) == pytest.approx(12.0)
+        assert gradients.is_finite(step, Share())
+        weight.grad = None
+        gradients.give_back()
+    gradients.begin(3)
+    gradients.renew(3)
+    assert [view.shape for view in gradients.statistics(3)] == [one.shape for one in statistics]
+
+
+def test_parameters_may_come_and_go_between_steps() -> None:
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
+    gradients = GradientBuffers([first], CPU)
+    gradients.begin(0)
+    first.sum().backward()
+    apply(gradients, 0)
+    gradients.parameters = [second]
+    gradients.begin(1)
+    second.sum().backward()
+    apply(gradients, 1)
+    assert second.grad.tolist() == [1.0] * 4  # type: ignore[union-attr]
+    assert [p for p, _ in gradients.by_parameter(0)] == [first], "what a peer may adopt"
+    assert [p for p, _ in gradients.by_parameter(1)] == [second]
 
 
 @pytest.mark.parametrize("replacement", ["None", "a tensor"])
@@ -153,14 +244,14 @@ def test_what_no_micro_batch_used_has_no_gradient_and_zeros_are_some(dtype: torc
     used, unused, zero = (nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 17, 5))
     gradients = GradientBuffers([used, unused, zero], CPU)
     for step in (0, 1):
+        used.grad = zero.grad = None
         gradients.begin(step)
         for _ in range(2):
-            ((used * 2).sum() + (zero * 0).sum()).abs().backward()
+            ((used * 2).sum() - (zero * 0).sum()).abs().backward()  # a negative zero
         for buffer in gradients.of_step(step):
             numbers = torch.view_as_real(buffer) if dtype.is_complex else buffer  # as in an all-reduce
-            numbers += torch.full_like(numbers, -0.0)  # of a peer that had no micro-batch
-        gradients.check(step)
-        gradients.hand_over(step)
+            numbers += torch.zeros_like(numbers)  # of a peer that had no micro-batch
+        apply(gradients, step)
         assert unused.grad is None
         assert torch.equal(used.grad, torch.full_like(used, 4))  # type: ignore[arg-type]
         assert torch.equal(zero.grad, torch.zeros_like(zero))  # type: ignore[arg-type]
@@ -184,11 +275,7 @@ def test_what_requires_a_gradient_may_change_between_steps() -> None:
     module(torch.randn(4, 3)).sum().backward()
     gradients.check(1)
     assert torch.equal(older, before)
-
-    gradients.attach(0)
-    assert first.grad is None
-    assert rest[0].grad is not None
-    gradients.check(0)
+    assert [id(p) for p, _ in gradients.by_parameter(0)] == [*map(id, rest)]
 
 
 def test_without_anything_to_train_there_is_nothing_to_reduce() -> None:
@@ -224,7 +311,9 @@ def test_what_several_stages_hold_is_in_buckets_that_are_alike_in_all_of_them() 
         holders = {by_name[name]: stages for name, stages in tied.items()}
         gradients = GradientBuffers(list(by_name.values()), CPU, 4 * 32, holders=holders)
         gradients.begin(0)
-        assert sum(buffer.numel() for buffer in gradients.of_step(0)) == sum(16 if name < "q" else 32 for name in order)
+        assert sum(buffer.numel() for buffer in gradients.of_step(0)) == sum(
+            16 if name < "q" else 32 for name in order
+        ) + 16 * len(gradients.buckets(0))
         return [(bucket.stages, [p.numel() for p in bucket.parameters]) for bucket in gradients.buckets(0)]
 
     first = of_stage("abcdef", b=(0, 1), e=(0, 2), d=(0, 1), f=(0, 1))
@@ -257,26 +346,28 @@ def buffers(lends_copies: bool) -> tuple[nn.Linear, GradientBuffers]:
 @pytest.mark.parametrize("lends_copies", [False, True])
 def test_what_is_lent_may_be_changed(lends_copies: bool) -> None:
     layer, gradients = buffers(lends_copies)
-    gradients.hand_over(4)
+    apply(gradients, 4)
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, torch.ones(2, 3))
     layer.weight.grad.mul_(3.0)
     kept = dict(gradients.by_parameter(4))[layer.weight]
     assert torch.equal(kept, torch.full((2, 3), 1.0 if lends_copies else 3.0))
-    gradients.hand_over(4, again=True)
+    gradients.hand_over_again(4)
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 3.0)), "what was changed stays changed for hooks"
 
 
 def test_once_somebody_has_changed_them_copies_are_lent() -> None:
     layer, gradients = buffers(lends_copies=False)
-    gradients.hand_over(4)
-    gradients.look_for_changes()
+    apply(gradients, 4)
+    gradients.look_for_changes(4)
     assert layer.weight.grad is dict(gradients.by_parameter(4))[layer.weight]
     layer.weight.grad.mul_(3.0)
-    gradients.look_for_changes()
+    gradients.look_for_changes(4)
+    layer.zero_grad()
     gradients.begin(5)
     layer(torch.ones(1, 3)).sum().backward()
-    gradients.hand_over(5)
+    apply(gradients, 5)
+    assert layer.weight.grad is not None
     layer.weight.grad.zero_()
     assert torch.equal(dict(gradients.by_parameter(5))[layer.weight], torch.ones(2, 3))
     assert len(gradients.tensors()) == 3
@@ -287,8 +378,9 @@ def test_a_gradient_that_nothing_wrote_is_none_in_a_copy_too() -> None:
     gradients = GradientBuffers([*layer.parameters()], torch.device("cpu"), lends_copies=True)
     gradients.begin(4)
     layer.weight.sum().backward()
-    gradients.hand_over(4)
+    apply(gradients, 4)
     assert layer.bias.grad is None
     assert layer.weight.grad is not None
     gradients.begin(5)
-    assert layer.weight.grad is dict(gradients.by_parameter(5))[layer.weight]
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.data_ptr() == dict(gradients.by_parameter(5))[layer.weight].data_ptr()

@@ -26,8 +26,8 @@ from lightning_recycle.control.protocol.corruption import FINITE, IS_FINITE, NOT
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.tensor_memory import put_together, take_apart
-from lightning_recycle.torch_internals import foreach_add_
+from lightning_recycle.tensor_memory import local_part, put_together, take_apart
+from lightning_recycle.torch_internals import foreach_add_, version_of
 
 __all__ = [
     "WEIGHT_GRADIENT",
@@ -123,7 +123,7 @@ class MicrobatchRecorder:
 
 
 class GradientsApart:
-    """Gradients that are added up elsewhere for a while, from negative zeros as in a step.
+    """Gradients that are added up elsewhere for a while.
 
     Args:
         parameters: whose; those without a gradient are left alone.
@@ -133,12 +133,14 @@ class GradientsApart:
         self._parameters = parameters
         self._usual: list[tuple[nn.Parameter, Tensor]] = []
         self._apart: list[Tensor] = []
+        self._clean: list[int] = []  # their versions when nothing was written
 
     def begin(self) -> None:
         """From now on ``parameter.grad`` is apart. The first time it is empty, later it has what it had."""
         self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if not self._apart:
-            self._apart = [torch.full_like(grad, -0.0) for _, grad in self._usual]
+            self._apart = [torch.zeros_like(grad) for _, grad in self._usual]
+            self._clean = [version_of(local_part(grad)) for grad in self._apart]
         for (parameter, _), apart in zip(self._usual, self._apart, strict=True):
             parameter.grad = apart
 
@@ -149,10 +151,12 @@ class GradientsApart:
                 parameter.grad = usual
 
     def add(self) -> None:
-        """Adds what is apart to what was there before."""
-        if self._apart:
-            foreach_add_([usual for _, usual in self._usual], self._apart)
-        self._usual, self._apart = [], []
+        """Adds what a backward has written apart to what was there before."""
+        pairs = zip(self._usual, self._apart, self._clean, strict=True)
+        written = [(usual, apart) for (_, usual), apart, clean in pairs if version_of(local_part(apart)) > clean]
+        if written:
+            foreach_add_(*map(list, zip(*written, strict=True)))
+        self._usual, self._apart, self._clean = [], [], []
 
 
 class Recomputation:

@@ -281,6 +281,9 @@ class GradientBuffers:
         """
         if self._left is None:
             self._left = {parameter: parameter.grad for parameter in self.parameters}
+            for parameter, grad, _ in self._sets[step % 2].pairs():
+                if self._left.get(parameter) is grad:  # since the step before the last; it is emptied now
+                    self._left[parameter] = grad.clone()
         trained, statistics = self._trained(), self._statistics()
         if self._sets[step % 2].holds != _layout(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)
