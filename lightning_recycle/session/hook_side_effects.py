@@ -153,6 +153,15 @@ def _belongs_to_graph(value: Any) -> bool:
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
 
+def _path_to(place: Place) -> Path:
+    return place[0] if place[1] == WHOLE else (*place[0], place[1])
+
+
+def _are_nested(one: Path, other: Path) -> bool:
+    """Whether one leads to a part of what the other leads to."""
+    return all(a is b or a == b for a, b in zip(one, other, strict=False))
+
+
 def _target(effect: Effect) -> Any:
     return effect.path if isinstance(effect, Append) else effect.place
 
@@ -264,8 +273,10 @@ class HookSideEffects:
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: what they hold now holds for all slots."""
-        for place in changed:
-            self.slots.pop(place, None)
+        for place in changed if self.slots else ():
+            path = _path_to(place)
+            for other in [other for other in self.slots if _are_nested(path, _path_to(other))]:
+                del self.slots[other]
 
     def _slot_value(self, tree: ValueTree, place: Place, slot: int) -> Any:
         value = self.slots[place][slot]

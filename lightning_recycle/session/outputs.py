@@ -120,6 +120,7 @@ class OutputRecorder:
 
     def __init__(self, module: RecordedModule, side_effects: HookSideEffects, shared: bool = True) -> None:
         self._module, self.side_effects, self._shared = module, side_effects, shared
+        self._newest: tuple[Any, dict[int, tuple[Any, list[Effect]]]] = None, {}
         self._found_for: tuple[Any, ...] = ()
         self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
         self._find_metrics()
@@ -241,6 +242,20 @@ class OutputRecorder:
 
     # ------------------------------------------------------------------ on every worker
 
+    def repeat_changes(self, records: Mapping[int, bytes], on_step: bool) -> None:
+        """Repeats on this worker what the micro-batches of a step have changed in the module; arguments as for
+        :meth:`replay`, before which it is called in training: hooks within the step see it.
+        """
+        parts = self._parsed(records)
+        self.side_effects.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
+
+    def _parsed(self, records: Mapping[int, bytes]) -> dict[int, tuple[Any, list[Effect]]]:
+        """The record and the changes of each micro-batch, in order; those of the newest step are kept."""
+        if self._newest[0] is not records:
+            apart = {index: taken_apart(data) for index, data in sorted(records.items())}
+            self._newest = records, {i: (unpack_tensors(r) if r else _EMPTY, found) for i, (r, found) in apart.items()}
+        return self._newest[1]
+
     def replay(self, records: Mapping[int, bytes], on_step: bool) -> StepOutputs:
         """Repeats on this worker what the hooks did with the outputs of a whole step.
 
@@ -251,8 +266,9 @@ class OutputRecorder:
         Returns:
             What the hooks returned.
         """
-        parts = {index: taken_apart(data) for index, data in sorted(records.items())}
-        ordered = [unpack_tensors(data) if data else _EMPTY for data, _ in parts.values()]
+        if not on_step:
+            self.repeat_changes(records, on_step)
+        ordered = [record for record, _ in self._parsed(records).values()]
         self._follow_metrics()
         device = self._module.device
         wanted = {
@@ -268,8 +284,6 @@ class OutputRecorder:
                 add_states(
                     metric, path, [on_device(states, place) for states in gained], keep_step_value=path in wanted
                 )
-        changes = {i: [*record.changes, *found] for (i, (_, found)), record in zip(parts.items(), ordered, strict=True)}
-        self.side_effects.repeat(changes, on_step)
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
         calls: dict[int, list[LoggerCall]] = {}

@@ -448,7 +448,7 @@ class ValueTree:
     def _hold(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
         if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
             return  # what belongs to the graph of a step is not written
-        if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+        if not tensor.requires_grad:  # a leaf that does is trained, by whomever
             held = self._held.setdefault(id(tensor), _Held(tensor, [], _mark(tensor)))
             held.places.append((cell, key))
             held.is_fixed |= is_fixed

@@ -160,6 +160,9 @@ class TrainingSteps:
         def apply_with_hooks(result: StepResult) -> None:
             if self.checkpoints.background is not None:
                 self.checkpoints.background.finish_copies()
+            self._recorder.side_effects.ends_step(self.executor.statistics(number))
+            if any(result.outputs.values()):
+                self._recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
             # Before a hook asks for the norm, its gradients are unscaled.
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
@@ -232,7 +235,6 @@ class TrainingSteps:
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
         returned = None
-        self._recorder.side_effects.ends_step(self.executor.statistics(self.executor.version - 1))
         if any(outputs.values()):
             with self._context.forward_context():
                 found = self._recorder.replay(outputs, on_step=True)
