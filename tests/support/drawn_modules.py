@@ -219,7 +219,8 @@ class Noting(Places):
 
     def __init__(self, inputs: int, outputs: int, norm: str = "") -> None:
         super().__init__()
-        linear = nn.Linear(inputs, outputs).double()
+        # With one, its gradient before a BatchNorm is what rounding leaves, which Adam makes large.
+        linear = nn.Linear(inputs, outputs, bias=norm != "batch").double()
         wrap = {"spectral": parametrizations.spectral_norm, "weight": parametrizations.weight_norm}.get(norm)
         self.linear = linear if wrap is None else wrap(linear)
         self.after = nn.BatchNorm1d(outputs).double() if norm == "batch" else nn.Identity()
