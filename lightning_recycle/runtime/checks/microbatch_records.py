@@ -140,7 +140,7 @@ class GradientsApart:
         self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if not self._apart:
             self._apart = [torch.zeros_like(grad) for _, grad in self._usual]
-            self._clean = [version_of(local_part(grad)) for grad in self._apart]
+            self._clean = [*map(_writes, self._apart)]
         for (parameter, _), apart in zip(self._usual, self._apart, strict=True):
             parameter.grad = apart
 
@@ -153,10 +153,14 @@ class GradientsApart:
     def add(self) -> None:
         """Adds what a backward has written apart to what was there before."""
         pairs = zip(self._usual, self._apart, self._clean, strict=True)
-        written = [(usual, apart) for (_, usual), apart, clean in pairs if version_of(local_part(apart)) > clean]
+        written = [(usual, apart) for (_, usual), apart, clean in pairs if _writes(apart) > clean]
         if written:
             foreach_add_(*map(list, zip(*written, strict=True)))
         self._usual, self._apart, self._clean = [], [], []
+
+
+def _writes(grad: Tensor) -> int:
+    return version_of(grad) + version_of(local_part(grad))
 
 
 class Recomputation:

@@ -94,16 +94,20 @@ class Bucket:
     @property
     def version(self) -> int:
         """The number of writes to the gradients."""
-        return sum(map(version_of, self.views))
+        return sum(self._versions())
+
+    def _versions(self) -> list[int]:
+        # An operation of a DTensor counts as a write of that alone; others write to the shard.
+        return [version_of(grad) + version_of(view) for grad, view in zip(self.grads, self.views, strict=True)]
 
     def clear(self) -> None:
         """Empties it; no gradient is written."""
         self.buffer.zero_()
-        self._clean = [*map(version_of, self.views)]
+        self._clean = self._versions()
 
     def count(self) -> None:
         """Notes behind the gradients which of them backwards have written, before they are summed."""
-        written = [version_of(view) > clean for view, clean in zip(self.views, self._clean, strict=True)]
+        written = [version > clean for version, clean in zip(self._versions(), self._clean, strict=True)]
         self._counts.copy_(torch.tensor(written, dtype=self._counts.dtype))
 
     def written(self) -> list[bool]:
