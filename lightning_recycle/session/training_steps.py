@@ -110,7 +110,7 @@ class TrainingSteps:
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
-        self._names_of_trained = 0.0  # a digest, once hooks have changed the parameters
+        self._names_of_trained: tuple[Sequence[nn.Parameter], float] = ((), 0.0)  # their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -213,7 +213,13 @@ class TrainingSteps:
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
             )
         self.executor.train(parameters)
-        self._names_of_trained = float(zlib.crc32(repr([*trained_by_name(self._module, self._optimizers)]).encode()))
+
+    def _digest_of_names(self) -> float:
+        known = self.executor.gradients.parameters
+        if self._names_of_trained[0] is not known:
+            names = [*trained_by_name(self._module, self._optimizers)]
+            self._names_of_trained = known, float(zlib.crc32(repr(names).encode()))
+        return self._names_of_trained[1]
 
     def settle(self) -> None:
         self.executor.settle_newest()
@@ -314,8 +320,8 @@ class TrainingSteps:
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
-        if self._names_of_trained:
-            inputs["the names of the parameters, which hooks have changed,"] = self._names_of_trained
+        if self._context.grid.stages == 1 and not self._parts.optimizes_itself:
+            inputs["the names of the parameters, which hooks can change,"] = self._digest_of_names()
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
