@@ -438,6 +438,8 @@ class ValueTree:
         self._paths.setdefault(id(cell.holder), cell.path)
         items = list(cell.items())
         for key, item in items if len(items) <= _LOOKS_INTO else ():
+            if str(key).startswith("__composable_api"):  # FSDP's, whose memory comes and goes
+                continue
             if isinstance(item, tuple):
                 for leaf in item[:_LOOKS_INTO]:
                     self._hold(leaf, cell, key, is_fixed=True)
@@ -448,6 +450,8 @@ class ValueTree:
     def _hold(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
         if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
             return  # what belongs to the graph of a step is not written
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes:
+            return  # a number that stands for many, or memory that was freed
         if not tensor.requires_grad:  # a leaf that does is trained, by whomever
             held = self._held.setdefault(id(tensor), _Held(tensor, [], _mark(tensor)))
             held.places.append((cell, key))
