@@ -34,6 +34,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from types import MappingProxyType
 from typing import Any
 
@@ -97,8 +98,9 @@ class Bucket:
         return sum(self._versions())
 
     def _versions(self) -> list[int]:
-        # An operation of a DTensor counts as a write of that alone; others write to the shard.
-        return [version_of(grad) + version_of(view) for grad, view in zip(self.grads, self.views, strict=True)]
+        # An operation of a DTensor counts as a write of that alone; others write to the shard. Of plain tensors both are
+        # the same object.
+        return [*map(add, map(version_of, self.grads), map(version_of, self.views))]
 
     def clear(self) -> None:
         """Empties it; no gradient is written."""
@@ -284,10 +286,10 @@ class GradientBuffers:
         into them.
         """
         if self._left is None:
-            self._left = {parameter: parameter.grad for parameter in self.parameters}
             for parameter, grad, _ in self._sets[step % 2].pairs():
-                if self._left.get(parameter) is grad:  # since the step before the last; it is emptied now
-                    self._left[parameter] = grad.clone()
+                if parameter.grad is grad:  # since the step before the last; it is emptied now
+                    parameter.grad = grad.clone()
+            self._left = {parameter: parameter.grad for parameter in self.parameters}
         trained, statistics = self._trained(), self._statistics()
         if self._sets[step % 2].holds != _layout(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)
@@ -326,10 +328,11 @@ class GradientBuffers:
     @torch.no_grad()
     def add(self, step: int, share: Share) -> None:
         """Adds the sum of ``step`` to what parameters hold, as a backward of the whole batch does on one device."""
-        own = self._own()
-        for parameter in self.parameters:
-            if parameter.grad is not None and id(parameter.grad) in own:  # the next steps write to its memory
-                parameter.grad = parameter.grad.clone()
+        held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
+        own = self._own() if held else set()
+        for parameter, grad in held:
+            if id(grad) in own:  # the next steps write to its memory
+                parameter.grad = grad.clone()
         chosen = self._handed_over(step)
         found = list(chosen.written())
         known = [(p.grad, grad) for p, grad in found if p.grad is not None]
