@@ -98,8 +98,8 @@ class Bucket:
         return sum(self._versions())
 
     def _versions(self) -> list[int]:
-        # An operation of a DTensor counts as a write of that alone; others write to the shard. Of plain tensors both are
-        # the same object.
+        # An operation of a DTensor counts as a write of that alone, others write to the shard. Of plain tensors both
+        # are the same object.
         return [*map(add, map(version_of, self.grads), map(version_of, self.views))]
 
     def clear(self) -> None:
