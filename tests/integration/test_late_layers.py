@@ -70,7 +70,7 @@ def test_layers_that_setup_decides_on_train_as_on_one_device() -> None:
     run.fit(model, datamodule=data)
     assert difference(model.state_dict(), expected.state_dict()) < TOLERANCE
     assert not hasattr(data, "opened")
-    assert data.events == ["prepared"]
+    assert data.events == ["prepared"] * 2  # once to find the layers, once in the worker that is rank zero
     (again,) = run.validate(model, datamodule=data, verbose=False)
     (alone,) = one.validate(expected, datamodule=Data(GLOBAL_BATCH), verbose=False)
     assert again == pytest.approx(alone)

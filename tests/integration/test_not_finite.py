@@ -26,15 +26,15 @@ def corruptions(run: L.Trainer) -> list[tuple[Any, int, str]]:
 class Passing(nn.Module):
     """Hands on what it is given, but NaN in its next ``wrong`` forwards; or its gradients, with ``backwards``."""
 
-    wrong = 0
+    wrong = 0  # of the class: an attribute of the layer would begin anew when the forward is computed again
 
     def __init__(self, backwards: bool) -> None:
         super().__init__()
         self.backwards = backwards
 
     def forward(self, x: Tensor) -> Tensor:
-        self.wrong -= 1
-        if self.wrong < 0:
+        Passing.wrong -= 1
+        if Passing.wrong < 0:
             return x
         if self.backwards:
             x = x * 1.0
@@ -59,7 +59,7 @@ class Wrong(Regression):
         if batch_idx == STEP and self.who in (None, (worker.pipeline, worker.stage)):
             for layer in self.layers:
                 if isinstance(layer, Passing):
-                    layer.wrong = self.forwards
+                    Passing.wrong = self.forwards
 
 
 def test_one_that_does_not_come_again_leaves_nothing_behind() -> None:
