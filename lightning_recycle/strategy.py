@@ -29,6 +29,7 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.devices import moved_in_place
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -378,7 +379,8 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        with moved_in_place(self.root_device):
+            self.lightning_module.to(self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> StepLoader | object:
@@ -457,7 +459,8 @@ class ReCycleStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             self._session.loaders.close()
-        super().teardown()
+        with moved_in_place(self.root_device):
+            super().teardown()
 
     # ------------------------------------------------------------------ collectives; the launching process is alone
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.torch_internals import offset_of, tree_map_only
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "TensorShard",
     "empty_like",
     "has_plain_memory",
+    "host_reduction",
     "is_divided_by",
     "is_sharded",
     "local_part",
@@ -30,6 +32,7 @@ __all__ = [
     "on_device",
     "pack_tensors",
     "part_like",
+    "pickle_for_host",
     "put_together",
     "reduced_shard",
     "shard_of",
@@ -113,9 +116,24 @@ def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
+def host_reduction(value: Any) -> Any:
+    """The reduction of a tensor that goes to another process, for a pickler's ``reducer_override``: of an accelerator's
+    the values, on the host, as the other process has another device. NotImplemented for the standard reduction.
+    """
+    if is_sharded(value):
+        return reduced_shard(value)
+    if not isinstance(value, Tensor) or not is_accelerator(value.device):
+        return NotImplemented
+    return _host_tensor, (value.detach().cpu(), isinstance(value, nn.Parameter), value.requires_grad)
+
+
+def _host_tensor(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Tensor:
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` on the CPU, with its shape and strides, is all that it is."""
-    is_strided = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    """Whether the memory of ``tensor``, with its shape and strides, is all that it is."""
+    is_strided = tensor.device.type != "meta" and tensor.layout is torch.strided
     return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
@@ -130,7 +148,20 @@ def memory_address(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------- any value as tensors and the rest
 
 
-class _TensorPickler(pickle.Pickler):
+class _HostPickler(pickle.Pickler):
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        return host_reduction(obj)
+
+
+def pickle_for_host(value: Any) -> bytes:
+    """Pickles ``value`` for another process, with tensors of accelerators on the host."""
+    file = io.BytesIO()
+    _HostPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _TensorPickler(_HostPickler):
     def __init__(self, file: io.BytesIO, is_apart: Callable[[Any], bool]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
@@ -145,10 +176,6 @@ class _TensorPickler(pickle.Pickler):
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
         return self._numbers[id(obj)]
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        return reduced_shard(obj) if is_sharded(obj) else NotImplemented
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -271,7 +298,7 @@ def pack_tensors(value: Any) -> bytes:
     """Pickles ``value``; raises what ``pickle`` raises.
 
     torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small record
-    costs. Here a tensor on the CPU is its bytes. Two tensors that share memory get memory of their own.
+    costs. Here a tensor is its bytes. Two tensors that share memory get memory of their own.
     """
     file = io.BytesIO()
     _BytesPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -286,11 +313,9 @@ def unpack_tensors(data: bytes) -> Any:
 class _BytesPickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | Any:
-        if is_sharded(obj):
-            return reduced_shard(obj)
         if type(obj) is not Tensor or obj.requires_grad or not has_plain_memory(obj):
-            return NotImplemented
-        data = memory_of(obj.contiguous()).numpy().tobytes()
+            return host_reduction(obj)
+        data = memory_of(obj.cpu().contiguous()).numpy().tobytes()
         return _tensor_of, (data, obj.dtype, tuple(obj.shape))
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "fsdp_parameters",
     "is_compiled",
     "is_fsdp_root",
+    "is_registered_from_outside",
     "make_subclass",
     "modules_of",
     "offset_of",
@@ -83,6 +84,11 @@ def show_dataset(dataset: Any) -> None:
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replaces each parameter and buffer of ``module`` by what ``function`` makes of it; FSDP2 notices that."""
     module._apply(function)
+
+
+def is_registered_from_outside(device: torch.device) -> bool:
+    """Whether the kind of ``device`` is not one of torch's own."""
+    return device.type == torch._C._get_privateuse1_backend_name()
 
 
 def is_fsdp_root(module: Any) -> bool:

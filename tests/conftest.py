@@ -40,6 +40,11 @@ def _preload_with_pytest(names: list[str]) -> None:
 
 forkserver.set_forkserver_preload = _preload_with_pytest
 
+if "SIMULATED_DEVICES_IN_TESTS" in os.environ:  # make test-device
+    from simulated_device.accelerator import in_place_of_the_cpu
+
+    in_place_of_the_cpu()
+
 # The same examples in every run; `pytest --hypothesis-profile default` draws others.
 hypothesis.settings.register_profile("seeded", derandomize=True)
 hypothesis.settings.load_profile("seeded")

@@ -19,12 +19,16 @@ _PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
 
 
 def pack(value: Any) -> Payload | None:
-    """Pickles ``value``; None stays None. Plainly: torch's reducers would pass tensors as descriptors of this process,
-    which die with it.
+    """Pickles ``value``, with tensors of a device on the host; None stays None. Plainly: torch's reducers would pass
+    tensors as descriptors of this process, which die with it.
     """
     if value is None:
         return None
-    data = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    from lightning_recycle.tensor_memory import (
+        pickle_for_host,  # needs torch, which this process has and others may lack
+    )
+
+    data = memoryview(pickle_for_host(value))
     return tuple(bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
 
 

@@ -18,7 +18,6 @@ import io
 import os
 import pickle
 import random
-import threading
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -39,6 +38,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
+from lightning_recycle.devices import DeviceThread
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.pickling import MainModule, MainPickler, content_of, parametrize_class, reduced_array
 from lightning_recycle.session.object_attributes import (
@@ -95,7 +95,7 @@ class LargeData:
     def __init__(self, values: Mapping[Path, Any]) -> None:
         self._values = dict(values)
         self._signs: dict[Path, Any] = {}
-        self._reader = threading.Thread(target=self._read, name="recycle-large-data", daemon=True)
+        self._reader = DeviceThread(self._read, "recycle-large-data")
         if self._values:
             self._reader.start()  # an array is read as a whole
 

@@ -108,9 +108,17 @@ def _device_module(torch: Any) -> Any:
             device = None if device is None else torch.device(device).index
         return int(accelerator.current_device_index() if device is None else device)
 
+    class Generator:
+        """The default one of a device, as torch's modules of devices have them."""
+
+        def __init__(self, place: int) -> None:
+            self.get_state = lambda: ops.get_state(place)
+            self.set_state = lambda state: ops.set_state(place, state)
+            self.manual_seed = lambda seed: ops.seed(place, seed)
+
     def manual_seed_all(seed: int) -> None:
-        for each in range(count):
-            ops.seed(each, seed)
+        for each in module.default_generators:
+            each.manual_seed(seed)
 
     module.Stream, module.Event = torch.Stream, torch.Event
     module.current_stream, module.synchronize = accelerator.current_stream, accelerator.synchronize
@@ -118,12 +126,14 @@ def _device_module(torch: Any) -> Any:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.device_count, module.current_device = lambda: count, accelerator.current_device_index
-    module.set_device, module.device = accelerator.set_device_index, lambda device: accelerator.device_index(index(device))
+    module.set_device = accelerator.set_device_index
+    module.device = lambda device: accelerator.device_index(index(device))
     module.get_device_name = lambda device=None: "a simulated device"
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.get_rng_state = lambda device=None: ops.get_state(index(device))
-    module.set_rng_state = lambda state, device=None: ops.set_state(index(device), state)
-    module.manual_seed = lambda seed: ops.seed(index(), seed)
+    module.default_generators = [Generator(place) for place in range(count)]
+    module.get_rng_state = lambda device=None: module.default_generators[index(device)].get_state()
+    module.set_rng_state = lambda state, device=None: module.default_generators[index(device)].set_state(state)
+    module.manual_seed = lambda seed: module.default_generators[index()].manual_seed(seed)
     module.manual_seed_all, module.seed_all = manual_seed_all, lambda: manual_seed_all(torch.seed())
     return module
 
@@ -151,7 +161,13 @@ def _register_cells(torch: Any) -> None:
         grad_h = torch.zeros_like(new) if grad_h is None else grad_h
         through = grad_h * o * (1 - t * t) + (0 if grad_c is None else grad_c)
         grads = torch.cat(
-            [through * g * i * (1 - i), through * cell * f * (1 - f), through * i * (1 - g * g), grad_h * t * o * (1 - o)], 1
+            [
+                through * g * i * (1 - i),
+                through * cell * f * (1 - f),
+                through * i * (1 - g * g),
+                grad_h * t * o * (1 - o),
+            ],
+            1,
         )
         return grads, through * f, grads.sum(0) if has_bias else None
 

@@ -32,6 +32,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import part_of
 from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
@@ -324,7 +325,7 @@ class StepRunner:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
-                self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
+                self._losses[task.index] = loss.clone() if is_accelerator(loss.device) else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         self._outputs[task.index] = self.callbacks.record_output(
