@@ -32,7 +32,6 @@ __all__ = [
     "on_device",
     "pack_tensors",
     "part_like",
-    "pickle_for_host",
     "put_together",
     "reduced_shard",
     "shard_of",
@@ -148,20 +147,7 @@ def memory_address(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------- any value as tensors and the rest
 
 
-class _HostPickler(pickle.Pickler):
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        return host_reduction(obj)
-
-
-def pickle_for_host(value: Any) -> bytes:
-    """Pickles ``value`` for another process, with tensors of accelerators on the host."""
-    file = io.BytesIO()
-    _HostPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-class _TensorPickler(_HostPickler):
+class _TensorPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, is_apart: Callable[[Any], bool]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
@@ -176,6 +162,10 @@ class _TensorPickler(_HostPickler):
             self._numbers[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
         return self._numbers[id(obj)]
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        return host_reduction(obj)
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -295,7 +285,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def pack_tensors(value: Any) -> bytes:
-    """Pickles ``value``; raises what ``pickle`` raises.
+    """Pickles ``value`` for another process: its tensors are on the host there. Raises what ``pickle`` raises.
 
     torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small record
     costs. Here a tensor is its bytes. Two tensors that share memory get memory of their own.

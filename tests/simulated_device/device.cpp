@@ -430,7 +430,11 @@ bool queue_call(const c10::OperatorHandle& op, const c10::OperatorHandle& run_op
       else if (t.dim() > 0) with_host = true;
       return t;
     });
-  if (devices.size() != 1 || with_host) return false;  // the fallback says what is wrong, or knows better
+  const bool indexes = schema.name().find("index") != std::string::npos;  // by indices that may be on the host
+  TORCH_CHECK(devices.size() < 2 && (devices.empty() || !with_host || indexes), "Expected all tensors to be on the same ",
+      "device, but found at least two devices, simulated:", int(devices.empty() ? 0 : *devices.begin()), " and ",
+      devices.size() < 2 ? "cpu" : "simulated:" + std::to_string(*devices.rbegin()), "! (", schema.name(), ")");
+  if (devices.empty() || with_host) return false;
   // what is returned: an argument, or a new tensor
   std::vector<std::optional<c10::IValue>> returned;
   bool has_new = false;
