@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_recycle.torch_internals import is_registered_from_outside
+from lightning_recycle.torch_internals import is_registered_from_outside, moved_by_swaps
 
 __all__ = [
     "CAPTURING",
@@ -170,13 +170,21 @@ def ray_resource(device: torch.device) -> str | None:
 
 
 @contextmanager
-def moved_in_place(device: torch.device) -> Iterator[None]:
+def moved_in_place(device: torch.device, shards: bool = False) -> Iterator[None]:
     """Within the block a module that leaves ``device``, or comes there, keeps its parameters, which optimizers know.
     Without it a kind of device that is registered from outside of torch would get others.
+
+    Args:
+        device: where it is, or comes.
+        shards: whether FSDP2 may move it.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or is_registered_from_outside(device))
-    try:
+    if not is_registered_from_outside(device):
         yield
+        return
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with moved_by_swaps() if shards else nullcontext():
+            yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)

@@ -368,7 +368,7 @@ class ReCycleStrategy(ParallelStrategy):
         session, mesh, module = self._session, self._session.mesh, self.lightning_module
         assert module is not None
         set_device_mesh(module, mesh.mesh)
-        with mesh.building_alone(), plans_checked(module):
+        with mesh.building_alone(), moved_in_place(self.root_device, shards=True), plans_checked(module):
             yield
         check_shards(module, session.run.mesh_sizes, warns=session.collectives.is_leader)
 

@@ -120,7 +120,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
-        "accelerators other than accelerator='cpu'": trainer.strategy.root_device.type != "cpu",
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),

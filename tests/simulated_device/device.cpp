@@ -337,6 +337,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return d < 0 ? device_ : std::exchange(device_, d); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_; }
   bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    const c10::DeviceGuard guard(storage.device());
+    auto made = memory_.allocate(bytes);
+    if (const auto kept = std::min(bytes, storage.nbytes())) memory_.copy_data(made.get_context(), storage.data(), kept);
+    auto* impl = storage.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(std::move(made));
+    impl->set_nbytes(bytes);
+  }
   Device getDeviceFromPtr(void* p) const override { Guard g; return Device(kType, blocks_.at(p).device); }
   const at::Generator& getDefaultGenerator(DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(DeviceIndex d) const override { return new_generator(d < 0 ? device_ : d); }
@@ -461,6 +469,8 @@ bool queue_call(const c10::OperatorHandle& op, const c10::OperatorHandle& run_op
   std::vector<std::pair<size_t, at::Tensor>> made;  // with the number of the result; those of a list in order
   if (has_new || has_out) {
     auto shapes = each_tensor(arguments, shape_of);
+    for (size_t i = 0; i < count; ++i)
+      if (is_out(i)) shapes[i] = at::empty({0}, shapes[i].toTensor().options());
     const Stack before = shapes;
     for (auto& value : shapes)
       if (value.isDevice()) value = Device(at::kMeta);
@@ -484,8 +494,22 @@ bool queue_call(const c10::OperatorHandle& op, const c10::OperatorHandle& run_op
   auto call = each_tensor(arguments, [](const at::Tensor& t) { return on_device(t) ? bytes_as_tensor(t) : t.clone(); });
   std::vector<std::pair<size_t, at::Tensor>> results;
   for (auto& [i, t] : made) results.emplace_back(i, bytes_as_tensor(t));
-  push(d, [run_op, call = std::move(call), results = std::move(results)]() mutable {
-    run_op.callBoxed(&call);
+  std::vector<std::pair<size_t, at::Tensor>> given;  // for results: some kernels resize them on the way
+  for (size_t i = 0; i < count; ++i)
+    if (is_out(i)) {
+      given.emplace_back(i, call[i].toTensor());
+      call[i] = at::empty({0}, call[i].toTensor().options());
+    }
+  push(d, [run_op, call = std::move(call), results = std::move(results), given = std::move(given)]() mutable {
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+    for (auto& [i, t] : given) copies.emplace_back(t, call[i].toTensor());
+    try {
+      run_op.callBoxed(&call);
+    } catch (c10::Error& error) {  // it is raised where somebody waits
+      error.add_context(run_op.schema().name() + " on a simulated device");
+      throw;
+    }
+    for (auto& [to, from] : copies) to.copy_(from);
     std::map<size_t, size_t> taken;
     for (auto& [i, t] : results) {
       const auto result = call[i].isTensorList() ? call[i].toTensorVector()[taken[i]++] : call[i].toTensor();

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulated_device import environment, why_not
 
 HERE = Path(__file__).parent
@@ -19,7 +20,7 @@ def on_devices() -> dict[str, str]:
 
 
 def passes(on_devices: dict[str, str], *arguments: str) -> None:
-    """pytest passes with ``arguments`` in a process that has the device."""
+    """Pytest passes with ``arguments`` in a process that has the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, env=on_devices, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
