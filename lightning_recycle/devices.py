@@ -19,7 +19,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_recycle.torch_internals import is_registered_from_outside, moved_by_swaps
 
@@ -170,15 +171,16 @@ def ray_resource(device: torch.device) -> str | None:
 
 
 @contextmanager
-def moved_in_place(device: torch.device, shards: bool = False) -> Iterator[None]:
+def moved_in_place(device: torch.device, module: nn.Module | None, shards: bool = False) -> Iterator[None]:
     """Within the block a module that leaves ``device``, or comes there, keeps its parameters, which optimizers know.
     Without it a kind of device that is registered from outside of torch would get others.
 
     Args:
         device: where it is, or comes.
+        module: the module; one that has parameters without a shape gets others.
         shards: whether FSDP2 may move it.
     """
-    if not is_registered_from_outside(device):
+    if not is_registered_from_outside(device) or module is None or any(map(is_lazy, module.parameters())):
         yield
         return
     before = torch.__future__.get_swap_module_params_on_conversion()

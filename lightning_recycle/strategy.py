@@ -368,7 +368,7 @@ class ReCycleStrategy(ParallelStrategy):
         session, mesh, module = self._session, self._session.mesh, self.lightning_module
         assert module is not None
         set_device_mesh(module, mesh.mesh)
-        with mesh.building_alone(), moved_in_place(self.root_device, shards=True), plans_checked(module):
+        with mesh.building_alone(), moved_in_place(self.root_device, module, shards=True), plans_checked(module):
             yield
         check_shards(module, session.run.mesh_sizes, warns=session.collectives.is_leader)
 
@@ -379,7 +379,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        with moved_in_place(self.root_device):
+        with moved_in_place(self.root_device, self.lightning_module):
             self.lightning_module.to(self.root_device)
 
     @override
@@ -459,7 +459,7 @@ class ReCycleStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             self._session.loaders.close()
-        with moved_in_place(self.root_device):
+        with moved_in_place(self.root_device, self.lightning_module):
             super().teardown()
 
     # ------------------------------------------------------------------ collectives; the launching process is alone

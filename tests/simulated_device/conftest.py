@@ -1,4 +1,4 @@
-"""Tests on the device run in processes that have it, which :mod:`test_on_devices` starts; here, without it, only that."""
+"""Tests on the device run in processes that have it, which :mod:`test_on_devices` starts; here there is only that."""
 
 from simulated_device import is_here
 

@@ -385,7 +385,7 @@ class StepRunner:
         with self.client.waiting("peers"), self._measurements.timings.measure(OpKind.REDUCE, self._device):
             self._reduction.finish()
         payload = self._commit_payload(step)
-        self.finite.gradient(step, payload.squared_norm, self.gradients.of_step(step))
+        self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
