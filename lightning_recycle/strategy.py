@@ -44,7 +44,12 @@ from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.commit_requirements import OptimizerStep
 from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, Options
-from lightning_recycle.session.lightning_internals import AFTER_SAVING, WrappingCheckpointIO, set_device_mesh
+from lightning_recycle.session.lightning_internals import (
+    AFTER_SAVING,
+    WrappingCheckpointIO,
+    autocast_on,
+    set_device_mesh,
+)
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
@@ -355,6 +360,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        autocast_on(self.precision_plugin, self.root_device)
         self.session.keep_log_files()
         self.session.weights.await_stage()
 

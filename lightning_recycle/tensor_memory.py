@@ -21,6 +21,7 @@ __all__ = [
     "TENSOR_PARALLEL",
     "TensorShard",
     "empty_like",
+    "from_host",
     "has_plain_memory",
     "host_reduction",
     "is_divided_by",
@@ -38,6 +39,7 @@ __all__ = [
     "sharded_like",
     "take_apart",
     "to_cpu",
+    "to_host",
     "unpack_tensors",
     "whole",
 ]
@@ -282,6 +284,21 @@ def to_cpu(value: Any, copies: bool = True) -> Any:
 def on_device(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``, also those in its containers; a tensor that is there is not copied."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+@dataclass(frozen=True)
+class _OfDevice:
+    tensor: Tensor
+
+
+def to_host(value: Any) -> Any:
+    """:func:`to_cpu` of ``value``, with a mark on each tensor of an accelerator, for :func:`from_host`."""
+    return to_cpu(tree_map_only(Tensor, lambda t: _OfDevice(to_cpu(t)) if is_accelerator(t.device) else t, value))
+
+
+def from_host(value: Any, device: torch.device) -> Any:
+    """What :func:`to_host` was given; tensors of an accelerator are on ``device``, the others stay on the host."""
+    return tree_map_only(_OfDevice, lambda marked: marked.tensor.to(device), value)
 
 
 def pack_tensors(value: Any) -> bytes:

@@ -28,4 +28,8 @@ def passes(on_devices: dict[str, str], *arguments: str) -> None:
 
 @pytest.mark.parametrize("file", ["test_operators.py", "test_training.py", "test_mutants.py"])
 def test_on_devices(on_devices: dict[str, str], file: str) -> None:
-    passes(on_devices, str(HERE / file))
+    passes(on_devices, HERE / file)
+
+
+def test_a_sample_of_what_is_tested_on_the_processor(on_devices: dict[str, str]) -> None:
+    passes({**on_devices, "SIMULATED_SAMPLE": "12"}, HERE.parent / "integration")

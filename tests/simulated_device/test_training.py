@@ -7,16 +7,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.growth import AwaitReplacement, happened
 from support.models import Regression
-from support.training import TOLERANCE, difference, exact_fit, failures, fit
+from support.options import recycle_strategy
+from support.training import QUIET, TOLERANCE, difference, exact_fit, failures, fit, samples_for
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module
+from simulated_device.accelerator import SimulatedAccelerator
 
 KILL = Fault("kill", pipeline=1, stage=0, step=3)
 KINDS = {"undisturbed": (), "killed": (KILL,), "replaced": (KILL,)}
@@ -131,6 +135,21 @@ def sent_apart(folder: Path, callbacks: Sequence[L.Callback] = ()) -> None:
 
 def test_values_that_travel_behind_their_headers(tmp_path: Path) -> None:
     sent_apart(tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precision_is_that_of_the_processor(precision: str) -> None:
+    trained = []
+    for accelerator in (SimulatedAccelerator(), CPUAccelerator()):
+        strategy: Any = recycle_strategy(pipeline_parallel_size=2, num_microbatches=2)
+        run = L.Trainer(
+            accelerator=accelerator, devices=4, strategy=strategy, precision=precision, max_steps=4, **QUIET
+        )
+        model = Regression()
+        data = TensorDataset(*(tensor.float() for tensor in samples_for(4).tensors))
+        run.fit(model, DataLoader(data, 12))
+        trained.append(model.state_dict())
+    assert difference(*trained) == 0
 
 
 def drawn(kind: str, callbacks: Sequence[L.Callback] = ()) -> None:
