@@ -11,7 +11,7 @@ ON_DEVICES = "SIMULATED_DEVICES_IN_TESTS" in os.environ
 
 _HOST = "the test's own code computes with tensors of the host, which Lightning leaves there on any accelerator"
 _SHARED = "tensors that share memory do not any more once Lightning has moved them to an accelerator"
-_NAME = "the test expects the name of the processor, or Lightning's accelerator for it"
+_NAME = "the test expects names of the processor: of the device, or in what Lightning logs of it"
 _AUTOCAST = "the processor has its own list of operators that autocast lowers"
 _REWINDS = "ModelPruning rewinds to copies that a training on the host shares its memory with, and others do not"
 
@@ -26,11 +26,8 @@ UNSUITED = {
     "test_self_in_hooks.py::test_dropout_draws_anew_in_each_call": _HOST,
     "test_self_in_hooks.py::test_every_hook_on_every_worker": _HOST,
     "test_self_in_hooks.py::test_sampling_gives_the_same_text": _HOST,
-    "test_parity_after_fit.py::test_every_attribute_after_fit": _NAME,
     "test_parity_callbacks.py::test_all_that_callbacks_and_loggers_leave": _NAME,
     "test_parity_collected.py::test_what_is_made_of_collected_outputs": _HOST,
-    "test_parity_flags.py::test_a_flag_means_the_same": _NAME,
-    "test_parity_ordinary_matrix.py::test_an_ordinary_module_is_as_on_one_device": _NAME,
     "test_parity_precision.py::test_a_precision_computes_in_the_same_dtypes[bf16-mixed": _AUTOCAST,
     "test_parity_pruning.py::test_the_same_is_pruned_as_on_one_device": _REWINDS,
     "test_sharded_hooks.py::test_a_kill_at_a_collective_of_a_hook": _HOST,
