@@ -21,7 +21,7 @@ FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-all test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-device test-long test-all test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -53,6 +53,11 @@ test-long: $(STAMP) ## run all tests that take long, 15 minutes; `make test` has
 
 test-all: $(STAMP) ## run what test and test-long run, each test once
 	$(PYTEST_JOBS) --long $(ARGS)
+
+test-device: $(STAMP) ## run what runs on accelerators on simulated ones, compiled here, and 100 random failure scenarios
+	PYTHONPATH=tests $(subst -m pytest,-m simulated_device -m pytest,$(PYTEST_JOBS)) \
+	  tests/simulated_device tests/integration tests/parity tests/callbacks $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m simulated_device -m chaos --scenarios 100 --seed 1 --jobs 2
 
 test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
 	$(BIN)/python -m pytest -q -m ray_cluster tests/raylets $(ARGS)

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_recycle.tensor_memory import has_plain_memory, is_sharded, reduced_shard
+from lightning_recycle.tensor_memory import has_plain_memory, host_reduction, is_sharded
 
 __all__ = [
     "MainModule",
@@ -63,9 +63,9 @@ __all__ = [
 def reduction_of(value: Any) -> Any:
     """The reduction of ``value`` for a pickler's ``reducer_override``; NotImplemented for the standard one."""
     if isinstance(value, Tensor):
-        return reduced_shard(value) if is_sharded(value) else _reduced_tensor(value)
-    if type(value) is torch.UntypedStorage and value.device.type == "cpu":
-        return _storage, (pickle.PickleBuffer(_bytes_of(value).numpy()),)  # type: ignore[arg-type]
+        return host_reduction(value) if is_sharded(value) else _reduced_tensor(value)
+    if type(value) is torch.UntypedStorage:  # as for tensors of a device: it comes to the host
+        return _storage, (pickle.PickleBuffer(_bytes_of(value.cpu()).numpy()),)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray):
         return reduced_array(value)
     if isinstance(value, nn.Module) and "parametrizations" in value._modules and _is_parametrized(type(value)):
@@ -80,7 +80,7 @@ def _reduced_tensor(tensor: Tensor) -> Any:
     if is_lazy(tensor):
         return type(tensor), (tensor.requires_grad, tensor.device, tensor.dtype)
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_leaf or not has_plain_memory(tensor):
-        return NotImplemented
+        return host_reduction(tensor)
     memory = tensor.untyped_storage()  # the same object for all tensors that share it, so it is pickled once
     form = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
     hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))

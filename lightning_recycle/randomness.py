@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_recycle.devices import default_generator
+
 __all__ = [
     "MT19937",
     "derive_seed",
@@ -52,7 +54,7 @@ def derive_seed(*parts: int) -> int:
 @contextmanager
 def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
     """Lends torch's default generator of ``device`` to be re-seeded, and restores its state afterwards."""
-    generator = _default_generator(device)
+    generator = default_generator(device)
     state = generator.get_state()
     try:
         yield generator
@@ -60,25 +62,19 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
         generator.set_state(state)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
 class microbatch_randomness:
     """Lends torch's default generator of ``device`` to the layers of one micro-batch.
 
     Within the block it is a function that re-seeds the generator for the layer with the given index; layers that are
     run by the user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not
-    thread-local: autograd runs the backward of CUDA operations, in which layers may run again, in its own threads.
+    thread-local: autograd runs the backward of a device's operations, in which layers may run again, in
+    its own threads.
     """
 
     __slots__ = ("_address", "_generator", "_previous", "_state")
 
     def __init__(self, device: torch.device, seed: int, step: int, microbatch: int) -> None:
-        self._generator = _default_generator(device)
+        self._generator = default_generator(device)
         self._address = (seed, step, microbatch)
 
     def __enter__(self) -> Callable[[int], None]:

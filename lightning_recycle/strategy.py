@@ -29,6 +29,7 @@ from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.devices import moved_in_place
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -43,7 +44,12 @@ from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.commit_requirements import OptimizerStep
 from lightning_recycle.session.configuration import OTHER_NAMES, CheckpointOptions, MonitoringOptions, Options
-from lightning_recycle.session.lightning_internals import AFTER_SAVING, WrappingCheckpointIO, set_device_mesh
+from lightning_recycle.session.lightning_internals import (
+    AFTER_SAVING,
+    WrappingCheckpointIO,
+    autocast_on,
+    set_device_mesh,
+)
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
@@ -356,6 +362,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        autocast_on(self.precision_plugin, self.root_device)
         self.session.keep_log_files()
         self.session.prepare_data_once()
         self.session.weights.await_stage()
@@ -370,7 +377,7 @@ class ReCycleStrategy(ParallelStrategy):
         session, mesh, module = self._session, self._session.mesh, self.lightning_module
         assert module is not None
         set_device_mesh(module, mesh.mesh)
-        with mesh.building_alone(), plans_checked(module):
+        with mesh.building_alone(), moved_in_place(self.root_device, module, shards=True), plans_checked(module):
             yield
         check_shards(module, session.run.mesh_sizes, warns=session.collectives.is_leader)
 
@@ -381,7 +388,8 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        with moved_in_place(self.root_device, self.lightning_module):
+            self.lightning_module.to(self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> StepLoader | object:
@@ -460,7 +468,8 @@ class ReCycleStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._session is not None:
             self._session.loaders.close()
-        super().teardown()
+        with moved_in_place(self.root_device, self.lightning_module):
+            super().teardown()
 
     # ------------------------------------------------------------------ collectives; the launching process is alone
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.torch_internals import offset_of, tree_map_only
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "TENSOR_PARALLEL",
     "TensorShard",
     "empty_like",
+    "from_host",
     "has_plain_memory",
+    "host_reduction",
     "is_divided_by",
     "is_sharded",
     "local_part",
@@ -36,6 +39,7 @@ __all__ = [
     "sharded_like",
     "take_apart",
     "to_cpu",
+    "to_host",
     "unpack_tensors",
     "whole",
 ]
@@ -113,9 +117,24 @@ def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
+def host_reduction(value: Any) -> Any:
+    """The reduction of a tensor that goes to another process, for a pickler's ``reducer_override``: of an accelerator's
+    the values, on the host, as the other process has another device. NotImplemented for the standard reduction.
+    """
+    if is_sharded(value):
+        return reduced_shard(value)
+    if not isinstance(value, Tensor) or not is_accelerator(value.device):
+        return NotImplemented
+    return _host_tensor, (value.detach().cpu(), isinstance(value, nn.Parameter), value.requires_grad)
+
+
+def _host_tensor(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Tensor:
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` on the CPU, with its shape and strides, is all that it is."""
-    is_strided = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    """Whether the memory of ``tensor``, with its shape and strides, is all that it is."""
+    is_strided = tensor.device.type != "meta" and tensor.layout is torch.strided
     return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
@@ -148,7 +167,7 @@ class _TensorPickler(pickle.Pickler):
 
     @override
     def reducer_override(self, obj: Any) -> Any:
-        return reduced_shard(obj) if is_sharded(obj) else NotImplemented
+        return host_reduction(obj)
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -267,13 +286,28 @@ def on_device(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
+@dataclass(frozen=True)
+class _OfDevice:
+    tensor: Tensor
+
+
+def to_host(value: Any) -> Any:
+    """:func:`to_cpu` of ``value``, with a mark on each tensor of an accelerator, for :func:`from_host`."""
+    return to_cpu(tree_map_only(Tensor, lambda t: _OfDevice(to_cpu(t)) if is_accelerator(t.device) else t, value))
+
+
+def from_host(value: Any, device: torch.device) -> Any:
+    """What :func:`to_host` was given; tensors of an accelerator are on ``device``, the others stay on the host."""
+    return tree_map_only(_OfDevice, lambda marked: marked.tensor.to(device), value)
+
+
 def pack_tensors(value: Any, name: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickles ``value``; raises what ``pickle`` raises.
+    """Pickles ``value`` for another process: its tensors are on the host there. Raises what ``pickle`` raises.
 
     ``name``: what stands for an object that the receiver has as well, which finds it by that; None for all others.
 
     torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small record
-    costs. Here a tensor on the CPU is its bytes. Two tensors that share memory get memory of their own.
+    costs. Here a tensor is its bytes. Two tensors that share memory get memory of their own.
     """
     file = io.BytesIO()
     pickler = _BytesPickler(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -294,11 +328,9 @@ def unpack_tensors(data: bytes, find: Callable[[Any], Any] | None = None) -> Any
 class _BytesPickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | Any:
-        if is_sharded(obj):
-            return reduced_shard(obj)
         if type(obj) is not Tensor or obj.requires_grad or not has_plain_memory(obj):
-            return NotImplemented
-        data = memory_of(obj.contiguous()).numpy().tobytes()
+            return host_reduction(obj)
+        data = memory_of(obj.cpu().contiguous()).numpy().tobytes()
         return _tensor_of, (data, obj.dtype, tuple(obj.shape))
 
 

@@ -6,8 +6,10 @@ public way to them. ``tests/test_import.py`` fails when one disappears.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,10 @@ __all__ = [
     "fsdp_parameters",
     "is_compiled",
     "is_fsdp_root",
+    "is_registered_from_outside",
     "make_subclass",
     "modules_of",
+    "moved_by_swaps",
     "offset_of",
     "parameters_of",
     "replace_tensors",
@@ -89,6 +93,29 @@ def show_dataset(dataset: Any) -> None:
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replaces each parameter and buffer of ``module`` by what ``function`` makes of it; FSDP2 notices that."""
     module._apply(function)
+
+
+def is_registered_from_outside(device: torch.device) -> bool:
+    """Whether the kind of ``device`` is not one of torch's own."""
+    return device.type == torch._C._get_privateuse1_backend_name()
+
+
+@contextmanager
+def moved_by_swaps() -> Iterator[None]:
+    """Within the block FSDP2 moves what it shards by swapping tensors: not all kinds of devices let torch replace their
+    memory alone.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_init  # slow to import
+
+    def move(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> None:
+        for tensor in (*parameters, *buffers):
+            if tensor.device != device and tensor.device.type != "meta":
+                moved = tensor.detach().to(device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+
+    with patch.object(_fsdp_init, "_move_states_to_device", move):
+        yield
 
 
 def is_fsdp_root(module: Any) -> bool:

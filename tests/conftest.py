@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from simulated_device.choice import ON_DEVICES, choose_for_devices
 from support.sampling import LONG_SAMPLE, chooses_by_default
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
@@ -71,6 +72,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves a seeded sample of the long tests in a run of many; ``make test-long`` runs all of them."""
+    if ON_DEVICES:
+        choose_for_devices(config, items)
     if not chooses_by_default(config):
         return
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("exhaustive")]

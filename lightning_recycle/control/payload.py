@@ -19,12 +19,15 @@ _PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
 
 
 def pack(value: Any) -> Payload | None:
-    """Pickles ``value``; None stays None. Plainly: torch's reducers would pass tensors as descriptors of this process,
-    which die with it.
+    """Pickles ``value``, with its tensors on the host; None stays None. torch's own reducers might pass tensors as
+    descriptors of this process, which die with it.
     """
     if value is None:
         return None
-    data = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    # Who packs has torch; the module is imported where there is none, too.
+    from lightning_recycle.tensor_memory import pack_tensors
+
+    data = memoryview(pack_tensors(value))
     return tuple(bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
 
 

@@ -77,9 +77,10 @@ class Node:
     free: Mapping[str, float]
 
 
-def needs_of_worker(use_gpu: bool, given: Mapping[str, float] | None) -> dict[str, float]:
-    """Resources that are reserved for a worker: one CPU, perhaps one GPU, unless ``given`` says otherwise."""
-    return {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {}), **(given or {})}
+def needs_of_worker(accelerator: str | None, given: Mapping[str, float] | None) -> dict[str, float]:
+    """Resources that are reserved for a worker: one CPU, perhaps one device of the kind
+    ``accelerator``, a resource of Ray, unless ``given`` says otherwise."""
+    return {"CPU": 1.0, **({} if accelerator is None else {accelerator: 1.0}), **(given or {})}
 
 
 def room(node: Node, needs: Mapping[str, float]) -> int:

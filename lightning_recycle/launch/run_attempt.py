@@ -33,6 +33,7 @@ from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
+from lightning_recycle.devices import ray_resource
 from lightning_recycle.engines.ray_cluster import needs_of_worker
 from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
@@ -287,7 +288,7 @@ def _device_of(rank: int, positions: Positions) -> int:
 def _needs(run: PreparedRun) -> dict[str, float]:
     """Amount of each resource that a worker needs, for an engine that shares out resources."""
     given = None if run.options.ray is None else run.options.ray.resources_per_worker
-    return needs_of_worker(run.call.trainer.strategy.root_device.type != "cpu", given)
+    return needs_of_worker(ray_resource(run.call.trainer.strategy.root_device), given)
 
 
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_recycle.devices import CAPTURING
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import Chain
 from lightning_recycle.model.layers import AbsentLayer
@@ -133,7 +134,7 @@ _KNOWN = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.is_floating_point,
     Tensor.is_complex,
-    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    CAPTURING,
 }
 
 

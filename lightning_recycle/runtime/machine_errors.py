@@ -24,6 +24,7 @@ from contextlib import contextmanager
 import torch
 
 from lightning_recycle.control.options import MachineErrors
+from lightning_recycle.devices import HARDWARE_ERRORS
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 
 __all__ = ["is_device_error", "is_machine_error", "place_of", "readers_may_die", "suspicion_of"]
@@ -32,11 +33,6 @@ _DEVICE_CLASSES: tuple[type[BaseException], ...] = ()
 if hasattr(torch, "AcceleratorError"):  # since torch 2.8
     _DEVICE_CLASSES += (torch.AcceleratorError,)
 _CLASSES: tuple[type[BaseException], ...] = (OSError, EOFError, MemoryError, torch.OutOfMemoryError, *_DEVICE_CLASSES)
-
-_DEVICE = re.compile(
-    r"CUDA error|CUDA driver error|HIP error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_|CUSOLVER_STATUS_"
-)
-"""Older versions of torch, and some of its libraries, raise a RuntimeError without a class of its own."""
 
 _MACHINE = re.compile(
     r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)|DataLoader timed out after"
@@ -49,9 +45,9 @@ _MACHINE = re.compile(
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether the device is lost to this process, which therefore cannot go on: CUDA's errors stay until its end."""
+    """Whether the device is lost to this process, which therefore cannot go on: such errors stay until its end."""
     return any(
-        isinstance(one, _DEVICE_CLASSES) or (type(one) is RuntimeError and _DEVICE.search(str(one)) is not None)
+        isinstance(one, _DEVICE_CLASSES) or (type(one) is RuntimeError and HARDWARE_ERRORS.search(str(one)) is not None)
         for one in _with_causes(error)
     )
 
@@ -60,7 +56,7 @@ def is_machine_error(error: BaseException) -> bool:
     """Whether a fault of the machine may explain ``error``; the default of ``RecoveryOptions(machine_errors=...)``.
 
     ``OSError``, ``EOFError``, ``MemoryError`` and all that derive from them; ``torch.OutOfMemoryError``,
-    ``torch.AcceleratorError`` and other errors of CUDA and HIP; a DataLoader's process that was killed or a DataLoader
+    ``torch.AcceleratorError`` and other errors of accelerators; a DataLoader's process that was killed or a DataLoader
     that timed out; shared memory or descriptors that are used up; a thread that cannot be started.
     """
     if isinstance(error, ReCycleError):

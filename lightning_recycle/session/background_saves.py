@@ -34,6 +34,7 @@ from typing_extensions import override
 from lightning_recycle.control.payload import pack, unpack
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
 from lightning_recycle.control.protocol.saves import batch_number
+from lightning_recycle.devices import DeviceThread
 from lightning_recycle.files import Pace, put_in_place_if_left
 from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.collectives import WorkerContext
@@ -121,7 +122,7 @@ class Batch:
         """All checkpoints are asked for: begins to write them, if this worker has a part in them."""
         self.is_sealed = True
         if self.group.is_column_leader:
-            self._thread = threading.Thread(target=self._run, name="recycle-checkpoint", daemon=True)
+            self._thread = DeviceThread(self._run, "recycle-checkpoint")
             self._thread.start()
 
     @property

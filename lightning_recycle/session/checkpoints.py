@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
+from lightning_recycle.devices import release_cache
 from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.parts import ModelParts
@@ -341,7 +342,7 @@ class Checkpoints:
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
         else:
-            torch.cuda.empty_cache()
+            release_cache(self.context.device)
             checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         self.completion = None

@@ -27,7 +27,7 @@ from lightning_recycle.files import Pace
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
-from lightning_recycle.tensor_memory import merge_shards, to_cpu
+from lightning_recycle.tensor_memory import merge_shards
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
@@ -177,7 +177,7 @@ class WorkerCollectives:
         """
         if self.is_in_step() and isinstance(obj, str) and obj in self._answers:
             return self._answers[obj]
-        payloads = self.gather_all("broadcast", to_cpu(obj))
+        payloads = self.gather_all("broadcast", obj)
         source = self.rank
         if len(payloads) > 1:
             source = src if src != 0 and src in payloads else self.leader
@@ -195,7 +195,7 @@ class WorkerCollectives:
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        found = sorted(self.gather("reduce", (to_cpu(tensor), *self.keeps())).items())
+        found = sorted(self.gather("reduce", (tensor.detach(), *self.keeps())).items())
         shares, lists = (any(flags) for flags in zip(*(kept for _, (_, *kept) in found), strict=True))
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         if shares:  # of a pipeline, the last stage has it
@@ -225,7 +225,7 @@ class WorkerCollectives:
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         if sync_grads:
             raise UnsupportedFeatureError("all_gather(sync_grads=True) is not supported: it would bypass the schedule.")
-        return torch.stack([v for _, v in sorted(self.gather("all_gather", to_cpu(tensor)).items())]).to(tensor.device)
+        return torch.stack([v for _, v in sorted(self.gather("all_gather", tensor.detach()).items())]).to(tensor.device)
 
     def decide(self, decision: bool, all_agree: bool = True) -> bool:
         """Whether all workers agree; with ``all_agree=False``, whether any does."""

@@ -26,6 +26,7 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
 from lightning.pytorch.trainer import call
@@ -47,6 +48,7 @@ __all__ = [
     "TrainerState",
     "WrappingCheckpointIO",
     "attach_data",
+    "autocast_on",
     "batches_so_far",
     "call_setup_hooks",
     "checkpoint_folder",
@@ -457,6 +459,12 @@ def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataload
     """``batch`` on ``device``, moved by the user's hooks."""
     batch = pl.LightningModule._on_before_batch_transfer(module, batch, dataloader_idx)
     return module._apply_batch_transfer_handler(batch, device, dataloader_idx)
+
+
+def autocast_on(plugin: Precision, device: torch.device) -> None:
+    """Has mixed precision lower what runs on ``device``: for some kinds Lightning assumes another."""
+    if isinstance(plugin, MixedPrecision):
+        plugin.device = device.type
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchmetrics import Metric
 
+from lightning_recycle.devices import enter_device
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
@@ -94,8 +95,7 @@ class ManualSteps:
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
         """The step on one micro-batch; what is of a thread is entered here."""
         device = self._context.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        enter_device(device)
         with self._context.forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)

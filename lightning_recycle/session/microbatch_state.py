@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_recycle.devices import default_generator
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
@@ -108,15 +109,14 @@ def _metrics(metrics: Callable[[], list[Metric]]) -> _ProcessState:
 
 def _generators(device: torch.device) -> _ProcessState:
     """The states of Python's, NumPy's and torch's generators."""
-    on_gpu = device.type == "cuda"
+    generator = default_generator(device)
 
     def get() -> Any:
-        return generator_states(), torch.cuda.get_rng_state(device) if on_gpu else None
+        return generator_states(), generator.get_state()
 
     def put(value: Any) -> None:
         set_generator_states(value[0])
-        if on_gpu:
-            torch.cuda.set_rng_state(value[1], device)
+        generator.set_state(value[1])
 
     return _ProcessState(get, put, lambda value: value, stays=False)
 

@@ -18,7 +18,6 @@ import io
 import os
 import pickle
 import random
-import threading
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,6 +39,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
+from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.pickling import MainModule, MainPickler, content_of, parametrize_class, reduced_array
 from lightning_recycle.session.object_attributes import (
@@ -99,7 +99,7 @@ class LargeData:
     def __init__(self, values: Mapping[Path, Any]) -> None:
         self._values = dict(values)
         self._signs: dict[Path, Any] = {}
-        self._reader = threading.Thread(target=self._read, name="recycle-large-data", daemon=True)
+        self._reader = DeviceThread(self._read, "recycle-large-data")
         if self._values:
             self._reader.start()  # an array is read as a whole
 
@@ -317,11 +317,13 @@ class _GraphPickler(MainPickler):
             return (
                 "tensor",
                 self._indices[key],
+                is_accelerator(obj.device),
                 type(obj) is nn.Parameter,
                 obj.requires_grad,
                 graph._weights.shared(obj),
-                obj.device.type == "cpu",
             )
+        if type(obj) is torch.device and is_accelerator(obj):
+            return "device", None
         if isinstance(obj, RemovableHandle) and obj.hooks_dict_ref() is not None:
             tables = [table for each in (obj.hooks_dict_ref, *obj.extra_dict_ref) if (table := each()) is not None]
             return "handle", obj.id, [graph._tables[id(table)] for table in tables]
@@ -358,9 +360,11 @@ class _GraphUnpickler(pickle.Unpickler):
             handle.id = name
             self.handles.append((handle, details[0]))
             return handle
+        if kind == "device":
+            return self._device
         if name not in self._loaded:
-            is_parameter, requires_grad, shared, on_host = details
-            tensor = self._tensors[name].to("cpu" if on_host else self._device, copy=True)
+            on_device, is_parameter, requires_grad, shared = details
+            tensor = self._tensors[name].to(self._device if on_device else "cpu", copy=True)
             self._loaded[name] = (
                 nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
             )

@@ -34,7 +34,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects, put_together, taken_apart
 from lightning_recycle.session.user_objects import metric_parts
-from lightning_recycle.tensor_memory import on_device, pack_tensors, to_cpu, unpack_tensors
+from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
 
 __all__ = [
     "LoggerCall",
@@ -212,7 +212,7 @@ class OutputRecorder:
         """The record of a block, for :meth:`replay`; empty if nothing was recorded."""
         if recording.result is None and not (recording.logs or recording.metrics or recording.changes):
             return b""
-        recorded = replace(recording, samples=samples, result=to_cpu(recording.result))
+        recorded = replace(recording, samples=samples, result=to_host(recording.result))
         try:
             return put_together(pack_tensors(recorded), b"")
         except Exception as error:
@@ -305,7 +305,8 @@ class OutputRecorder:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
         for call in next(iter(calls.values()), []):
             self.on_logger_call(call)
-        return StepOutputs([record.result for record in ordered], [record.samples for record in ordered])
+        values = [from_host(record.result, device) for record in ordered]
+        return StepOutputs(values, [record.samples for record in ordered])
 
 
 def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any) -> Tensor:
@@ -421,8 +422,9 @@ def _order_of_batch(parts: Sequence[Any], divisions: Sequence[Sequence[range]]) 
 
 
 def _mean(parts: Sequence[Any], samples: Sequence[int]) -> Tensor:
-    first, weights = parts[0], torch.tensor(samples, dtype=torch.float64)
-    mean = (torch.stack([torch.as_tensor(part).double() for part in parts]) * weights).sum() / weights.sum()
+    first, values = parts[0], torch.stack([torch.as_tensor(part).double() for part in parts])
+    weights = torch.tensor(samples, dtype=torch.float64, device=values.device)
+    mean = (values * weights).sum() / weights.sum()
     return mean.to(first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
 
 

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_recycle.data.batching import check_combination, check_dataloader
+from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.module import PipelineModule
@@ -119,7 +120,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
-        "accelerators other than accelerator='cpu'": trainer.strategy.root_device.type != "cpu",
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),
@@ -277,7 +277,7 @@ def check_graphs(module: pl.LightningModule, stages: int) -> None:
     graphed = (name for name, part in module.named_modules() if _GRAPHED in getattr(part.forward, "__qualname__", ""))
     if stages > 1 and (name := next(graphed, None)) is not None:
         raise UnsupportedFeatureError(
-            f"{type(module).__name__}.{name} was made by torch.cuda.make_graphed_callables, which has room for the"
+            f"{type(module).__name__}.{name} was made by {GRAPH_MAKER}, which has room for the"
             " activations of one micro-batch; a pipeline has several in flight. Use torch.compile(layer,"
             ' mode="reduce-overhead"), or one stage.'
         )

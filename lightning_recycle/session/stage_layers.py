@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.protocol.layout_change import has_ties, is_layout, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
+from lightning_recycle.devices import await_stream
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
@@ -108,7 +109,7 @@ class _Given:
 
 
 class _LayerMeter:
-    """Measures the forwards of one layer; a GPU is waited for."""
+    """Measures the forwards of one layer; a device is waited for."""
 
     def __init__(self) -> None:
         self.output_bytes = 0
@@ -141,8 +142,8 @@ class _LayerMeter:
 
 
 def _wait_for(inputs: Any) -> None:
-    if any(isinstance(item, Tensor) and item.is_cuda for item in _flat(inputs)):
-        torch.cuda.synchronize()
+    for device in {item.device for item in _flat(inputs) if isinstance(item, Tensor)}:
+        await_stream(device)
 
 
 class StageLayers:

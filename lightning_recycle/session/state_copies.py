@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
@@ -97,7 +98,8 @@ class StateCopies:
     def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
         if self.are_originals:
             return tensor.detach()
-        if not has_plain_memory(tensor) or tensor.is_inference():  # which has no version
+        is_plain = has_plain_memory(tensor) and not is_accelerator(tensor.device)
+        if not is_plain or tensor.is_inference():  # which has no version
             return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         known = self._made.get(key)

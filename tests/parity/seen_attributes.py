@@ -9,11 +9,13 @@ import lightning as L
 import same_script as same
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from simulated_device.choice import ON_DEVICES
 from support.comparison import differences as differences_of_values
 from torch import Tensor
 
 DIFFERS = {
     "trainer.strategy": "it is what is compared",
+    **({"trainer.accelerator": "tests that run on devices have another one"} if ON_DEVICES else {}),
     "trainer.device_ids": "the grid has more devices",
     "trainer.num_devices": "the grid has more devices",
     "trainer.world_size": "the grid has more devices",

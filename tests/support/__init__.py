@@ -9,3 +9,10 @@ process_tree  other processes, as tests look at them; scripts starts one as a us
 sampling      matrices of which the suite runs a part
 waiting       waits with a bound; thread_client is a worker's connection whose end is not that of the process
 """
+
+import os
+
+if "SIMULATED_DEVICES_IN_TESTS" in os.environ:  # make test-device
+    from simulated_device.accelerator import in_place_of_the_cpu
+
+    in_place_of_the_cpu()

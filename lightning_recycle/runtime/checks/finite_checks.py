@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.corruption import FINITE, NOT_FINITE
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecorder, Recomputation, is_sound, tensors_of
 from lightning_recycle.runtime.checks.verification import Verifier
@@ -86,16 +87,16 @@ class FiniteChecks:
         if wrong is not None:
             self._ask(step, wrong)
 
-    def gradient(self, step: int, squared_norm: float, buffers: Sequence[Tensor]) -> None:
-        """The reduced gradient of the stage is complete. ``squared_norm``: its own if that is known, else NaN.
+    def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
+        """The reduced gradient of the stage is complete. ``squared_norm``: its own if that is known.
 
         Raises:
             Interrupted: if it is to be looked into, in a newer generation.
         """
         if not self._asks(step):
             return
-        if math.isnan(squared_norm):
-            on_host = [buffer for buffer in buffers if buffer.device.type == "cpu"]
+        if squared_norm is None:
+            on_host = [buffer for buffer in buffers if not is_accelerator(buffer.device)]
             is_finite = all(map(_is_finite, on_host))
         else:
             is_finite = math.isfinite(squared_norm)

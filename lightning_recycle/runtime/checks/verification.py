@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient, Interrupted
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum
@@ -310,7 +311,8 @@ def _from_message(message: Any) -> MicrobatchRecord:
 
 def _machine() -> str:
     """The properties of a worker that must be equal for two workers to get the same bits."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = _processor() if kind is None else hardware_name(kind)
     facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import placement_types
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
+from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 
 __all__ = ["MemberGroup", "PositionMesh", "ranks_by_group"]
 
@@ -67,7 +68,8 @@ def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ..
 
 
 class MemberGroup(dist.ProcessGroup):
-    """A group of members, for torch; :attr:`works_with` is that of the current generation.
+    """A group of members, for torch; :attr:`works_with` is that of the current generation. Gloo takes tensors of an
+    accelerator on the host.
 
     Args:
         name: its name in torch's tables.
@@ -102,7 +104,7 @@ class MemberGroup(dist.ProcessGroup):
         kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
         group = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]
         group._set_default_backend(kind)
-        group._register_backend(torch.device(self._device_type), kind, backend)
+        group._register_backend(torch.device("cpu"), kind, backend)
         self.works_with, self.backend, self.await_work = group, backend, await_work
 
     def disconnect(self) -> None:
@@ -118,8 +120,12 @@ class MemberGroup(dist.ProcessGroup):
         is_gloo = isinstance(group, dist.ProcessGroup) and isinstance(backend, dist.ProcessGroupGloo)
         if is_gloo and "reduce_scatter" in name:
             return self._reduce_scatter(group, in_hook, *args, **options)
-        work = getattr(group, name)(*args, **options)
+        given = tree_map_only(Tensor, Tensor.cpu, args) if is_gloo else args
+        work = getattr(group, name)(*given, **options)
         self.await_work(backend, work, in_hook)
+        for tensor, result in zip(tree_leaves(args[:1]), tree_leaves(given[:1]), strict=True):
+            if tensor is not result:
+                tensor.copy_(result)
         return work
 
     def _reduce_scatter(
@@ -136,7 +142,7 @@ class MemberGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         for output, parts in zip(outputs, inputs, strict=True):
             parts = parts.chunk(self.size()) if isinstance(parts, Tensor) else parts
-            total = torch.stack([part.reshape(-1) for part in parts])
+            total = torch.stack([part.reshape(-1) for part in parts]).cpu()
             work = group.allreduce([total], options)
             self.await_work(self.backend, work, in_hook)
             output.copy_(total[self.rank()].view_as(output))

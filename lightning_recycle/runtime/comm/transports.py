@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.arguments import is_number
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS, ValueLayout
@@ -229,7 +230,7 @@ class HostMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """A new, uninitialised tensor of the host."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_accelerator(self._device))
 
     def staged(self, tensor: Tensor) -> Tensor:
         """``tensor`` if it is on the host, else a contiguous copy of it there, which is complete."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle.devices import free_and_total, is_accelerator, peak_allocated_bytes, reset_peak_allocated
 from lightning_recycle.torch_internals import tree_leaves
 
 __all__ = [
@@ -91,9 +92,7 @@ def device_place(device: torch.device) -> str:
 
 def device_bytes(device: torch.device) -> int:
     """Bytes of memory that ``device`` has."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine_bytes()
+    return free_and_total(device)[1] if is_accelerator(device) else machine_bytes()
 
 
 def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
@@ -151,19 +150,18 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held of the memory of ``device``: on CUDA bytes of tensors, as torch's allocator
-    counts them; on a CPU its resident memory, with libraries.
+    """The most that this process has held of the memory of ``device``: on an accelerator bytes of tensors, as torch's
+    allocator counts them; on a CPU its resident memory, with libraries.
     """
-    if device.type == "cuda":
-        return max(_peaks.get(device, 0), int(torch.cuda.max_memory_allocated(device)))
-    return max(_peaks.get(device, 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(_peaks.get(device, 0), peak_allocated_bytes(device) if is_accelerator(device) else resident)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Lets the allocator of a CUDA device, or the kernel, find a new peak; :func:`peak_bytes` remembers the old one."""
+    """Lets the device's allocator, or the kernel, find a new peak; :func:`peak_bytes` remembers the old one."""
     _peaks[device] = peak_bytes(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_accelerator(device):
+        reset_peak_allocated(device)
         return
     with contextlib.suppress(OSError):  # not on Linux, or /proc cannot be written
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -171,9 +169,9 @@ def reset_peak(device: torch.device) -> None:
 
 def process_bytes(device: torch.device) -> int:
     """Bytes of ``device``'s memory that this process uses now, its tensors included."""
-    if device.type == "cuda":
+    if is_accelerator(device):
         # What others use of the device is not known: the context is about what is missing from the free memory.
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = free_and_total(device)
         return max(0, total - free)
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:  # elsewhere: unknown
         _, resident, shared, *_ = map(int, file.read().split())

@@ -3,9 +3,9 @@
 Every operation is timed. :class:`FirstSteps` measures the rest in the first steps that a worker runs with its layers;
 none of it changes a result.
 
-- *Memory*, in the second step, on every micro-batch: what it holds after F is what autograd saves (or, on CUDA, what
-  the allocator gave out meanwhile, and the input of the stage); after B it is what the queued weight gradients hold;
-  after an F that is computed again it would be the stage's input. On CUDA the allocator also knows what an operation
+- *Memory*, in the second step, on every micro-batch: what it holds after F is what autograd saves (or, on a device,
+  what its allocator gave out meanwhile, and the input of the stage); after B it is what the queued weight gradients
+  hold; after an F that is computed again it would be the stage's input. The allocator also knows what an operation
   takes while it runs, by its peak. Every backward of that step is split, also where the plan fuses it, so that both are
   known.
 - *What splitting a backward costs*, in four steps from the third on: of the micro-batches whose backward the plan
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.devices import allocated_bytes, is_accelerator, peak_allocated_bytes
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
@@ -137,7 +138,7 @@ class FirstSteps:
             return self._memory(kind, index, stage, inputs)
         if index not in self._split:
             return _NOTHING
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             return self._by_device[self._split[index]].measure(kind, self._device)
         return self._by_the_clock((self._split[index], kind))
 
@@ -147,12 +148,12 @@ class FirstSteps:
     def _memory(self, kind: OpKind, index: int, stage: Stage, inputs: Any) -> Iterator[None]:
         kept = SavedInput(inputs) if kind is OpKind.FORWARD else None
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
-        if self._device.type == "cuda":
-            before = torch.cuda.memory_allocated(self._device)
+        if is_accelerator(self._device):
+            before = allocated_bytes(self._device)
             reset_peak(self._device)
             yield
-            after = torch.cuda.memory_allocated(self._device)
-            peak, graph = torch.cuda.max_memory_allocated(self._device), after - before
+            after = allocated_bytes(self._device)
+            peak, graph = peak_allocated_bytes(self._device), after - before
             self._temporary = max(self._temporary, peak - max(before, after))
         elif makes_graph:
             with saved_tensors() as saved:
@@ -182,7 +183,7 @@ class FirstSteps:
             return None
         # Activations and gradients have the same size; each message has a buffer at both ends, in host memory. On a
         # device its tensors are the stage's input, which is there before the F that is measured.
-        on_host = self._device.type == "cpu"
+        on_host = not is_accelerator(self._device)
         staged, received = (2 * (self._received + self.output_bytes), 0) if on_host else (0, self._received)
         return Footprint(
             place=device_place(self._device),
@@ -359,7 +360,7 @@ def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.m
     """The processors of this process on ``device``, by a name, and their number: the cores that it may
     use, as many of them as its control group (v2) pays for; or the accelerator.
     """
-    if device.type != "cpu":
+    if is_accelerator(device):
         return device_place(device), 1.0
     cores = sorted(os.sched_getaffinity(0))
     count = float(len(cores))

@@ -33,6 +33,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import part_of
 from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
@@ -339,7 +340,7 @@ class StepRunner:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
-                self._losses[task.index] = loss.clone() if loss.is_cuda else float(loss)
+                self._losses[task.index] = loss.clone() if is_accelerator(loss.device) else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         values.record = self.callbacks.record_output(output, target, self._samples(step, task))
@@ -398,7 +399,7 @@ class StepRunner:
         with self.client.waiting("peers"), self._measurements.timings.measure(OpKind.REDUCE, self._device):
             self._reduction.finish()
         payload = self._commit_payload(step)
-        self.finite.gradient(step, payload.squared_norm, self.gradients.of_step(step))
+        self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
     def _look_for_changes(self, step: int) -> None:

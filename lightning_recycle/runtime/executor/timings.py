@@ -1,6 +1,6 @@
 """Seconds of a worker's operations by kind: smoothed, and in the newest step alone.
 
-On a CUDA device an operation lasts from one event to another on the stream that computes, and the host does not wait
+On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not wait
 for it: it prepares the next operation meanwhile. Such measurements count as soon as the device has come that far.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_recycle.devices import await_stream, is_accelerator, new_event
 from lightning_recycle.planning.grid import OpKind
 
 __all__ = ["Timings"]
@@ -56,8 +57,8 @@ class Timings:
 
         ``stretch`` is called with the seconds at its end and may prolong it; then the host waits for the device.
         """
-        if device.type == "cuda" and stretch is None:
-            return _DeviceStopwatch(self, kind)
+        if is_accelerator(device) and stretch is None:
+            return _DeviceStopwatch(self, kind, device)
         return _Stopwatch(self, kind, device, stretch)
 
     def await_device(self, progressed: Callable[[], None]) -> None:
@@ -84,9 +85,9 @@ class Timings:
         self.add(kind, before.elapsed_time(after) / 1e3)
         self._events += (before, after)
 
-    def _record(self) -> Any:
+    def _record(self, device: torch.device) -> Any:
         """An event behind all that the current stream was asked to do."""
-        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+        event = self._events.pop() if self._events else new_event(device)
         event.record()
         return event
 
@@ -94,22 +95,20 @@ class Timings:
 class _Stopwatch:
     """By the clock of the host."""
 
-    __slots__ = ("_cuda", "_kind", "_started", "_stretch", "_timings")
+    __slots__ = ("_device", "_kind", "_started", "_stretch", "_timings")
 
     def __init__(
         self, timings: Timings, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None
     ) -> None:
-        self._timings, self._kind, self._cuda = timings, kind, device.type == "cuda"
+        self._timings, self._kind, self._device = timings, kind, device
         self._stretch = stretch
 
     def __enter__(self) -> None:
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+        await_stream(self._device)
         self._started = time.perf_counter()
 
     def __exit__(self, exception_type: Any, *_: Any) -> None:
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+        await_stream(self._device)
         if exception_type is None:
             if self._stretch is not None:
                 self._stretch(time.perf_counter() - self._started)
@@ -119,14 +118,14 @@ class _Stopwatch:
 class _DeviceStopwatch:
     """By events of the device."""
 
-    __slots__ = ("_before", "_kind", "_timings")
+    __slots__ = ("_before", "_device", "_kind", "_timings")
 
-    def __init__(self, timings: Timings, kind: OpKind) -> None:
-        self._timings, self._kind = timings, kind
+    def __init__(self, timings: Timings, kind: OpKind, device: torch.device) -> None:
+        self._timings, self._kind, self._device = timings, kind, device
 
     def __enter__(self) -> None:
-        self._before = self._timings._record()
+        self._before = self._timings._record(self._device)
 
     def __exit__(self, exception_type: Any, *_: Any) -> None:
         if exception_type is None:
-            self._timings._on_device.append((self._kind, self._before, self._timings._record()))
+            self._timings._on_device.append((self._kind, self._before, self._timings._record(self._device)))

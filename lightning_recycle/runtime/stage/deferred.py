@@ -8,8 +8,8 @@ the cast tensors, as torch's own would be. Parameters that are not captured get 
 every module stays correct; the values are bit-identical either way, because the queued computation is the one autograd
 would have done.
 
-The active queue is global to the process, not thread-local: autograd runs the backward of CUDA operations in its own
-threads.
+The active queue is global to the process, not thread-local: autograd runs the backward of a device's operations in
+its own threads.
 
 Inside ``torch.compile`` the compiled backward asks at run time whether a weight gradient can wait. It is a fixed graph,
 of which the gradients of all weights are outputs. So two operations take part in it that no compiler looks into
@@ -24,7 +24,7 @@ added to, not even a negative zero.
 ``offer`` has an effect that a compiler does not know of. So each call in a graph has a number, as two calls with the
 same arguments would be made once (common subexpressions); and it is left out of CUDA graphs, which would repeat what
 the device did and not what this operation did. torch without a way to say the latter (before 2.8, by
-``Tag.cudagraph_unsafe``) has no such product: its compiled backwards compute all gradients.
+that tag) has no such product: its compiled backwards compute all gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_recycle.devices import UNSAFE_IN_GRAPHS
+
 __all__ = ["Defer", "WeightGradQueue", "defer_weight_grad", "define_linear", "intercept_linear"]
 
 Defer = Callable[[Tensor, Tensor | None, Tensor, Tensor], bool]
@@ -48,7 +50,7 @@ tensors ``x`` (rows, in) and gradient (rows, out)."""
 
 _linear = F.linear
 _HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
-_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None) if _HAS_TAGS else None
+_UNSAFE = UNSAFE_IN_GRAPHS if _HAS_TAGS else None
 
 
 def define_linear(defer: Defer) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:

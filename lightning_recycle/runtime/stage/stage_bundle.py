@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.layout_change import Transfer, ranges, transfers
 from lightning_recycle.control.protocol.messages import Cuts, Resume
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.weights import Tie
 from lightning_recycle.planning.grid import Grid, Worker
@@ -119,7 +120,7 @@ class Shadow:
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
         self._parameters = list(parameters)
         parts = self._parts()
-        pinned = on_host and any(part.device.type == "cuda" for part in parts)
+        pinned = on_host and any(is_accelerator(part.device) for part in parts)
         self._copies: list[Tensor] = [
             torch.empty_like(part, device="cpu" if on_host else part.device, pin_memory=pinned) for part in parts
         ]
