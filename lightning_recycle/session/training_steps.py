@@ -110,7 +110,7 @@ class TrainingSteps:
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
-        self._names_of_trained: tuple[Sequence[nn.Parameter], float] = ((), 0.0)  # their digest
+        self._names_of_trained: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in parts.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -200,26 +200,21 @@ class TrainingSteps:
         """
         if self._parts.optimizes_itself:
             return
+        named = trained_by_name(self._module, self._optimizers)
+        names, parameters = [*named], [*named.values()]
+        if names != self._names_of_trained[0]:
+            self._names_of_trained = names, float(zlib.crc32(repr(names).encode()))
         known = self.executor.gradients.parameters
-        parameters = trained_by(self._module, self._optimizers)
         if [*map(id, parameters)] == [*map(id, known)]:
             return
         if self._context.grid.stages > 1:
             old = set(map(id, known))
-            named = trained_by_name(self._module, self._optimizers).items()
-            new = ", ".join(name for name, parameter in named if id(parameter) not in old)
+            new = ", ".join(name for name, parameter in named.items() if id(parameter) not in old)
             raise UnsupportedFeatureError(
                 f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
             )
         self.executor.train(parameters)
-
-    def _digest_of_names(self) -> float:
-        known = self.executor.gradients.parameters
-        if self._names_of_trained[0] is not known:
-            names = [*trained_by_name(self._module, self._optimizers)]
-            self._names_of_trained = known, float(zlib.crc32(repr(names).encode()))
-        return self._names_of_trained[1]
 
     def settle(self) -> None:
         self.executor.settle_newest()
@@ -304,6 +299,7 @@ class TrainingSteps:
 
     def describe(self) -> dict[str, Any]:
         """The values at the beginning of a step that a copy of this worker must have, by name."""
+        self._follow_parameters()
         counters, options, inputs = self._numbers()
         return {**counters, **options, **inputs, **self._checks.sums(self._module, self._optimizers)}
 
@@ -321,7 +317,7 @@ class TrainingSteps:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
         if self._context.grid.stages == 1 and not self._parts.optimizes_itself:
-            inputs["the names of the parameters, which hooks can change,"] = self._digest_of_names()
+            inputs["the names of the parameters, which hooks can change,"] = self._names_of_trained[1]
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
