@@ -58,7 +58,7 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     first, _, *examples = shown.splitlines()[:5]
     assert first.startswith("recycle-plan: plan one iteration of training")
     assert all(line.startswith("  recycle-plan ") for line in examples)
-    assert "\n  * highs            HiGHS through python-mip.\n" in shown
+    assert "\n  * highs            HiGHS through python-mip: the extra milp.\n" in shown
     assert "# Seconds, after which the best plan so far is used.\n    time_limit: 60.0" in shown
     assert "    # Per pipeline and iteration.\n    microbatches: 6\n" in shown
     for foreign in ("trainer", "hydra", "_target_", "${", "$$"):
