@@ -20,6 +20,7 @@ def differences(one: Any, other: Any, tolerance: float, where: str = "") -> Iter
         where: the place of both, which each difference begins with.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = one.cpu(), other.cpu()
         if one.shape != other.shape or one.dtype != other.dtype:
             yield f"{where}: {one.dtype} {tuple(one.shape)} != {other.dtype} {tuple(other.shape)}"
         elif not torch.equal(one, other):
