@@ -120,7 +120,7 @@ _GRADIENT_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
 )
-_STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step", "optimizer_zero_grad")
+_STEP_HOOKS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
     known.DeviceStatsMonitor,
     known.EarlyStopping,
@@ -161,7 +161,7 @@ def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> boo
     all stages hold theirs, or which changes nothing the second time.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    return _overrides(trainer, module, hooks, ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"))
+    return _overrides(trainer, module, hooks, _STEP_HOOKS[:3])
 
 
 def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
@@ -175,9 +175,11 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     if _gather is None:
         return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
-    names = {id(p): _parameter_names.get(id(p), name) for name, p in trainer.lightning_module.named_parameters()}
-    held = [p for p in trainer.lightning_module.parameters() if id(p) in wanted and p.grad is not None]
-    own = [(names[id(p)], float(p.grad.norm())) for p in held if p.grad is not None]
+    own = [
+        (_parameter_names.get(id(p), name), float(p.grad.norm()))
+        for name, p in trainer.lightning_module.named_parameters()
+        if id(p) in wanted and p.grad is not None
+    ]
     norms = dict(chain.from_iterable(_gather("norms of gradients to clip", lambda: own)))
     return math.hypot(*norms.values())
 

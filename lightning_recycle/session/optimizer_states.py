@@ -38,7 +38,6 @@ __all__ = [
     "split_optimizer_state",
     "stage_optimizer_state",
     "stepping_on_shards",
-    "trained_by",
     "trained_by_name",
 ]
 
@@ -80,14 +79,8 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def trained_by(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """The parameters of ``module``, and those that only ``optimizers`` have."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return list(dict.fromkeys([*module.parameters(), *(p for group in groups for p in group["params"])]))
-
-
 def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """The same by name; those that are in no module by their places."""
+    """The parameters of ``module``, and those that only ``optimizers`` have, by their places in these."""
     named = dict(module.named_parameters())
     known = set(map(id, named.values()))
     for number, optimizer in enumerate(optimizers):

@@ -35,7 +35,7 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_state import ManualStepState
-from lightning_recycle.session.optimizer_states import check_parameters, trained_by
+from lightning_recycle.session.optimizer_states import check_parameters, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.requirements import (
     check_graphs,
@@ -101,7 +101,7 @@ class StageBuilder:
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters: list[nn.Parameter] = []
         if context.fitting and not self._by_itself:
-            parameters = trained_by(module, context.trainer.optimizers)
+            parameters = [*trained_by_name(module, context.trainer.optimizers).values()]
             for optimizer in context.trainer.optimizers if context.grid.stages > 1 else ():
                 check_parameters(module, optimizer)
         training_parts = parts.training_parts(owned, self._recorder)

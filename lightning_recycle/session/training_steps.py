@@ -41,7 +41,7 @@ from lightning_recycle.session.hook_side_effects import MicrobatchEffects
 from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
 from lightning_recycle.session.lightning_internals import batches_so_far
 from lightning_recycle.session.loops import ProgressSnapshot, ends_step
-from lightning_recycle.session.optimizer_states import trained_by, trained_by_name
+from lightning_recycle.session.optimizer_states import trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.reporting_callbacks import remember_saves
@@ -323,7 +323,8 @@ class TrainingSteps:
         return counters, options, inputs
 
     def not_optimized(self) -> list[nn.Parameter]:
-        optimized = set(map(id, trained_by(nn.Module(), self._optimizers)))
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
         return [parameter for parameter in self._module.parameters() if id(parameter) not in optimized]
 
     def must_know(self, step: int) -> bool:

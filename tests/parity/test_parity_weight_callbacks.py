@@ -395,9 +395,8 @@ def test_a_checkpoint_resumes_on_another_grid(
     name: str, writer: str, step: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if (writer, step) == ("one file", AT_EPOCH_END):
-        request.applymarker(
-            pytest.mark.xfail(reason="the first values that are logged after the end of an epoch differ")
-        )
+        why = "the first values that are logged after the end of an epoch differ"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)
     assert_same_training(resumed_on_one_device(name, step), resumed)
