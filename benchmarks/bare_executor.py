@@ -36,8 +36,6 @@ from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 
-__all__ = ["Job", "Run", "Worker", "squares"]
-
 HOST = "127.0.0.1"
 _PATIENCE = 300.0  # seconds for anything
 _BEAT_SECONDS = 10.0

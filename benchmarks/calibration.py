@@ -39,8 +39,6 @@ from lightning_recycle.simulation import (
     simulate,
 )
 
-__all__ = ["THROUGHPUT", "Samples", "calibration_tables", "measured", "order_of", "ratio_interval"]
-
 INTERVALS = ("6h", "2h", "30min")
 DURATION = "6h"
 SEEDS = 400

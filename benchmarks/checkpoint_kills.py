@@ -53,8 +53,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import CheckpointOptions, PipelineModule, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.session.checkpoint_files import damage
 
-__all__ = ["Side", "SideResult", "kill_writers", "main", "measure"]
-
 WIDTH, INPUTS, BATCH = 1024, 64, 4
 STEPS = 4000  # of data; no run comes that far
 TOLERANCE = 1e-10

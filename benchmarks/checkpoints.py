@@ -33,8 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import CheckpointOptions, PipelineModule, ReCycleStrategy
 
-__all__ = ["main", "measure", "stall_of_torch"]
-
 LAYERS, BATCH, MICROBATCHES = 4, 32, 4
 WARM_UP = 4  # steps
 

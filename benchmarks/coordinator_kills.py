@@ -43,8 +43,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule, ReCycleStrategy
 
-__all__ = ["Result", "main", "measure"]
-
 GRID = ["--pipelines", "2", "--stages", "2", "--microbatches", "4"]
 WORKERS, BATCH, STEPS, STEP_SECONDS = 4, 16, 120, 0.05
 TOLERANCE = 1e-10

@@ -40,8 +40,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import PipelineModule, PlanningOptions, RecoveryOptions, ReCycleStrategy, VerificationOptions
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 
-__all__ = ["Case", "Outcome", "main", "run_case"]
-
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "matmul")
 WITHIN = 100  # steps from the first error to the finding
 _PERIOD = 5  # steps from one flipped bit to the next

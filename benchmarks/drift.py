@@ -26,8 +26,6 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback, PlanMonit
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Problem, Worker, plan, retime
 
-__all__ = ["CASES", "Case", "Measurement", "main", "measure"]
-
 SLOT = 0.030  # seconds
 FACTOR = 2.0
 GOAL = 0.9  # of the throughput that the planner says is possible

@@ -53,19 +53,6 @@ from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, 
 from lightning_recycle.planning.planning_options import Switch
 from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 
-__all__ = [
-    "CASES",
-    "Case",
-    "Measurement",
-    "SleepingLayer",
-    "SleepingModel",
-    "demo_cases",
-    "main",
-    "measure",
-    "profile_demo",
-    "profile_of",
-]
-
 GRID = Grid(pipelines=3, stages=4, microbatches=6)
 DEMO_GRID = Grid(PIPELINES, STAGES, MICROBATCHES)
 LANES_GRID = Grid(pipelines=3, stages=2, microbatches=4)

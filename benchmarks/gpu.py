@@ -47,8 +47,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.runtime.comm.communicator import Channel
-from lightning_recycle.runtime.comm.transports import HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage.stage import Stage
@@ -56,8 +55,6 @@ from lightning_recycle.runtime.stage.stage import Stage
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import Block
-
-__all__ = ["SECTIONS", "main"]
 
 PEAKS = {  # dense bf16, 10^12 per second, from the vendors' data sheets
     "H100 PCIe": 756.0,

@@ -32,8 +32,6 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import PipelineModule
 
-__all__ = ["Gate", "Spread", "Turn", "Turns", "console", "describe_machine", "fit", "quieten", "step_seconds"]
-
 console = Console(width=120)
 
 

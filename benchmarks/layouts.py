@@ -38,8 +38,6 @@ from lightning_recycle import LayerSpec, PipelineModule, RecoveryOptions, ReCycl
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Grid, Worker
 
-__all__ = ["CASES", "Case", "Measurement", "Stall", "main", "measure", "measure_stall"]
-
 GRID = Grid(pipelines=4, stages=4, microbatches=16)
 LAYERS = 16  # of a stage
 SLOT = 0.003  # seconds of F, B and W of a layer

@@ -53,8 +53,6 @@ from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
 from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
 from lightning_recycle.tensor_memory import local_part
 
-__all__ = ["GRIDS", "MODELS", "Found", "main", "measure"]
-
 GRIDS = (Grid(2, 3, 4), Grid(2, 4, 4))
 SURVIVORS = (
     (Grid(2, 2, 8), False),

@@ -61,26 +61,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT
 
-__all__ = [
-    "ALTERNATIVES",
-    "FEATURES",
-    "SIDES",
-    "SIZES",
-    "Gatekeeper",
-    "Memory",
-    "Plan",
-    "Played",
-    "Side",
-    "Size",
-    "main",
-    "play_round",
-    "ratio",
-    "run_baseline",
-    "run_lightning",
-    "run_processes",
-    "run_strategy",
-]
-
 PIPELINES, STAGES, MICROBATCHES = 2, 2, 4
 WORKERS = PIPELINES * STAGES
 SEED = 1

@@ -23,8 +23,6 @@ from typing import Any
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
 from lightning_recycle.planning.child_process import run_in_child
 
-__all__ = ["HARD", "Instance", "judged", "optimal_period", "random_problem", "report_optimum"]
-
 
 @dataclass(frozen=True)
 class Instance:

@@ -41,8 +41,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["PROJECTS", "Project", "main", "train"]
-
 STEPS, BATCH, PIPELINES = 12, 8, 2
 VOCABULARY, CONTEXT = 64, 16
 

@@ -58,20 +58,6 @@ from lightning_recycle import RecoveryOptions, ReCycleStrategy, StageLostError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.monitoring.history import Event
 
-__all__ = [
-    "GOALS",
-    "SCENARIOS",
-    "Recovery",
-    "Stall",
-    "bounded",
-    "main",
-    "random_fault",
-    "read_recovery",
-    "read_stall",
-    "run",
-    "run_until_rejoined",
-]
-
 SEED = 20_261_120
 FIRST_STEP, LAST_STEP, STEPS_AFTER = 6, 12, 10
 TIMEOUT = 1.0  # seconds, of the heartbeat in the scenarios that need one

@@ -35,8 +35,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import CommunicationOptions, LayerSpec, PipelineModule, ReCycleStrategy, defer_weight_grad
 
-__all__ = ["Measurement", "main", "measure"]
-
 LAYERS = 8  # of a stage
 NUMBERS = 2 * 2**20  # of a layer's parameter, 4 bytes each
 LAYER_SECONDS = 0.12  # of its F, its B and its W

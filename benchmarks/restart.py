@@ -29,8 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import CheckpointOptions, RecoveryOptions, ReCycleStrategy
 
-__all__ = ["main", "restart"]
-
 EVERY = 10  # steps from one checkpoint to the next
 
 

@@ -53,8 +53,6 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.tensor_memory import local_part
 
-__all__ = ["MESHES", "SIZES", "Llama", "ShardedPlan", "Size", "main", "rejoin", "run_ours", "run_theirs"]
-
 MEMBERS = 2
 MESHES = {"tensor parallelism": (1, MEMBERS), "FSDP2": (MEMBERS, 1)}
 """The number of FSDP's shards, and of those of tensor parallelism."""

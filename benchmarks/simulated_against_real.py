@@ -62,22 +62,6 @@ from lightning_recycle.simulation import (
     simulate,
 )
 
-__all__ = [
-    "SCENARIOS",
-    "Absence",
-    "Comparison",
-    "Phase",
-    "RealRun",
-    "Scenario",
-    "Stop",
-    "compare",
-    "main",
-    "read_history",
-    "run",
-    "seconds_for",
-    "simulated",
-]
-
 DETECTION = 0.037
 """Seconds from a SIGKILL until the coordinator declares the worker dead: a median of ``recovery.py``."""
 REGROUP = 0.006 + 0.007

@@ -51,8 +51,6 @@ from lightning_recycle.simulation.step_times import planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.traces import load_trace
 
-__all__ = ["SECTIONS", "assumptions", "main", "new_table"]
-
 console = Console(width=120)
 
 MODELS = ("gpt3_medium", "gpt3_3_35b", "gpt3_6_7b")

@@ -31,8 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import LayerSpec, PipelineModule, RecoveryOptions, ReCycleStrategy, VerificationOptions
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 
-__all__ = ["Footprint", "Sample", "main", "measure"]
-
 PIPELINES, STAGES = 4, 2
 KINDS = ("kill", "exit", "exception", "preempt")
 SUSPICIONS = ("corruption", "disputed", "incomparable", "not_finite")

@@ -46,8 +46,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TextIO
 
-__all__ = ["CASES", "Case", "main", "measure"]
-
 SEED = 20_261_120
 WIDTH, BLOCKS, HEADS, CONTEXT, BATCH, VOCABULARY = 128, 4, 4, 128, 8, 256  # conf/model/gpt_tiny.yaml
 STEPS_BEFORE = 10

@@ -9,8 +9,6 @@ from typing import Any
 
 import griffe
 
-__all__ = ["AsMarkdown", "as_markdown"]
-
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _EXAMPLE = re.compile(r"^( *)>>> .*\n(?: *\S.*\n)*", re.MULTILINE)
 _RULE = re.compile(r"^ *=+(?: +=+)+ *$")

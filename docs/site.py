@@ -12,8 +12,6 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown", "on_post_build"]
-
 _ROOT = Path(__file__).parents[1]
 _ELSEWHERE = {
     "results.md": "benchmarks/RESULTS.md",

@@ -30,8 +30,6 @@ from lightning_recycle import ConfigurationError, Event, StageLostError
 from hydra_job import build_trainer, find_metrics
 from report import read_losses
 
-__all__ = ["Finished", "Measured", "compare", "measure", "render_comparison"]
-
 
 @dataclass(frozen=True)
 class Measured:

@@ -11,8 +11,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_recycle import LayerSpec, PipelineModule
 
-__all__ = ["Classifier", "ConvNet", "Downsample", "ResidualBlock"]
-
 _CHANNELS_PER_GROUP = 4
 
 

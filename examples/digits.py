@@ -7,8 +7,6 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-__all__ = ["Digits", "read_digits"]
-
 
 def read_digits() -> TensorDataset:
     """All images, float32 (1797, 1, 8, 8) from 0 to 1, and their classes, int64 (1797,).

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_recycle import LayerSpec, PipelineModule
 
-__all__ = ["GPT", "VOCABULARY", "Block", "CausalSelfAttention", "Embedding", "Head"]
-
 VOCABULARY = 256
 """One token per byte."""
 

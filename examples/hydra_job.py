@@ -21,8 +21,6 @@ from lightning_recycle.commands.application import bad_input_ends, run_applicati
 
 from report import Losses, find_failures, find_phases, read_losses, render, summarize_losses, write_pictures
 
-__all__ = ["build_trainer", "find_metrics", "prepare", "run_as_command", "run_job", "show_report"]
-
 
 def prepare(config: DictConfig) -> Path:
     """Settle threads and seed of a job; returns its output directory, which exists then."""

@@ -11,8 +11,6 @@ needs jsonargparse: ``pip install '.[cli]'``.
 
 from lightning.pytorch.cli import LightningCLI
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """The command line."""

@@ -17,8 +17,6 @@ from lightning_recycle import RecoveryOptions, ReCycleStrategy
 from convnet import ConvNet
 from digits import Digits
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""

@@ -20,8 +20,6 @@ from lightning_recycle import ReCycleStrategy
 from convnet import ConvNet
 from digits import Digits
 
-__all__ = ["main"]
-
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,

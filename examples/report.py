@@ -20,19 +20,6 @@ from lightning_recycle import Event
 from lightning_recycle.planning import Schedule
 from lightning_recycle.visualize import save_gantt
 
-__all__ = [
-    "WINDOW",
-    "Failure",
-    "Losses",
-    "Phase",
-    "find_failures",
-    "find_phases",
-    "read_losses",
-    "render",
-    "summarize_losses",
-    "write_pictures",
-]
-
 WINDOW = 5
 """Steps whose mean loss is shown."""
 

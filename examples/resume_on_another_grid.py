@@ -32,8 +32,6 @@ from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from gpt import GPT
 from stdlib_text import ByteWindows, read_stdlib
 
-__all__ = ["Row", "compare", "main", "render"]
-
 CONTEXT = 16
 GLOBAL_BATCH, GLOBAL_MICROBATCHES = 8, 4
 STEPS_PER_EPOCH, STEPS = 6, 12

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["ByteWindows", "StdlibText", "read_stdlib"]
-
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 
 

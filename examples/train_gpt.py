@@ -23,8 +23,6 @@ from comparison import compare, render_comparison
 from hydra_job import build_trainer, prepare, run_as_command, run_job, show_report
 from report import WINDOW
 
-__all__ = ["main", "train"]
-
 
 def train(config: DictConfig) -> float | None:
     """Run one job and print its report; returns the mean loss of the last steps, if any was logged."""

@@ -22,8 +22,6 @@ from lightning_recycle import ConfigurationError
 from hydra_job import build_trainer, find_metrics, prepare, run_as_command, run_job, show_report
 from report import read_losses
 
-__all__ = ["main", "train"]
-
 
 def train(config: DictConfig) -> float:
     """Run one job and print its report; returns the last value of ``config.objective``.

@@ -21,8 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_recycle  # noqa: F401  registers the strategy
 
-__all__ = ["GAN", "digits", "drawn", "main"]
-
 PIXELS = 64  # 8 x 8
 
 

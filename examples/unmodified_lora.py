@@ -25,8 +25,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_recycle  # noqa: F401  registers the strategy
 
-__all__ = ["Adapted", "Repeating", "main"]
-
 VOCABULARY = 32
 
 

@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_recycle import ReCycleStrategy
 
-__all__ = ["Block", "Text", "TinyGPT", "Windows", "main"]
-
 
 class Block(nn.Module):
     """Pre-norm causal self-attention and a feed-forward network; (batch, sequence, width) stays."""

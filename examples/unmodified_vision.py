@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_recycle  # noqa: F401  registers the strategy
 
-__all__ = ["Digits", "DigitsModel", "main"]
-
 
 class DigitsModel(L.LightningModule):
     """Classifies images of 8 x 8 pixels."""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event
     from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
     from lightning_recycle.engines.ray_cluster import RayEngine
-    from lightning_recycle.model.module import LayerSpec, PipelineModule
+    from lightning_recycle.model.layers import LayerSpec
+    from lightning_recycle.model.module import PipelineModule
     from lightning_recycle.planning.planning_options import PlanningOptions
     from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad

@@ -13,8 +13,6 @@ from typing import Any, NoReturn, TypeGuard
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["__version__", "at_least", "command_parser", "fraction", "is_integer", "is_number", "whole"]
-
 __version__ = "0.1.0"
 """The version of the package."""
 

@@ -24,27 +24,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_recycle.torch_internals import is_registered_from_outside, moved_by_swaps
 
-__all__ = [
-    "CAPTURING",
-    "GRAPH_MAKER",
-    "HARDWARE_ERRORS",
-    "UNSAFE_IN_GRAPHS",
-    "DeviceThread",
-    "allocated_bytes",
-    "await_stream",
-    "default_generator",
-    "enter_device",
-    "free_and_total",
-    "hardware_name",
-    "is_accelerator",
-    "moved_in_place",
-    "new_event",
-    "peak_allocated_bytes",
-    "ray_resource",
-    "release_cache",
-    "reset_peak_allocated",
-]
-
 HARDWARE_ERRORS = re.compile(
     r"(CUDA|HIP|XPU|NPU|ACL|Level.?Zero) (driver )?error|CUDNN_STATUS_|cuDNN error|CUBLAS_STATUS_|CUSPARSE_STATUS_"
     r"|CUSOLVER_STATUS_|MIOPEN_STATUS_|UR_RESULT_ERROR_|UR error|EZ\d{4}:"

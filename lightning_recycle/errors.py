@@ -4,19 +4,6 @@ Every error a user can meet derives from :class:`ReCycleError`, names the wrong 
 Standard library only: ``lightning_recycle.planning`` imports this module and must load without torch.
 """
 
-__all__ = [
-    "OTHER_LIGHTNING",
-    "CheckpointError",
-    "ConfigurationError",
-    "ControlPlaneError",
-    "InjectedFaultError",
-    "PlanningError",
-    "ReCycleError",
-    "StageLostError",
-    "UnsupportedFeatureError",
-    "WorkerStartError",
-]
-
 OTHER_LIGHTNING = (
     "This Trainer is of the package pytorch_lightning; the strategy uses lightning.pytorch, the same code under another"
     " name. Both are one if the installed versions agree (pip list) and lightning_recycle is imported before the second"

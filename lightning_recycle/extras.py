@@ -11,8 +11,6 @@ import importlib.util
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["install_command", "require"]
-
 _MODULES = {"cpsat": "ortools", "metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
 
 

@@ -32,25 +32,6 @@ from typing import Any, BinaryIO
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.processes import process_space
 
-__all__ = [
-    "Pace",
-    "delete",
-    "link",
-    "put_in_place",
-    "put_in_place_if_left",
-    "read_json",
-    "refusing",
-    "remove",
-    "remove_leftovers",
-    "replacing",
-    "restored",
-    "sync_folder",
-    "temporary_path",
-    "waiting_aside",
-    "write_atomically",
-    "write_json",
-]
-
 _ABANDONED_SECONDS = 3600.0
 """Nobody writes for that long without a change: what is older is abandoned, even if its writer cannot be asked."""
 

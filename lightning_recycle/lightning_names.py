@@ -18,8 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-__all__ = ["are_apart", "install", "name_here"]
-
 _OTHER_NAME = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _OTHER_NAME |= {other: name for name, other in _OTHER_NAME.items()}
 

@@ -21,21 +21,6 @@ from typing import Any, TypeVar
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "BOOLEAN",
-    "SECONDS",
-    "SHARE",
-    "SWITCH",
-    "Check",
-    "OptionGroup",
-    "choice",
-    "integer",
-    "option",
-    "shared_options",
-    "shown_options",
-    "suggests_options",
-]
-
 _Class = TypeVar("_Class", bound=type[Any])
 
 

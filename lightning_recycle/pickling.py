@@ -43,22 +43,6 @@ from torch.nn.utils import parametrize
 
 from lightning_recycle.tensor_memory import has_plain_memory, host_reduction, is_sharded
 
-__all__ = [
-    "MainModule",
-    "MainPickler",
-    "content_of",
-    "dumps",
-    "end_import",
-    "enter_main",
-    "import_of_main",
-    "main_module",
-    "parametrize_class",
-    "read_script",
-    "reduced_array",
-    "reduction_of",
-    "written_class",
-]
-
 
 def reduction_of(value: Any) -> Any:
     """The reduction of ``value`` for a pickler's ``reducer_override``; NotImplemented for the standard one."""

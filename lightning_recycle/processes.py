@@ -16,8 +16,6 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["die_when_closed", "die_with_parent", "end_with", "has_ended", "process_space", "set_title", "thread_states"]
-
 _LOOK_SECONDS = 0.5
 
 

@@ -26,19 +26,6 @@ import torch
 
 from lightning_recycle.devices import default_generator
 
-__all__ = [
-    "MT19937",
-    "derive_seed",
-    "draw_for_layer",
-    "generator_states",
-    "layer_randomness",
-    "microbatch_randomness",
-    "quicken",
-    "seeded_everything",
-    "set_generator_states",
-    "step_randomness",
-]
-
 _FOUR = struct.Struct("<4q")  # (seed, step, micro-batch, layer), once for each layer and micro-batch
 _seed_of: Callable[[int], int] | None = None
 _draw_for: Callable[[int], None] | None = None

@@ -54,8 +54,6 @@ from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
 
-__all__ = ["ReCycleStrategy"]
-
 
 @suggests_options
 class ReCycleStrategy(ParallelStrategy):

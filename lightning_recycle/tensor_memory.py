@@ -16,35 +16,6 @@ from typing_extensions import override
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.torch_internals import offset_of, tree_map_only
 
-__all__ = [
-    "DATA_PARALLEL",
-    "TENSOR_PARALLEL",
-    "TensorShard",
-    "empty_like",
-    "from_host",
-    "has_plain_memory",
-    "host_reduction",
-    "is_divided_by",
-    "is_sharded",
-    "local_part",
-    "memory_address",
-    "memory_of",
-    "merge_shards",
-    "on_device",
-    "pack_tensors",
-    "part_like",
-    "put_together",
-    "reduced_shard",
-    "shard_of",
-    "sharded_like",
-    "take_apart",
-    "to_cpu",
-    "to_host",
-    "unpack_tensors",
-    "whole",
-]
-
-
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the dimensions of a position's mesh, as of Lightning's ``ModelParallelStrategy``."""
 

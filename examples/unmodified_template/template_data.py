@@ -7,8 +7,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-__all__ = ["DigitsData"]
-
 
 class DigitsData(L.LightningDataModule):
     """Images of 8 x 8 pixels, split into those to learn, to validate and to test with.

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-__all__ = ["Classifier", "DenseNet"]
-
 
 class DenseNet(nn.Module):
     """Fully connected layers."""

@@ -17,8 +17,6 @@ from omegaconf import DictConfig
 
 import lightning_recycle  # noqa: F401  registers the strategy
 
-__all__ = ["main", "train"]
-
 
 def train(config: DictConfig) -> dict[str, float]:
     """Trains and tests what ``config`` says; returns the metrics of both."""

@@ -30,20 +30,6 @@ from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.runtime.comm.sockets import drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
 
-__all__ = [
-    "Slowdown",
-    "WrongArithmetic",
-    "deadlock",
-    "exit",
-    "flip",
-    "flip_in_next_output",
-    "flipped",
-    "hang",
-    "kill",
-    "partition",
-    "preempt",
-]
-
 _DEADLOCK_SECONDS = 3600.0  # by then, nothing will find the deadlock any more
 _PARTITION_INTERVAL = 0.05  # seconds until a socket opened later is cut off
 

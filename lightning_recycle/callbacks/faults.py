@@ -24,18 +24,6 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Op, OpKind
 
-__all__ = [
-    "KINDS",
-    "KINDS_AT_TIMES",
-    "POINTS",
-    "TARGETS",
-    "Agenda",
-    "Fault",
-    "TimedFault",
-    "random_faults",
-    "trace_faults",
-]
-
 KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")
 """The ways in which a worker can fail."""
 

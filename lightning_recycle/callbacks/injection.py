@@ -25,8 +25,6 @@ from lightning_recycle.traces import load_trace
 if TYPE_CHECKING:
     from lightning_recycle.runtime.executor.executor import Executor
 
-__all__ = ["FaultInjectionCallback"]
-
 log = logging.getLogger(__name__)
 
 

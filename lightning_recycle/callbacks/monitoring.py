@@ -12,8 +12,6 @@ from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["HeartbeatCallback", "PlanMonitor"]
-
 
 class HeartbeatCallback(pl.Callback):
     """Sets how soon a silent worker is declared dead; added by the strategy if the user gives none.

@@ -27,8 +27,6 @@ from rich.console import Console, RenderableType
 from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["bad_input_ends", "run_application", "run_command"]
-
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
 

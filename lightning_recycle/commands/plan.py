@@ -49,8 +49,6 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
-__all__ = ["baselines", "main"]
-
 _NAME = "recycle-plan"
 _LARGEST_PICTURE = 20_000  # operations; beyond this an SVG takes tens of megabytes and shows nothing
 

@@ -26,9 +26,6 @@ from lightning_recycle.planning import (
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 
-__all__ = ["problem_from", "problems_ahead"]
-
-
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
 

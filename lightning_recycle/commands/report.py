@@ -18,8 +18,6 @@ from lightning_recycle.files import refusing, write_atomically
 from lightning_recycle.visualize.report.page import render_report
 from lightning_recycle.visualize.report.records import load_results, missing_results
 
-__all__ = ["main"]
-
 _NAME = "recycle-report"
 
 

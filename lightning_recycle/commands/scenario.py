@@ -40,8 +40,6 @@ from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.report.records import RESULT_SCHEMA
 
-__all__ = ["Scenario", "model_from", "result_of", "scenario_from"]
-
 _USUAL_DURATION = 86400.0
 
 

@@ -46,8 +46,6 @@ from lightning_recycle.visualize.report.records import (
     policy_text,
 )
 
-__all__ = ["SweepPoint", "main", "points_of"]
-
 Result = Mapping[str, Any]
 
 _NAME = "recycle-simulate"

@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 
 from lightning_recycle.control.protocol.messages import Activity
 
-__all__ = ["ActivityRecorder"]
-
 
 class ActivityRecorder:
     """Records what the main thread does.

@@ -38,16 +38,6 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
 from lightning_recycle.processes import process_space
 
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "EXIT_LEFT",
-    "EXIT_LOST_COORDINATOR",
-    "EXIT_RAISED",
-    "EXIT_STOPPED",
-    "ControlClient",
-    "Interrupted",
-]
-
 log = logging.getLogger(__name__)
 
 EXIT_RAISED = 1  # the same as for an exception in the main thread

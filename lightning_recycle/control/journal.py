@@ -33,8 +33,6 @@ from lightning_recycle.control.protocol.coordinator_restart import JournaledStat
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 
-__all__ = ["Journal", "Process", "default_path"]
-
 log = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 5.0  # for a process that was killed a moment ago to let go

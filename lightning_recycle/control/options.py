@@ -20,8 +20,6 @@ from lightning_recycle.option_table import (
     suggests_options,
 )
 
-__all__ = ["HeartbeatTimeouts", "MachineErrors", "RecoveryOptions", "VerificationOptions"]
-
 MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate of
 exceptions."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from lightning_recycle.control.protocol.messages import Payload
 
-__all__ = ["in_words", "pack", "unpack", "unpack_all"]
-
 _PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
 
 

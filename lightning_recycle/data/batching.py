@@ -40,23 +40,6 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.randomness import seeded_everything
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "AllReplicas",
-    "batch_size_of",
-    "batching_of",
-    "check_combination",
-    "check_dataloader",
-    "draws_nothing",
-    "drops_last",
-    "is_sequence",
-    "is_stateful",
-    "is_stream",
-    "promises_nothing",
-    "samples_in",
-    "seeded_for",
-    "yields_batches",
-]
-
 
 def is_stateful(thing: Any) -> bool:
     """Whether ``thing`` can save and load its state."""

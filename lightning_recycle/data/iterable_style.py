@@ -28,8 +28,6 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import seeded_everything
 
-__all__ = ["StreamLoader"]
-
 _KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
 
 

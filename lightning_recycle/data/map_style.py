@@ -26,8 +26,6 @@ from lightning_recycle.processes import die_with_parent, end_with
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import show_dataset
 
-__all__ = ["MicrobatchLoader", "WorkerInit", "as_read"]
-
 _KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have to redo
 
 

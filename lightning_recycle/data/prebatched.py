@@ -29,12 +29,6 @@ from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
-__all__ = [
-    "BatchIterableLoader",
-    "GivenBatchLoader",
-    "sliced",
-]
-
 
 def sliced(batch: Any, number: int, count: int) -> Any:
     """Part ``number`` of ``count`` equal ones of a collated batch: of each tensor, along its first dimension.

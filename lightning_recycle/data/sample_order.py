@@ -27,16 +27,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.tensor_memory import memory_of
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "SamplerState",
-    "add_sample",
-    "as_index",
-    "compact",
-    "compare",
-    "different",
-    "digest_of",
-]
-
 
 def as_index(item: Any) -> Any:
     """An item of an order as the dataset's ``__getitem__`` gets it: an integer, or a list of integers."""

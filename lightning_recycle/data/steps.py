@@ -28,19 +28,6 @@ from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
-__all__ = [
-    "Address",
-    "AddressedSample",
-    "Collate",
-    "CombinedStep",
-    "SampleLoader",
-    "StepHandle",
-    "StepLoader",
-    "StepSource",
-    "as_one_step",
-    "numbers_of",
-]
-
 _SETTINGS = frozenset(
     {
         "batch_size",

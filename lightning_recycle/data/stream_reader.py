@@ -30,12 +30,6 @@ from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-__all__ = [
-    "StreamReader",
-    "has_shuffle_buffer",
-    "is_huggingface",
-]
-
 
 def is_huggingface(dataset: Any) -> bool:
     """Whether ``dataset`` is an ``IterableDataset`` of ``datasets``."""

@@ -40,8 +40,6 @@ from lightning_recycle.engines.restarts import (
 )
 from lightning_recycle.processes import die_with_parent
 
-__all__ = ["Agent", "Child", "Printer", "ProcessCommand"]
-
 _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 

@@ -30,17 +30,6 @@ from lightning_recycle.control.network.addresses import address_from, machine_na
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "Discovered",
-    "address_at",
-    "check_copies",
-    "discover",
-    "family_of",
-    "free_port",
-    "own_address_towards",
-    "port_range",
-]
-
 BY_HAND = "hand"
 """The engine of a worker that nobody has named one for."""
 

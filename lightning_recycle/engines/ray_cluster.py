@@ -24,24 +24,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.extras import install_command
 from lightning_recycle.option_table import Check, OptionGroup, option, suggests_options
 
-__all__ = [
-    "Node",
-    "RayEngine",
-    "alive_nodes",
-    "beside_others",
-    "connect",
-    "draining_nodes",
-    "homes",
-    "import_ray",
-    "needs_of_worker",
-    "node_address",
-    "room",
-    "schedulable_nodes",
-    "stand_in",
-    "start_actor",
-    "staying_nodes",
-]
-
 _AMOUNTS = Check(
     lambda value: all(is_number(amount, 0.0) for amount in (value or {}).values()),
     "give a number of at least 0 for each resource",

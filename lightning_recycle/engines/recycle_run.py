@@ -39,8 +39,6 @@ from lightning_recycle.engines.restarts import RestartLimits
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["main"]
-
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
 
 _NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")

@@ -16,17 +16,6 @@ from dataclasses import dataclass, replace
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
 
-__all__ = [
-    "FinalStatus",
-    "RestartAfter",
-    "RestartLimits",
-    "RestartRecord",
-    "ended",
-    "exit_status",
-    "in_words",
-    "verdict",
-]
-
 _SIGNALS = range(1, 65)
 
 

@@ -32,8 +32,6 @@ from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.engines.discovery import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Meeting", "SlurmTask", "job_name", "own_address", "requeue", "task_of"]
-
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _LOOK_SECONDS = 0.5  # between two looks into the folder
 _GRACE_SECONDS = 900.0  # for SLURM to end a task after SIGTERM; more than partitions give

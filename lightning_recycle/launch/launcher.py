@@ -43,8 +43,6 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.reporting_callbacks import show_cursor
 
-__all__ = ["SupervisorLauncher"]
-
 log = logging.getLogger(__name__)
 
 

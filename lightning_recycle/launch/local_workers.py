@@ -36,8 +36,6 @@ from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerP
 from lightning_recycle.pickling import import_of_main, main_module
 from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
 
-__all__ = ["LocalWorker", "LocalWorkerGroup", "process_context"]
-
 log = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 1.0  # for the fork server to report how a process ended

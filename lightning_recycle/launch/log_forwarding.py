@@ -26,8 +26,6 @@ from typing import Any
 from lightning_recycle.control.monitoring.json_logs import describe_process, plain
 from lightning_recycle.lightning_names import name_here
 
-__all__ = ["LogForwarding", "LogSender"]
-
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20  # wanted; Linux's default limit is 208 KiB

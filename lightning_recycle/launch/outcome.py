@@ -32,8 +32,6 @@ from lightning_recycle.errors import (
 from lightning_recycle.pickling import MainPickler, dumps
 from lightning_recycle.session.object_attributes import slots_of
 
-__all__ = ["WorkerTraceback", "dump_exception", "error_of", "from_users_code", "summary"]
-
 log = logging.getLogger(__name__)
 
 

@@ -36,8 +36,6 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_process import crashes_reported, log_fields, run_worker
 from lightning_recycle.session.configuration import RunSetup, WorkerIdentity
 
-__all__ = ["connect_seconds", "patiently", "run_outside"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

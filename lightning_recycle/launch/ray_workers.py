@@ -30,8 +30,6 @@ from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
 from lightning_recycle.planning.grid import Worker
 
-__all__ = ["RayWorkerGroup", "RayWorkerProcess", "free_slots"]
-
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between two looks at the nodes of the cluster

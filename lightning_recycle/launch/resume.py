@@ -47,8 +47,6 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.step_completion import COMPLETION
 
-__all__ = ["RestartPolicy", "Start", "folders_of_saves", "newest_saved", "settle_checkpoint"]
-
 log = logging.getLogger(__name__)
 
 _ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.control.coordinator.coordinator import Coordinator, CoordinatorOptions
-from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.coordinator.coordinator import Coordinator
+from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
@@ -45,8 +45,6 @@ from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity
-
-__all__ = ["INCARNATIONS_PER_START", "EndSignals", "RunAttempt", "devices_left"]
 
 log = logging.getLogger(__name__)
 

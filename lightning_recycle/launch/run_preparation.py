@@ -46,8 +46,6 @@ from lightning_recycle.session.requirements import (
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
-__all__ = ["ConfiguredStrategy", "PreparedRun", "TrainerCall", "prepare"]
-
 log = logging.getLogger(__name__)
 
 _OF_THE_MODEL = ("_tied", "_trainer")  # what describing the layers and attaching the Trainer leave in the module

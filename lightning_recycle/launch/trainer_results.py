@@ -57,14 +57,6 @@ from lightning_recycle.session.optimizer_states import (
 from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
 from lightning_recycle.torch_internals import version_of
 
-__all__ = [
-    "STAY_IN_THE_WORKERS",
-    "WEIGHTS_STAY",
-    "MissingWeights",
-    "make_optimizers",
-    "take_results",
-]
-
 WEIGHTS_STAY = (
     "they stay in the workers (CheckpointOptions(gather_result=...)), and in the checkpoints that these have written"
 )

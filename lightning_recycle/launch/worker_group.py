@@ -18,8 +18,6 @@ from typing_extensions import Self
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.run_config import WorkerProcess
 
-__all__ = ["WorkerGroup", "WorkerHandle"]
-
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
 

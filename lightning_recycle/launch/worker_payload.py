@@ -40,19 +40,6 @@ from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, enter_main
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
 
-__all__ = [
-    "NameWithEnvironment",
-    "ReceivedPayload",
-    "Settings",
-    "WorkerPayload",
-    "dump",
-    "ignore_deprecations_of_lightning",
-    "ignore_untrue_warnings",
-    "load",
-    "modules_found",
-    "set_num_threads",
-]
-
 _THREADS = "OMP_NUM_THREADS"
 _threads_at_import = os.environ.get(_THREADS)  # in a worker: what torch has gone by in the fork server
 _has_entered = False

@@ -36,8 +36,6 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
 
-__all__ = ["WorkerStart", "crashes_reported", "log_fields", "run_worker", "worker_main"]
-
 log = logging.getLogger(__name__)
 
 

@@ -36,18 +36,6 @@ from lightning_recycle.session.user_objects import (
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "CarriedObjects",
-    "LeaderResult",
-    "StageOptimizers",
-    "StageResult",
-    "StageResultFile",
-    "UserObjects",
-    "leader_result",
-    "stage_result",
-    "way_home",
-]
-
 log = logging.getLogger(__name__)
 
 StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]

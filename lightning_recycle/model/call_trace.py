@@ -30,20 +30,6 @@ from lightning_recycle.model.side_values import LARGEST, SideValue, active_recor
 from lightning_recycle.randomness import draw_for_layer
 from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
 
-__all__ = [
-    "AbsentPart",
-    "Call",
-    "ChainEnd",
-    "ChainTracer",
-    "RemoteLayer",
-    "RemoteTensor",
-    "ReturnShape",
-    "is_cache",
-    "is_tracing",
-    "seeing_one_stage",
-    "watch",
-]
-
 _REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with the result of the previous layer,"
     " and does nothing between them. Put operations in between into one of the layers, name other layers with"

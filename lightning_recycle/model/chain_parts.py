@@ -50,12 +50,6 @@ from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
 
-__all__ = [
-    "ChainParts",
-    "is_meant_to_be_cut",
-    "parts_of",
-]
-
 
 class ChainParts(ModelParts):
     """One part per layer of the chain.

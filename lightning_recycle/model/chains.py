@@ -19,8 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Chain", "LayerPaths", "find_chain"]
-
 LayerPaths: TypeAlias = str | Sequence[str] | None
 """The paths of the chain's layers; that of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its entries; None for a
 chain that is to be found."""

@@ -30,8 +30,6 @@ from lightning_recycle.model.recording import disguised
 from lightning_recycle.randomness import step_randomness
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = ["CallArguments", "CallResult", "WholeStep", "ask_instead", "ask_no_more"]
-
 CallArguments: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 """Which module is called, by its path in the user's ("" is that itself), and its arguments."""
 

@@ -24,8 +24,6 @@ from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.torch_internals import parameters_of
 
-__all__ = ["AbsentLayer", "LayerSpec", "even_parts", "needed_elsewhere", "share", "stage_layers", "tie"]
-
 
 class LayerSpec:
     """A recipe for a layer, so that no worker needs to hold layers that it does not own.

@@ -26,13 +26,6 @@ from lightning_recycle.model.weights import merge_groups, set_weights, shared_pa
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.torch_internals import modules_of
 
-__all__ = [
-    "AbsentLayer",
-    "LayerSpec",
-    "PipelineModule",
-    "global_seed",
-]
-
 
 def global_seed() -> int:
     """Returns the seed given to ``seed_everything``, or 0."""

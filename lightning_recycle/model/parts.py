@@ -36,8 +36,6 @@ from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_b
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
-__all__ = ["LayerParts", "ModelParts", "StepRecorder"]
-
 
 class StepRecorder(Protocol):
     """Records what the user's code does with one micro-batch."""

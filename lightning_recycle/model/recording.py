@@ -26,16 +26,6 @@ from typing_extensions import override
 from lightning_recycle.data.steps import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
-__all__ = [
-    "BatchPlace",
-    "RecordedModule",
-    "as_it_was",
-    "call_at",
-    "call_here",
-    "disguised",
-    "recorded",
-]
-
 
 class BatchPlace(NamedTuple):
     """The fields are the names of the parameters.

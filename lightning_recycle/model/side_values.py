@@ -24,8 +24,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LARGEST", "SideRecorder", "SideValue", "active_recorder"]
-
 LARGEST = 1 << 16
 _MOST_ITEMS = 256  # a longer list or dict holds data
 _OF_MODULES = frozenset(vars(nn.Module()))

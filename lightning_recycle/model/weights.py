@@ -42,20 +42,6 @@ from torch.nn.parameter import is_lazy
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.tensor_memory import part_like
 
-__all__ = [
-    "Tie",
-    "merge_groups",
-    "names_by_parameter",
-    "own_parts",
-    "set_tensors_beside",
-    "set_weights",
-    "shared_parameters",
-    "split_name",
-    "tensors_beside",
-    "ties_between_stages",
-    "weights_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Tie:

@@ -56,19 +56,6 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.errors import PlanningError, ReCycleError
 
-__all__ = [
-    "Cancelled",
-    "PlanningProcess",
-    "ProcessLostError",
-    "Question",
-    "Report",
-    "UnavailableError",
-    "UnexpectedError",
-    "cancelled_by",
-    "check_cancelled",
-    "run_in_child",
-]
-
 _cancels: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 
 

@@ -37,19 +37,6 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, W
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused, schedule_of_columns
 
-__all__ = [
-    "COMPACT_FROM",
-    "CompactSchedule",
-    "Lane",
-    "LanePlaces",
-    "LaneWorkers",
-    "compact",
-    "good_enough",
-    "lane_problem",
-    "lanes_of",
-    "worth_compacting",
-]
-
 COMPACT_FROM = 100_000
 """Operations from which on plans are made by lanes: listing so many one by one takes seconds."""
 

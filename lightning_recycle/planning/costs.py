@@ -30,8 +30,6 @@ from lightning_recycle.arguments import at_least, is_number
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.grid import OpKind
 
-__all__ = ["Costs", "Memory", "communication_seconds", "cost_difference"]
-
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
 

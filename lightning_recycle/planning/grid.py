@@ -23,8 +23,6 @@ from functools import lru_cache
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["Grid", "Microbatch", "Op", "OpKind", "ScheduledOp", "Worker", "global_index"]
-
 
 @dataclass(frozen=True, order=True, slots=True)
 class Worker:

@@ -41,19 +41,6 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem, stage_lower_bounds
 
-__all__ = [
-    "contingencies",
-    "distribution_of",
-    "distributions",
-    "most_in_a_stage",
-    "next_failures",
-    "normalize",
-    "normalized_failures",
-    "normalized_problem",
-    "roles",
-    "usual_limit",
-]
-
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
 _MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
 

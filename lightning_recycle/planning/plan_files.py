@@ -40,19 +40,6 @@ from lightning_recycle.planning.schedule import (
 )
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
-__all__ = [
-    "PLAN_SCHEMA",
-    "check_torch_runs",
-    "load_plan",
-    "plan_to_json",
-    "problem_to_json",
-    "read_plan",
-    "read_schedule",
-    "save_plan",
-    "save_torch_csv",
-]
-
-
 PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses versions that it does not know."""
 

@@ -49,8 +49,6 @@ from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
-__all__ = ["PlanLibrary"]
-
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".plan.gz"

@@ -22,8 +22,6 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.validation import validate
 
-__all__ = ["Planner", "available_planners", "get_planner", "plan", "register_planner", "solve"]
-
 
 @runtime_checkable
 class Planner(Protocol):

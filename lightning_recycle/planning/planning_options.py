@@ -14,8 +14,6 @@ from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
-__all__ = ["Partition", "PlanningOptions", "Switch"]
-
 Partition: TypeAlias = Literal["count"] | Sequence[int]
 """How layers are distributed over stages: equal numbers of layers or of parameters; the number of layers of each stage,
 as integers (``[3, 5, 4]``); or the seconds of each layer, as floats, for stages of equal seconds.

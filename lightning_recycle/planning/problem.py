@@ -40,16 +40,6 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
-__all__ = [
-    "Costs",
-    "Problem",
-    "Technique",
-    "least_maximum",
-    "lower_bound",
-    "makespan_lower_bound",
-    "stage_lower_bounds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Technique:

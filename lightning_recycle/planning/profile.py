@@ -37,18 +37,6 @@ from lightning_recycle.files import read_json, refusing, write_atomically
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
 
-__all__ = [
-    "PROFILE_SCHEMA",
-    "Footprint",
-    "MemoryLimit",
-    "Profile",
-    "StageProfile",
-    "is_memory_limit",
-    "load_profile",
-    "memory_of",
-    "save_profile",
-]
-
 PROFILE_SCHEMA = 1
 """Version of the file's format; a reader refuses newer ones."""
 

@@ -38,19 +38,6 @@ from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Op, OpKind, ScheduledOp, Worker, global_index
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = [
-    "Program",
-    "Programs",
-    "StageChecks",
-    "Task",
-    "WorkerChecks",
-    "links",
-    "partners",
-    "peers_to_connect",
-    "plan_checks",
-    "worker_program",
-]
-
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 _COMPUTING = (OpKind.FORWARD, OpKind.BACKWARD_INPUT, *_COMPLETING)
 _TOLERANCE = 1e-9  # of a time

@@ -41,8 +41,6 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Op, ScheduledOp, W
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule, gc_paused
 
-__all__ = ["alike", "renamed", "representative", "reroute"]
-
 
 def reroute(
     grid: Grid, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None

@@ -37,23 +37,6 @@ from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem, lower_bound
 
-__all__ = [
-    "EQUALLY_FAST",
-    "KINDS",
-    "NOT_ASKED",
-    "TOLERANCE",
-    "OperationColumns",
-    "PlanResult",
-    "Schedule",
-    "SolverUse",
-    "best_of",
-    "gc_paused",
-    "is_better",
-    "proven",
-    "schedule_of_columns",
-    "staggered_period",
-]
-
 
 @contextmanager
 def gc_paused() -> Iterator[None]:

@@ -34,8 +34,6 @@ from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 
-__all__ = ["SplitCosts", "SplitTrial", "TechniqueChoice", "choose_technique"]
-
 _MOST_LONGER = 1e6  # times BW that B and W take; what is more was not measured
 
 

@@ -30,27 +30,10 @@ from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact
-from lightning_recycle.planning.costs import Memory
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.problem import Costs, Problem
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule, staggered_period
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "FUSED",
-    "RECOMPUTE",
-    "WEIGHT",
-    "Codes",
-    "MicrobatchVariation",
-    "SharedLayer",
-    "Timing",
-    "assemble",
-    "best_timing",
-    "interleave",
-    "operations_of",
-    "retime",
-]
 
 ByStage: TypeAlias = tuple[float, ...]
 

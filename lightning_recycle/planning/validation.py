@@ -41,8 +41,6 @@ from lightning_recycle.planning.grid import Microbatch, Op, OpKind, Worker
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused
 
-__all__ = ["InvalidScheduleError", "validate"]
-
 _SHOWN = 10
 _ABSENT = -1
 _F, _R, _B, _W, _BW, _REDUCE, _STEP = map(

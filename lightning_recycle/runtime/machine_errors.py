@@ -27,8 +27,6 @@ from lightning_recycle.control.options import MachineErrors
 from lightning_recycle.devices import HARDWARE_ERRORS
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 
-__all__ = ["is_device_error", "is_machine_error", "place_of", "readers_may_die", "suspicion_of"]
-
 _DEVICE_CLASSES: tuple[type[BaseException], ...] = ()
 if hasattr(torch, "AcceleratorError"):  # since torch 2.8
     _DEVICE_CLASSES += (torch.AcceleratorError,)

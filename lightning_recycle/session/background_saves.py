@@ -42,15 +42,6 @@ from lightning_recycle.session.holder_group import GivenUp, HolderGroup
 from lightning_recycle.session.state_copies import StateCopies
 from lightning_recycle.tensor_memory import to_cpu
 
-__all__ = [
-    "Action",
-    "BackgroundSaves",
-    "Batch",
-    "CommonState",
-    "Consequences",
-    "SaveRequest",
-]
-
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.01

@@ -64,23 +64,6 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.tensor_memory import empty_like
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "WholeCheckpointIO",
-    "WriteFailure",
-    "Writers",
-    "attempt",
-    "checksum",
-    "damage",
-    "discard",
-    "is_sharded",
-    "load_sharded",
-    "local_path",
-    "megabytes",
-    "save_sharded",
-    "save_with_checksums",
-    "write_manifest",
-]
-
 _T = TypeVar("_T")
 
 _MANIFEST = "manifest.json"

@@ -83,8 +83,6 @@ from lightning_recycle.torch_internals import tree_leaves
 if TYPE_CHECKING:
     from lightning_recycle.session.snapshot import StateTransfer
 
-__all__ = ["Checkpoints", "users_save_hook"]
-
 log = logging.getLogger(__name__)
 
 _FURTHER_WEIGHTS = ("current_model_state",)

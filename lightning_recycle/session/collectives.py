@@ -32,8 +32,6 @@ from lightning_recycle.tensor_memory import merge_shards
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
-__all__ = ["ALONE", "WorkerCollectives", "WorkerContext", "watch_process_group"]
-
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
     " workers may be replaced, do that in hooks that come after a step, such as on_train_batch_end or"

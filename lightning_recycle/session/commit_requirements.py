@@ -47,24 +47,6 @@ from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
 from lightning_recycle.torch_internals import foreach_mul
 
-__all__ = [
-    "CommitRequirements",
-    "OptimizerStep",
-    "called_once",
-    "clip_factor",
-    "commit_requirements",
-    "complete_norms",
-    "may_change_gradients",
-    "may_speculate",
-    "norm_of_all",
-    "norms_of_all_stages",
-    "overflow_of_all",
-    "restore_scale",
-    "scaler_of",
-    "sees_old_gradients",
-    "steps_alone",
-]
-
 
 @dataclass(frozen=True)
 class CommitRequirements:

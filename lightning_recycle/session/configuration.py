@@ -33,19 +33,6 @@ from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
-__all__ = [
-    "FILE_BYTES",
-    "LARGE_BYTES",
-    "OTHER_NAMES",
-    "CheckpointOptions",
-    "Gathering",
-    "MonitoringOptions",
-    "Options",
-    "ResultRoute",
-    "RunSetup",
-    "WorkerIdentity",
-]
-
 LARGE_BYTES = 1_000_000_000
 """Weights and optimizer states, of all stages together, from which on a result is large for workers elsewhere."""
 

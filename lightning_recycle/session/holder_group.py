@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import Pace, temporary_path
 from lightning_recycle.session.checkpoint_files import local_path
-
-__all__ = ["GivenUp", "HolderGroup"]
 
 _PIECE = 1 << 20  # bytes that are sent in one message: what else the connection carries waits
 _WINDOW = 4  # pieces under way

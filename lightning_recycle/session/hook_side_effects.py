@@ -52,17 +52,6 @@ from lightning_recycle.tensor_memory import (
 )
 from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 
-__all__ = [
-    "Append",
-    "Change",
-    "Effect",
-    "HookSideEffects",
-    "MicrobatchEffects",
-    "SideEffectState",
-    "put_together",
-    "taken_apart",
-]
-
 _SHARED_BYTES = 1024 * 1024  # of an attribute that is copied to the other stages
 _SMALL_BYTES = 64 * 1024  # of a value that always travels
 _MOST_BYTES = 4 * 1024 * 1024  # of the values of one micro-batch that travel

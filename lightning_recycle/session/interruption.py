@@ -54,8 +54,6 @@ from lightning_recycle.session.lightning_internals import (
 if TYPE_CHECKING:
     from lightning_recycle.session.training_steps import TrainingSteps
 
-__all__ = ["Preemption", "SaveAndEnd", "StopRequests", "saved_already", "saves_on_exception"]
-
 
 def saves_on_exception(callback: Callback) -> bool:
     """Whether ``callback`` is one of Lightning's that write a checkpoint in ``on_exception``."""

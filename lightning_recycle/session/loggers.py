@@ -28,8 +28,6 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.outputs import LoggerCall
 
-__all__ = ["LogRelay", "keep_files"]
-
 
 class LogRelay:
     """Stands between a Trainer and its loggers.

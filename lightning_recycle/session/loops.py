@@ -47,16 +47,6 @@ from lightning_recycle.session.step_completion import Boundary
 if TYPE_CHECKING:
     from lightning_recycle.session.training_steps import TrainingSteps
 
-__all__ = [
-    "PipelineEpochLoop",
-    "PipelineFitLoop",
-    "ProgressSnapshot",
-    "adapt_connector",
-    "addressed_loaders",
-    "ends_step",
-    "share_of_batch",
-]
-
 log = logging.getLogger(__name__)
 
 _SAMPLER = "the state of a sampler"  # marks it among the states of loaders

@@ -37,8 +37,6 @@ from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
 from lightning_recycle.session.training_steps import TrainingSteps
 
-__all__ = ["ManualSteps"]
-
 
 class ManualSteps:
     """Runs the steps of one worker.

@@ -44,8 +44,6 @@ from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.user_objects import callback_graph
 
-__all__ = ["ManualStepState", "MicrobatchState"]
-
 _DEPTH = 4  # of containers in one another that are copied
 _COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom written in place
 

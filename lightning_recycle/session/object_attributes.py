@@ -32,30 +32,6 @@ from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.pickling import written_class
 from lightning_recycle.runtime.stage.fully_sharded import unsharded_class
 
-__all__ = [
-    "INTERNAL_ATTRIBUTES",
-    "MISSING",
-    "OF_ONE_PROCESS",
-    "HookTables",
-    "TableKey",
-    "attributes_of",
-    "class_of",
-    "function_with",
-    "hooks_of",
-    "is_bound_to_process",
-    "is_local",
-    "is_node",
-    "is_own",
-    "number_hooks",
-    "origin",
-    "put_hooks",
-    "slots_of",
-    "table_of",
-    "tables_of",
-    "tensors_of",
-    "vars_of",
-]
-
 TableKey: TypeAlias = tuple[str, str]
 """The name of a parameter, empty for the owner itself, and the name of the table."""
 

@@ -63,8 +63,6 @@ from lightning_recycle.session.object_attributes import (
 from lightning_recycle.tensor_memory import is_sharded, local_part, memory_address, to_cpu
 from lightning_recycle.torch_internals import version_of
 
-__all__ = ["LargeData", "ObjectGraph", "ObjectPack"]
-
 Path: TypeAlias = str
 """A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
 

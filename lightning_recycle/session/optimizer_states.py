@@ -22,25 +22,6 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "Copies",
-    "GroupNames",
-    "OptimizerState",
-    "check_parameters",
-    "complete_state",
-    "copied",
-    "fits",
-    "group_names",
-    "merge_optimizer_states",
-    "merged_names",
-    "parameters_by_name",
-    "sharded_optimizer_state",
-    "split_optimizer_state",
-    "stage_optimizer_state",
-    "stepping_on_shards",
-    "trained_by_name",
-]
-
 GroupNames: TypeAlias = Sequence[Sequence[str]]
 """Names of an optimizer's parameters, by group and position."""
 

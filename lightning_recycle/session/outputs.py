@@ -36,18 +36,6 @@ from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects,
 from lightning_recycle.session.user_objects import metric_parts
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
 
-__all__ = [
-    "LoggerCall",
-    "MetricStates",
-    "OutputRecorder",
-    "Recording",
-    "StepOutputs",
-    "add_states",
-    "metric_states",
-    "set_metric_states",
-]
-
-
 MetricStates: TypeAlias = dict[str, Any]
 """The accumulated states of a torchmetrics object, with its caches, by name."""
 

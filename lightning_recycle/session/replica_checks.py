@@ -25,8 +25,6 @@ from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage_bundle import StageTies
 
-__all__ = ["FIRST_INTERVAL", "StateChecks", "copies_differ", "optimizer_options", "stage_state", "sums_of_copies"]
-
 FIRST_INTERVAL = 50
 """Steps between two checks as long as it is not known what they cost."""
 

@@ -42,17 +42,6 @@ from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerCollectives
 from lightning_recycle.session.loops import ends_step
 
-__all__ = [
-    "keep_monitors_going",
-    "keep_reports_apart",
-    "leave_saves_alone",
-    "remember_saves",
-    "show_cursor",
-    "show_progress_bar",
-    "show_whole_run",
-    "undo_failed_saves",
-]
-
 _EVALUATIONS = {  # stage -> its name in hooks
     RunningStage.SANITY_CHECKING: "validation",
     RunningStage.VALIDATING: "validation",

@@ -38,22 +38,6 @@ from lightning_recycle.session.lightning_internals import mode_of, synchronises_
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 from lightning_recycle.torch_internals import fsdp_parameters, is_compiled, tree_leaves
 
-__all__ = [
-    "check_graphs",
-    "check_loaders",
-    "check_loss",
-    "check_members",
-    "check_optimizers",
-    "check_sharded_layers",
-    "check_shards",
-    "check_trained",
-    "check_trainer",
-    "loaders_in",
-    "plans_checked",
-    "several_optimizers_refused",
-    "warn_of_lost_compilation",
-]
-
 _UNRESOLVED = re.compile(r"Parallelize plan key ('.*?') could not be resolved")
 _GRAPHED = "make_graphed_callables.<locals>"  # in the name of the forward of what it returns
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")

@@ -56,8 +56,6 @@ from lightning_recycle.session.training_steps import TrainingSteps
 from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.session.whole_forward import WholeForward
 
-__all__ = ["Session"]
-
 log = logging.getLogger(__name__)
 
 

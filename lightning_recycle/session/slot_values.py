@@ -49,8 +49,6 @@ from lightning_recycle.session.object_attributes import (
 from lightning_recycle.tensor_memory import is_sharded, memory_address
 from lightning_recycle.torch_internals import NormBase, buffers_of, modules_of, parameters_of, version_of, versions_of
 
-__all__ = ["ABSENT", "WHOLE", "Found", "Path", "Place", "ValueTree", "name_of"]
-
 Path: TypeAlias = tuple[Any, ...]
 """The name of a module, one of its tables, and the keys that lead from there to a cell."""
 

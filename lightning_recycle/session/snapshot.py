@@ -41,8 +41,6 @@ from lightning_recycle.tensor_memory import local_part, sharded_like
 if TYPE_CHECKING:
     from lightning_recycle.session.training_steps import TrainingSteps
 
-__all__ = ["StateTransfer", "WorkerSnapshot"]
-
 log = logging.getLogger(__name__)
 
 

@@ -50,8 +50,6 @@ from lightning_recycle.session.weight_callbacks import WeightCallbacks, empty_op
 from lightning_recycle.tensor_memory import local_part, part_like
 from lightning_recycle.torch_internals import buffers_of, parameters_of, replace_tensors
 
-__all__ = ["StageBuilder", "build_layers"]
-
 
 def build_layers(context: WorkerContext, parts: ModelParts, weights: WeightCallbacks) -> None:
     """Builds the layers of this stage, on the device, and their optimizers."""

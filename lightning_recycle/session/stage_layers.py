@@ -37,8 +37,6 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.optimizer_states import merged_names, parameters_by_name
 from lightning_recycle.tensor_memory import put_together, take_apart
 
-__all__ = ["StageLayers", "why_layers_stay"]
-
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 _FIRST_MEASURED = 2  # steps: the first ones compile and warm up
 _MEASURED = 3  # steps

@@ -19,8 +19,6 @@ from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory
 from lightning_recycle.torch_internals import version_of
 
-__all__ = ["StateCopies"]
-
 _PIECE = 1 << 20  # bytes that are copied at once
 _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
 

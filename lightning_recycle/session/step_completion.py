@@ -30,20 +30,6 @@ from lightning_recycle.session.optimizer_states import group_names
 from lightning_recycle.tensor_memory import local_part, memory_address
 from lightning_recycle.torch_internals import version_of
 
-__all__ = [
-    "COMPLETION",
-    "Boundary",
-    "StateMarks",
-    "add_parts",
-    "as_tensors",
-    "boundary_of",
-    "complete",
-    "frozen",
-    "generators_as_data",
-    "mark_of",
-    "set_generators",
-]
-
 COMPLETION = "lightning_recycle"
 """The key of a checkpoint under which the completion is."""
 

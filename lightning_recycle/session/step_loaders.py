@@ -24,8 +24,6 @@ from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import transfer_batch
 
-__all__ = ["StepLoaders"]
-
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 

@@ -52,8 +52,6 @@ from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
 
-__all__ = ["TrainingSteps"]
-
 log = logging.getLogger(__name__)
 
 

@@ -26,18 +26,6 @@ from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import ObjectGraph, Path
 from lightning_recycle.torch_internals import tree_map
 
-__all__ = [
-    "CallbackList",
-    "TrainingParts",
-    "callback_graph",
-    "metric_parts",
-    "process_anchors",
-    "streams_among",
-    "user_graph",
-    "weights_by_name",
-    "weights_for",
-]
-
 
 def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
     """The tensors in the state dict of ``module``, to be left out of a pack: they travel by themselves."""

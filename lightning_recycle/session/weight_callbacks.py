@@ -39,17 +39,6 @@ from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.optimizer_states import group_names, merged_names, parameters_by_name
 from lightning_recycle.torch_internals import parameters_of
 
-__all__ = [
-    "WeightCallbacks",
-    "check_pruning",
-    "check_weight_averaging",
-    "empty_optimizers",
-    "has_recipes",
-    "load_parameter_groups",
-    "swap_schedules",
-    "take_pruned_form",
-]
-
 _Callback = TypeVar("_Callback", bound=pl.Callback)
 
 _METADATA = "internal_optimizer_metadata"

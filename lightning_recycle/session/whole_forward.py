@@ -32,8 +32,6 @@ from lightning_recycle.session.collectives import ALONE, WorkerCollectives
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.torch_internals import tree_flatten
 
-__all__ = ["WholeForward", "alike", "fingerprint"]
-
 _TOLERANCE = 1e-2
 """Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
 

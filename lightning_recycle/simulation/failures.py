@@ -25,21 +25,6 @@ from lightning_recycle.simulation.training_model import Cluster
 from lightning_recycle.simulation.units import Duration, as_ticks, keep_seconds
 from lightning_recycle.traces import load_trace
 
-__all__ = [
-    "LLAMA3_PER_GPU_DAY",
-    "RSC1_PER_GPU_DAY",
-    "Change",
-    "FailedFraction",
-    "FailureRate",
-    "FailureSource",
-    "Outage",
-    "Poisson",
-    "Regular",
-    "Scripted",
-    "TraceReplay",
-    "changes_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Outage:

@@ -18,19 +18,6 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.simulation.policies.policy import Configuration
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
 
-__all__ = [
-    "FIGURES",
-    "Accounting",
-    "Cause",
-    "Interval",
-    "SimulatedEvent",
-    "SimulationResult",
-    "Span",
-    "State",
-    "account",
-    "samples_of",
-]
-
 
 class Cause(str, Enum):
     """Where a GPU-second went."""

@@ -42,8 +42,6 @@ from lightning_recycle.simulation.results import (
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
 from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
-__all__ = ["Repetitions", "Run", "mean_time_between_failures", "repeat", "simulate"]
-
 _FILL = "fill"
 
 

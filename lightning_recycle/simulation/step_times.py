@@ -33,20 +33,6 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds
 
-__all__ = [
-    "DEFAULT_EFFORT",
-    "SCHEDULES",
-    "ScheduleName",
-    "distribution",
-    "layer_costs",
-    "pipeline_step",
-    "planned_schedule",
-    "planned_step",
-    "step_judgement",
-    "unmovable",
-]
-
-
 DEFAULT_EFFORT = 100_000
 """Operations the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
 and within 1 % of the step times found with eight times as many."""

@@ -38,17 +38,6 @@ from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
 
-__all__ = [
-    "GPUS",
-    "Cluster",
-    "Gpu",
-    "MeasuredModel",
-    "TrainingModel",
-    "Transformer",
-    "available_models",
-    "get_model",
-]
-
 _STATE_BYTES_PER_PARAMETER = 16.0
 """Mixed precision with Adam: half-precision weight and gradient (2 + 2), single-precision weight and two moments
 (4 + 4 + 4); Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3.1."""

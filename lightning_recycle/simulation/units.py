@@ -12,8 +12,6 @@ from dataclasses import fields
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = ["TICKS_PER_SECOND", "Duration", "as_seconds", "as_ticks", "keep_seconds"]
-
 Duration = float | int | str
 """Seconds, or a number with a unit: ms, s, min, h, d."""
 

@@ -24,8 +24,6 @@ from lightning_recycle.files import write_atomically
 from lightning_recycle.planning.grid import OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["gantt_svg", "save_gantt"]
-
 
 class _Look(NamedTuple):
     """Colour of a kind of operation, its meaning in the legend, and the colour of the text on it."""

@@ -26,8 +26,6 @@ from chaos.training import ChaosModel
 from lightning_recycle.launch.run_attempt import INCARNATIONS_PER_START
 from lightning_recycle.planning.grid import Op, OpKind, global_index
 
-__all__ = ["Diary", "Entry", "audit", "read_entries"]
-
 
 @dataclass(frozen=True)
 class Entry:

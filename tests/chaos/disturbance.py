@@ -14,8 +14,6 @@ from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.planning.grid import Op, Worker
 
-__all__ = ["LateFaults", "Pace"]
-
 
 def _raise() -> None:
     raise InjectedFaultError("Injected into a replacement.")

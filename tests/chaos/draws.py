@@ -9,8 +9,6 @@ from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, La
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.planning.planning_options import Switch
 
-__all__ = ["draw"]
-
 _GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3), (3, 1), (3, 2), (3, 2), (3, 3), (3, 3))
 _OPERATIONS = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 _ENDING = ("kill", "kill", "exit", "exception", "hang", "deadlock", "partition", "preempt")

@@ -28,8 +28,6 @@ from chaos.training import (
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.planning.grid import Grid, Microbatch
 
-__all__ = ["reference"]
-
 _SAVED = "saved.ckpt"
 
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from chaos.draws import draw
-from chaos.run import TOLERANCE, Result
-from chaos.scenario import FAMILIES
+from support.training import TOLERANCE
 
-__all__ = ["HEADER", "row", "summary"]
+from chaos.draws import draw
+from chaos.run import Result
+from chaos.scenario import FAMILIES
 
 HEADER = (
     f"{'seed':>7} {'grid':>4} {'':6} {'seconds':>7} {'difference':>10} {'lost':>4} {'back':>4}  {'family':17}  scenario"

@@ -19,7 +19,6 @@ from typing import Any
 import lightning as L
 import torch
 from support.process_tree import descendants, left_after_a_while, orphans
-from support.training import TOLERANCE
 from support.training import difference as distance
 
 from chaos import stranger
@@ -43,8 +42,6 @@ from chaos.workplace import Workplace
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.errors import StageLostError
-
-__all__ = ["TOLERANCE", "Result", "run_scenario"]
 
 log = logging.getLogger(__name__)
 

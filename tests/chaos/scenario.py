@@ -10,21 +10,6 @@ from dataclasses import dataclass
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.planning.planning_options import Switch
 
-__all__ = [
-    "EPOCH",
-    "FAMILIES",
-    "GLOBAL_BATCH",
-    "GLOBAL_MICROBATCHES",
-    "SAMPLES",
-    "STEPS",
-    "STEPS_IF_STOPPED",
-    "Crowd",
-    "LateFault",
-    "Recipe",
-    "Scenario",
-    "Trouble",
-]
-
 GLOBAL_MICROBATCHES = 6
 """D * M of every scenario, on which the dropout depends."""
 

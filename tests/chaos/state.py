@@ -21,20 +21,6 @@ from support.comparison import differences
 from support.training import TOLERANCE
 from typing_extensions import override
 
-__all__ = [
-    "CHECKPOINTS",
-    "WORKERS",
-    "FinalCheckpoint",
-    "State",
-    "Tally",
-    "collect",
-    "compare",
-    "missing_checkpoints",
-    "rows_of",
-    "step_of",
-    "without_starts",
-]
-
 State = dict[str, Any]
 """What a training left, by name of the part."""
 

@@ -19,18 +19,6 @@ from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Recipe
 from chaos.state import CHECKPOINTS, FinalCheckpoint, Tally
 from lightning_recycle.model.module import PipelineModule
 
-__all__ = [
-    "SEED",
-    "ChaosModel",
-    "LayersMove",
-    "grid_trainer",
-    "make_model",
-    "trainer_options",
-    "training_data",
-    "training_loader",
-    "validation_loader",
-]
-
 SEED = 5
 _CLIP_NORM = 0.2
 _VALIDATION_SAMPLES = 15

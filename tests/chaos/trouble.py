@@ -22,8 +22,6 @@ from chaos.scenario import EPOCH, Trouble
 from chaos.training import ChaosModel
 from lightning_recycle.model.layers import AbsentLayer
 
-__all__ = ["Troubles"]
-
 _BALLAST = "ballast"
 _CHUNK = 1 << 16  # bytes
 

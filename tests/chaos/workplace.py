@@ -16,8 +16,6 @@ from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
-__all__ = ["NEEDS_SMALL_DISKS", "Workplace", "enter_namespace", "has_small_disks", "workplace"]
-
 NEEDS_SMALL_DISKS = ("full-disk", "full-tmpdir")
 """Families."""
 

@@ -40,9 +40,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["Promises", "Violation", "smallest_repairs"]
-
-
 EVICTED = "evicted"
 """The verdict for a worker that raised; the others are :class:`~lightning_recycle.control.protocol.messages.Judged`."""
 

@@ -72,8 +72,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.planning.grid import Grid
 
-__all__ = ["Run", "Violation", "check_histories"]
-
 GRIDS = [
     *[Grid(2, 2, 1)] * 4,
     *[Grid(2, 1, 1)] * 2,

@@ -30,19 +30,6 @@ from lightning_recycle.planning.grid import Grid
 if TYPE_CHECKING:
     from simulated_run import Run
 
-__all__ = [
-    "Fact",
-    "Plan",
-    "Schedule",
-    "SimulatedWorker",
-    "first_layout",
-    "full_gradient",
-    "linked_with",
-    "loss_of",
-    "plan_for",
-    "script",
-]
-
 Schedule = tuple[tuple[int, ...], int]
 """A schedule: the roster that it is for, and its number."""
 

@@ -1,3 +1,1 @@
-from support.leftovers import no_process_is_left
-
-__all__ = ["no_process_is_left"]
+from support.leftovers import no_process_is_left as no_process_is_left

@@ -21,8 +21,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["PROGRAMS", "Cluster", "cluster", "missing_programs"]
-
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
 NODES = 4

@@ -1,3 +1,18 @@
-from support.leftovers import no_process_is_left
+"""Fixtures of several modules."""
 
-__all__ = ["no_process_is_left"]
+import socket
+from pathlib import Path
+
+import pytest
+from support.leftovers import no_process_is_left as no_process_is_left
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+    """The port on which the next run of this process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
+    monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    return port

@@ -16,8 +16,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-__all__ = ["describe", "differences"]
-
 _VALUES = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, PurePath, range)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 

@@ -21,14 +21,12 @@ from support.options import recycle_strategy
 from support.sampling import sampled
 from support.training import QUIET, TOLERANCE, committed_steps, difference, failures, on_one_device, plain_loop
 from support.waiting import PATIENCE, line_with
-from test_workers_from_outside import port, spare
+from test_workers_from_outside import spare
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-
-__all__ = ["port"]
 
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)

@@ -13,7 +13,7 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.scripts import consolidated
 from support.training import difference, exact_fit, fit, plain_loop
 from support.waiting import PATIENCE
-from test_workers_from_outside import port, spare, train  # noqa: F401 - the fixture
+from test_workers_from_outside import spare, train
 from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
@@ -135,7 +135,7 @@ def test_weights_that_stay_are_in_the_checkpoints_and_nothing_else_is_taken_for_
 
 
 @pytest.mark.long
-def test_a_worker_that_was_started_by_hand_keeps_its_stage_and_says_so(port: int) -> None:  # noqa: F811
+def test_a_worker_that_was_started_by_hand_keeps_its_stage_and_says_so(port: int) -> None:
     script = (
         "from test_workers_from_outside import train\n"
         "if __name__ == '__main__':\n"

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,17 +35,6 @@ def train(*faults: Fault, **arguments: Any) -> tuple[Regression, Any]:
     callbacks = [Marks(Path(os.environ["MARKS"])), *arguments.pop("callbacks", [AwaitReplacement(range(6, LENGTH))])]
     arguments = {"max_steps": LENGTH, "data": DATA, "callbacks": callbacks, **arguments}
     return model, fit(model, 2, 2, list(faults), **arguments)
-
-
-@pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
-    """The port on which the next run of this process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
-    monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
-    monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
-    monkeypatch.setenv("MARKS", str(tmp_path))
-    return port
 
 
 SCRIPT = """

@@ -37,8 +37,6 @@ from ordinary_flags import StopsAtOnce, fits
 from ordinary_runs import Case, Ordinary, Scheduled, Session, WithExample, columns, files
 from torch import Tensor
 
-__all__ = ["CALLBACKS"]
-
 
 def callback(run: same.Run, kind: type) -> Any:
     """The callback of a kind in the launching process."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["DATA"]
-
 
 class Module(L.LightningDataModule):
     """All of its hooks, those that convert included, and a state; its batch size is the global one, divided."""

@@ -19,8 +19,6 @@ from support.training import difference
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-__all__ = ["FLAGS", "fits", "made"]
-
 
 def made(callbacks: Callable[[Path], list[Any]] | None, session: Session) -> list[Any]:
     return callbacks(session.root) if callbacks else []

@@ -21,8 +21,6 @@ from torchmetrics import AUROC, F1Score, MaxMetric, MeanMetric, MetricCollection
 
 from lightning_recycle import LayerSpec
 
-__all__ = ["LOGGERS"]
-
 
 class LogsNorms(Ordinary):
     def on_before_optimizer_step(self, optimizer: Any) -> None:

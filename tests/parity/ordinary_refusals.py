@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_recycle import LayerSpec, UnsupportedFeatureError
 from lightning_recycle.launch.run_attempt import RunAttempt
 
-__all__ = ["REFUSALS", "Refusal", "check"]
-
 
 @dataclass(frozen=True)
 class Refusal:

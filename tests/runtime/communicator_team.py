@@ -29,9 +29,9 @@ from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.local_workers import process_context
 from lightning_recycle.runtime.comm import state_transfer
-from lightning_recycle.runtime.comm.communicator import Channel, Communicator
+from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.comm.transports import HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 

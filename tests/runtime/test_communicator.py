@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.runtime.comm import state_transfer
-from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator, UnreachableError
+from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator
 from lightning_recycle.runtime.comm.connections import Connections
+from lightning_recycle.runtime.comm.groups import UnreachableError
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
 from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.state_transfer import _parts

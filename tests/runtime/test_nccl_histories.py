@@ -157,7 +157,8 @@ def test_a_broken_transport_is_noticed(
     broken = ModuleType("broken")
     monkeypatch.setitem(sys.modules, broken.__name__, broken)  # where dataclasses look for their annotations
     exec(compile(source, mutation, "exec"), broken.__dict__)
-    for name in module.__all__:
+    own = [name for name, value in vars(broken).items() if getattr(value, "__module__", None) == broken.__name__]
+    for name in own:
         for user in (payloads, group_payloads, nccl_thread, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))

@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KIND", "build", "environment", "is_here", "register", "why_not"]
-
 KIND = "simulated"
 _LIBRARY = "SIMULATED_DEVICE_LIBRARY"
 _SOURCE = Path(__file__).with_name("device.cpp")

@@ -12,8 +12,6 @@ from lightning.pytorch.accelerators import Accelerator
 
 from simulated_device import KIND, is_here
 
-__all__ = ["SimulatedAccelerator", "in_place_of_the_cpu"]
-
 
 class SimulatedAccelerator(Accelerator):
     """One worker per device."""

@@ -5,8 +5,6 @@ import random
 
 import pytest
 
-__all__ = ["ON_DEVICES", "UNSUITED", "choose_for_devices"]
-
 ON_DEVICES = "SIMULATED_DEVICES_IN_TESTS" in os.environ
 
 _HOST = "the test's own code computes with tensors of the host, which Lightning leaves there on any accelerator"

@@ -19,8 +19,6 @@ from lightning_recycle.simulation.policies.recycle import _best_split
 from lightning_recycle.simulation.step_times import distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.training_model import Cluster, one_f_one_b_seconds
 
-__all__ = ["NAIVE", "Naive", "Outcome"]
-
 AGREEMENT = 0.01
 NEVER = float("inf")
 

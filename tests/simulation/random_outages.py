@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from lightning_recycle import simulation as sim
 
-__all__ = ["DURATION", "GRIDS", "outages", "small_model"]
-
 DURATION = 2000.0
 GRIDS = [(1, 2), (2, 2), (3, 2), (3, 4), (4, 3)]
 

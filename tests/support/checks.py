@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_recycle.planning.program import WorkerChecks
 from support.models import GLOBAL_MICROBATCHES
 
-__all__ = ["checked_microbatch"]
-
 
 def checked_microbatch(step: int, pipelines: int) -> int:
     """The number of the micro-batch that each worker is checked on in ``step``, with ``verify=1.0`` and nobody lost."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["differences"]
-
 
 def differences(one: Any, other: Any, tolerance: float, where: str = "") -> Iterator[str]:
     """Each difference, with its place: floats within ``tolerance`` (relative above 1) are the same, all else is equal.

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-__all__ = ["check_examples", "examples"]
-
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:
     """``examples``, a number for :func:`check_examples`, is ``few``, and ``many`` in an exhaustive run."""

@@ -25,8 +25,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["KINDS", "DrawnModule", "OneProcess", "Place", "Recipe", "kept_values", "loader", "recipes"]
-
 PIPELINES, PIPELINE_BATCH, BATCHES, EPOCHS, WIDTH = 2, 8, 4, 2, 6
 STEPS = BATCHES * EPOCHS
 

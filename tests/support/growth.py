@@ -138,17 +138,3 @@ def rejoined(run: L.Trainer) -> list[tuple[int, int]]:
 
 def causes(run: L.Trainer) -> list[str]:
     return [str(event.details["cause"]) for event in happened(run, "failure")]
-
-
-__all__ = [
-    "LONGEST_WAIT",
-    "AwaitReplacement",
-    "AwaitWorkers",
-    "Marks",
-    "Meanwhile",
-    "causes",
-    "happened",
-    "kill",
-    "mark_of",
-    "rejoined",
-]

@@ -24,16 +24,6 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.splitting import SplitTrial
 
-__all__ = [
-    "MESSAGES",
-    "any_message",
-    "assault",
-    "bytes_like_frames",
-    "damaged_frames",
-    "hostile_inputs",
-    "values_of",
-]
-
 MESSAGES: tuple[type[Any], ...] = tuple(
     value
     for value in vars(messages).values()

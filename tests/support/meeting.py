@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from lightning_recycle.runtime.comm.communicator import CommunicationError
 
-__all__ = ["Meeting"]
-
 
 class Meeting:
     """A rendezvous in this process."""

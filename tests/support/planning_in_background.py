@@ -2,8 +2,6 @@
 
 from lightning_recycle.control.plans.planning_queue import PlanningQueue
 
-__all__ = ["is_idle"]
-
 
 def is_idle(planner: PlanningQueue) -> bool:
     """Whether all that was begun is done."""

@@ -8,8 +8,6 @@ import psutil
 
 from support.waiting import wait_for
 
-__all__ = ["descendants", "is_alive", "left_after_a_while", "orphans", "worker_processes"]
-
 
 def is_alive(pid: int) -> bool:
     """Whether there is such a process, and not only what is left of it until its parent has asked for its status."""

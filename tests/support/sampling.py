@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["LONG_SAMPLE", "chooses_by_default", "sampled"]
-
 LONG_SAMPLE = 5
 """How many of the tests marked ``long`` are in a run of all tests."""
 

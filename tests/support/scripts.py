@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["consolidated", "output_of"]
-
 
 def consolidated(folder: str | Path, file: Path) -> Path:
     """Lightning's command, run in this process, makes one checkpoint, ``file``, of the sharded one in ``folder``."""

@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from lightning_recycle.runtime.stage.stage import Stage
 
-__all__ = ["CPU", "SEED", "STEP", "assert_same_bits", "copied", "cut", "generator_left_alone", "gradients", "mse"]
-__all__ += ["train_step"]
-
 CPU = torch.device("cpu")
 SEED, STEP = 7, 3
 

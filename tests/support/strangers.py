@@ -24,8 +24,6 @@ from typing import TypeAlias
 from support.process_tree import worker_processes
 from support.waiting import PATIENCE
 
-__all__ = ["KINDS", "Address", "attack", "knock", "listening", "sequence_numbers", "strangers_at"]
-
 Address: TypeAlias = tuple[str, int]
 
 _LISTEN = "0A"

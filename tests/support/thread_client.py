@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 
 from lightning_recycle.control.client import ControlClient
 
-__all__ = ["ThreadClient"]
-
 
 class _ThreadEnds(BaseException):
     """In the place of the end of the process."""

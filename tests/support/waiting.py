@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["PATIENCE", "line_with", "next_line", "wait_for"]
-
 PATIENCE = 480.0
 """Seconds for what surely comes, on a machine with twenty times as much to do as it can; no test's subject."""
 

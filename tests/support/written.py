@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["written"]
-
 _T = TypeVar("_T")
 _WRITES_NOTHING = ("empty", "view", "slice", "split", "detach", "as_strided", "alias")
 

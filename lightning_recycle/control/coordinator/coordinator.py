@@ -47,8 +47,6 @@ from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = ["Coordinator", "CoordinatorOptions", "WorkerProcess"]
-
 log = logging.getLogger(__name__)
 
 _FROM_OTHER_THREADS = (

@@ -24,10 +24,6 @@ from lightning_recycle.control.protocol.messages import Heartbeat
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState
 
-__all__ = [
-    "FailureDetector",
-]
-
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
 _LEAST_DEAF_SECONDS = 5.0
 _LEAST_STALL_SECONDS = 1.0

@@ -28,8 +28,6 @@ from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.processes import has_ended
 
-__all__ = ["Serving"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began

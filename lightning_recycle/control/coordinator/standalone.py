@@ -45,8 +45,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import Check, shared_options
 from lightning_recycle.processes import die_with_parent
 
-__all__ = ["allow_descriptors", "main"]
-
 log = logging.getLogger(__name__)
 
 _WORKERS = 4096  # as long as nobody knows how many there will be

@@ -22,8 +22,6 @@ from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.processes import thread_states
 
-__all__ = ["WorkerTable"]
-
 _FAREWELL_SECONDS = 0.1  # for a worker that leaves at a step boundary
 _EXIT_SECONDS = 0.02  # for the exit status of a process that has closed its connection
 

@@ -35,14 +35,6 @@ from lightning_recycle.control.protocol.state import MembershipState, initial_st
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended
 
-__all__ = [
-    "Admission",
-    "AdmittingRun",
-    "Readmission",
-    "ReturnStanding",
-    "describe",
-]
-
 log = logging.getLogger(__name__)
 
 _SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once

@@ -23,8 +23,6 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.messages import StopReason
 
-__all__ = ["FAREWELL_SECONDS", "FirstMessage", "Reception", "described"]
-
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 1.0

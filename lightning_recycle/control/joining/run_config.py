@@ -25,19 +25,6 @@ from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planning_options import PlanningOptions
 
-__all__ = [
-    "GROUPS",
-    "CoordinatorOptions",
-    "Overrides",
-    "RunConfig",
-    "WorkerProcess",
-    "complete_settings",
-    "difference",
-    "settings_of",
-    "settle",
-    "where",
-]
-
 _Group = TypeVar("_Group")
 
 _MOST_WORKERS = 100_000

@@ -17,10 +17,6 @@ from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
 from lightning_recycle.control.protocol.positions import Positions
 
-__all__ = [
-    "Vacancies",
-]
-
 log = logging.getLogger(__name__)
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's failure to start and the next try

@@ -28,8 +28,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-__all__ = ["PARTS", "Goodput", "Phase"]
-
 PARTS: Mapping[str, tuple[str, ...]] = {
     "useful": ("training",),
     "bubble": ("training",),

@@ -26,12 +26,6 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.planning.grid import Grid
 
-__all__ = [
-    "Digest",
-    "Event",
-    "History",
-]
-
 log = logging.getLogger(__name__)
 
 _events = logging.getLogger("lightning_recycle.events")

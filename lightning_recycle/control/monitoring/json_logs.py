@@ -33,13 +33,6 @@ from typing import Any
 from lightning_recycle.control.network.addresses import machine_name
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "JsonFormatter",
-    "describe_process",
-    "install_if_wanted",
-    "plain",
-]
-
 _LOGGERS = ("", "lightning_recycle", "lightning", "lightning.pytorch", "lightning.fabric")
 
 _described: Callable[[], Mapping[str, int]] = dict

@@ -24,13 +24,6 @@ from lightning_recycle.control.network.handshake import VERSION
 from lightning_recycle.errors import ControlPlaneError, PlanningError
 from lightning_recycle.planning.schedule import Schedule
 
-__all__ = [
-    "Monitor",
-    "NothingToShow",
-    "RunView",
-    "Views",
-]
-
 log = logging.getLogger(__name__)
 
 _MOST_TIMED, _MOST_DRAWN = 20_000, 4_000  # operations: about 0.1 s of this process' interpreter

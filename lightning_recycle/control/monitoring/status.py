@@ -27,17 +27,6 @@ from lightning_recycle.planning.schedule import Schedule
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = [
-    "SCHEMA",
-    "Plan",
-    "Position",
-    "PositionState",
-    "ProcessLocation",
-    "Status",
-    "metrics",
-    "status_of",
-]
-
 SCHEMA = 1
 """Version of :class:`Status`."""
 

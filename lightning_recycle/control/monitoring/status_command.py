@@ -27,8 +27,6 @@ from typing import Any
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import connect_to, sockets
 
-__all__ = ["main"]
-
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
 _MOST_COLUMNS = 1000  # where the output is no terminal

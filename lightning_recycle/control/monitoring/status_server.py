@@ -39,8 +39,6 @@ from lightning_recycle.control.monitoring.status import Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, shown
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
-__all__ = ["StatusServer", "served"]
-
 log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 16  # at the same time, for each address

@@ -28,21 +28,6 @@ from typing import Any
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "AGENT",
-    "RUN",
-    "accept",
-    "address_from",
-    "connect_to",
-    "http_address",
-    "http_address_from_environment",
-    "listen_at",
-    "listen_here",
-    "machine_name",
-    "shown",
-    "sockets",
-]
-
 log = logging.getLogger(__name__)
 
 _ANY_IPV6 = "::"

@@ -44,17 +44,6 @@ from lightning_recycle.control.protocol.encoding import (
 )
 from lightning_recycle.control.protocol.messages import TO_WORKERS
 
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "SIGN_SECONDS",
-    "EventLoop",
-    "Inbox",
-    "MessageConnection",
-    "NonBlockingConnection",
-    "connect",
-    "connections",
-]
-
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 30.0  # until a worker's machine that does not answer counts as gone

@@ -25,17 +25,6 @@ from enum import Enum
 from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
-__all__ = [
-    "KEY_BYTES",
-    "VERSION",
-    "Handshake",
-    "Refused",
-    "Role",
-    "VersionMismatch",
-    "check_key",
-    "key_from_environment",
-]
-
 # Dynamically: this package imports nothing above itself.
 VERSION = __version__
 """The version of this package."""

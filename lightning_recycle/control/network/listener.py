@@ -28,8 +28,6 @@ from lightning_recycle.control.network.handshake import VERSION, Handshake, Refu
 from lightning_recycle.control.protocol.encoding import SCHEMA
 from lightning_recycle.control.protocol.messages import FIRST
 
-__all__ = ["Listener"]
-
 log = logging.getLogger(__name__)
 
 _STRANGERS = 64  # at the same time, besides one for each worker

@@ -41,15 +41,6 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
-__all__ = [
-    "Assumptions",
-    "Measurements",
-    "OperationSeconds",
-    "StageLevels",
-    "costs_from",
-    "names_of",
-]
-
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]
 """Mean seconds of each kind of operation, by stage and name; empty before the first step."""
 

@@ -40,8 +40,6 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["DriftMonitor", "DriftOptions", "DriftQuestion", "Estimate", "Proposal"]
-
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
 _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
 # Those that a plan has costs for. R is not among them: it gets the time of F, which whoever runs R measures too.

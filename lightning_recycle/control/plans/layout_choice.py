@@ -36,8 +36,6 @@ from lightning_recycle.planning.layouts.layout_search import plan_layout
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
-__all__ = ["LayoutChoice", "Rebalance"]
-
 log = logging.getLogger(__name__)
 
 Rebalance: TypeAlias = Literal["auto", "always", "never"]

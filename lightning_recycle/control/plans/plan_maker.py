@@ -47,15 +47,6 @@ from lightning_recycle.planning.rerouting import alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 
-__all__ = [
-    "PlanMaker",
-    "ReadyPlan",
-    "ReadyPlans",
-    "check_travels",
-    "make_plan",
-    "newest",
-]
-
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 _KEPT = 4_096  # choices; as many plans are never kept
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again

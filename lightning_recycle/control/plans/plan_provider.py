@@ -39,8 +39,6 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["PlanProvider"]
-
 log = logging.getLogger(__name__)
 
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody

@@ -37,8 +37,6 @@ from typing import Any, TypeAlias
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, Question, UnexpectedError, cancelled_by
 
-__all__ = ["InThread", "Job", "PlanningQueue", "Urgency"]
-
 _END_SECONDS = 30.0  # for a user's version of the heuristic that does not look whether its plan is wanted
 
 log = logging.getLogger(__name__)

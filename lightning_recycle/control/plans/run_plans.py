@@ -49,8 +49,6 @@ from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 
-__all__ = ["RunPlans"]
-
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
 _LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact

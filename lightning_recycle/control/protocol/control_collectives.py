@@ -50,20 +50,6 @@ from lightning_recycle.control.protocol.state import (
     end,
 )
 
-__all__ = [
-    "PublishedKeys",
-    "StopPlace",
-    "add_arrival",
-    "add_wish",
-    "check_attendance",
-    "enter_hook",
-    "forget_retracted",
-    "last_point",
-    "settle",
-    "stop_point",
-]
-
-
 _ON_ALL = (
     "Whatever waits for all workers (self(x) with several stages, all_gather, reduce, broadcast, barrier, saving a"
     " checkpoint) must be called on all of them, not behind trainer.is_global_zero or rank_zero_only"

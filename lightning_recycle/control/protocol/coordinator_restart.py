@@ -57,19 +57,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.planning.grid import Grid
 
-__all__ = [
-    "JournaledState",
-    "MessageRecord",
-    "Over",
-    "adopted",
-    "durable",
-    "events",
-    "kept",
-    "order",
-    "rebuilt",
-    "revived",
-]
-
 _ORDER: tuple[type[Any], ...] = (
     messages.Restored,
     messages.Applied,

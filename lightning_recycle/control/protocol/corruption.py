@@ -23,24 +23,6 @@ from typing import TypeAlias
 
 from lightning_recycle.control.protocol.messages import Checked, Disputed
 
-__all__ = [
-    "EXCUSES_ALL",
-    "FINITE",
-    "IS_FINITE",
-    "MAX_EXCUSED",
-    "NOT_FINITE",
-    "POLICIES",
-    "Checks",
-    "Culprit",
-    "Dispute",
-    "Finding",
-    "Undecided",
-    "decide",
-    "differing",
-    "judge",
-    "own_error",
-]
-
 POLICIES = ("evict", "raise")
 """Consequence for a worker that holds wrong bits."""
 

@@ -48,17 +48,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.control.protocol.step_boundary import dismiss
 
-__all__ = [
-    "add_checked",
-    "call_vote",
-    "compare",
-    "on_disputed",
-    "on_incomparable",
-    "on_not_finite",
-    "on_voted",
-    "settle_inspection",
-]
-
 
 def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
     """A worker told what it holds after a step."""

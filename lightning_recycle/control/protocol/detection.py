@@ -36,20 +36,6 @@ from typing import TypeAlias
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning.grid import OpKind, Worker
 
-__all__ = [
-    "PATIENCE",
-    "DetectionState",
-    "Observation",
-    "Overdue",
-    "Ruling",
-    "Sign",
-    "Standing",
-    "StepPoint",
-    "everybody_waits",
-    "review",
-    "sign_of_work",
-]
-
 _RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
 StepPoint: TypeAlias = tuple[int, str]

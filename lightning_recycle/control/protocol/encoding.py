@@ -26,8 +26,6 @@ import msgspec
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.errors import ControlPlaneError, ReCycleError
 
-__all__ = ["HEADER_BYTES", "SCHEMA", "BadMessageError", "decode", "encode", "parse_header"]
-
 
 class BadMessageError(ControlPlaneError):
     """Bytes that are no message, or a message that may not be sent here and now; its connection is closed."""

@@ -26,16 +26,6 @@ from typing import TypeAlias
 
 from lightning_recycle.control.protocol.messages import Raised
 
-__all__ = [
-    "OUTSIDE",
-    "Pair",
-    "Remembered",
-    "Verdict",
-    "choose_evictions",
-    "judge",
-    "remember",
-]
-
 OUTSIDE = -1
 """The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
 

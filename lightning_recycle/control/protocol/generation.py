@@ -42,17 +42,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-__all__ = [
-    "MAX_DISTURBANCES",
-    "begin",
-    "begin_unless_over",
-    "on_broken",
-    "on_grace_elapsed",
-    "on_raised",
-    "on_undo",
-    "with_leader",
-]
-
 MAX_DISTURBANCES = 3
 """Regroups in a row without a loss and without a committed step, after which the run is abandoned."""
 

@@ -22,17 +22,6 @@ from lightning_recycle.control.protocol.state import LayoutReady, LayoutState, M
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts.cuts import are_bounds, held_ranges
 
-__all__ = [
-    "Transfer",
-    "has_ties",
-    "is_layout",
-    "on_layers_held",
-    "on_layout_ready",
-    "on_layout_wanted",
-    "ranges",
-    "transfers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

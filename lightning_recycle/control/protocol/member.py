@@ -24,8 +24,6 @@ from lightning_recycle.control.protocol.coordinator_restart import MessageRecord
 from lightning_recycle.control.protocol.recovery import WorkerStatus
 from lightning_recycle.planning.program import Program
 
-__all__ = ["Go", "Hold", "Interrupted", "Member"]
-
 
 class Interrupted(Exception):
     """A new generation was announced: stop and regroup."""

@@ -62,8 +62,6 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-__all__ = ["objection", "transition"]
-
 _OF_OTHERS = (
     messages.Heartbeat,
     messages.Ready,

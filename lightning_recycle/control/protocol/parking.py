@@ -26,8 +26,6 @@ from collections.abc import Collection, Mapping
 from lightning_recycle.control.protocol.recovery import WorkerStatus, committed_version
 from lightning_recycle.control.protocol.state import Command, Evict, MembershipState, Next, Record
 
-__all__ = ["assemble", "park", "release", "release_outdated", "without_latecomers"]
-
 _STEPS = 2  # behind the others, from which on what a parked worker holds is of no use
 
 

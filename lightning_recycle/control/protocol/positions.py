@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from lightning_recycle.planning.grid import Grid, Worker
 
-__all__ = ["Positions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Positions:

@@ -38,27 +38,6 @@ from typing import TypeAlias
 
 from lightning_recycle.errors import ReCycleError
 
-__all__ = [
-    "Action",
-    "Adopt",
-    "Adoption",
-    "Apply",
-    "AwaitPeers",
-    "CommitTogether",
-    "Decision",
-    "Forget",
-    "Give",
-    "Part",
-    "Serve",
-    "Settle",
-    "Take",
-    "WorkerStatus",
-    "actions",
-    "committed_version",
-    "decide",
-    "part_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:

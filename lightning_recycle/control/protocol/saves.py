@@ -29,8 +29,6 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import SaveFailure, SavePhase, SaveStatus
 from lightning_recycle.control.protocol.state import MembershipState, Next, Record, SaveState, Send
 
-__all__ = ["announce", "batch_number", "begin", "begun_by", "end_one", "settle", "status"]
-
 _COUNTS = 1 << 32  # more batches than a run has
 
 

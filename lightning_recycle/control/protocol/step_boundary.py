@@ -33,21 +33,6 @@ from lightning_recycle.control.protocol.state import (
     after,
 )
 
-__all__ = [
-    "dismiss",
-    "doubt",
-    "drop_candidate",
-    "on_at_boundary",
-    "on_differs",
-    "on_entered",
-    "on_leave",
-    "on_move_planned",
-    "on_paused",
-    "on_plan_ready",
-    "on_ready",
-    "pause_if_wanted",
-]
-
 
 def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     """A worker is set up and waits to be let in."""

@@ -29,17 +29,6 @@ from lightning_recycle.control.protocol.state import (
     end,
 )
 
-__all__ = [
-    "add_applied",
-    "add_commit",
-    "add_losses",
-    "add_pass",
-    "count_steps",
-    "forget_unproven",
-    "on_restored",
-    "settle",
-]
-
 _SAME_ON_ALL = (
     "Hooks, callbacks and schedulers must do the same on all workers: decide on values that are the same everywhere,"
     " such as trainer.callback_metrics, and keep what you base decisions on in state_dict(), so that a replacement has"

@@ -38,8 +38,6 @@ from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
-__all__ = ["solve"]
-
 _THREADS_FOR_ALL = 8
 """With so many threads CP-SAT gives each of its main methods one."""
 

@@ -46,17 +46,6 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import NOT_ASKED, PlanResult, Schedule, SolverUse, best_of, proven
 from lightning_recycle.planning.validation import validate
 
-__all__ = [
-    "BACKENDS",
-    "GRACE",
-    "ExactPlanner",
-    "Solver",
-    "SolverOutcome",
-    "SolverTask",
-    "improve",
-    "run_solver",
-]
-
 log = logging.getLogger(__name__)
 
 GRACE = 3.0

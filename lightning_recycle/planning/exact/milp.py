@@ -51,8 +51,6 @@ from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
-__all__ = ["solve"]
-
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
 _REMEDIES = {
     "cbc": "pip install --force-reinstall mip",

@@ -50,18 +50,6 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
 
-__all__ = [
-    "Family",
-    "Placement",
-    "Route",
-    "Step",
-    "TimeIndexedProblem",
-    "common_slot",
-    "discretize",
-    "placements",
-    "schedule_from_placements",
-]
-
 _KINDS = {
     OpKind.FORWARD: FORWARD,
     OpKind.BACKWARD_INPUT: BACKWARD,

@@ -41,15 +41,6 @@ from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
-__all__ = [
-    "DEFAULT_EFFORT",
-    "HeuristicPlanner",
-    "VariedPlanner",
-    "heuristic",
-    "heuristic_with_variation",
-    "with_memory_descent",
-]
-
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
 operations than this get only a few rules."""

@@ -38,8 +38,6 @@ from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, assemble, best_timing, interleave
 
-__all__ = ["NO_EXPRESS", "Express", "Rule", "one_f_one_b", "play", "zero_bubble"]
-
 _NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], [], []
 
 

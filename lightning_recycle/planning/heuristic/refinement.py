@@ -50,8 +50,6 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import EQUALLY_FAST, Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, Timing, best_timing, retime
 
-__all__ = ["with_fused_backwards", "with_least_memory", "with_recomputation"]
-
 
 def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
     """The sequence with such pairs fused, and its times.

@@ -39,8 +39,6 @@ from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Exp
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
-__all__ = ["Solution", "search"]
-
 _SEED = 1
 _SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.

@@ -52,24 +52,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import least_maximum
 
-__all__ = [
-    "Bounds",
-    "Cut",
-    "Stages",
-    "are_bounds",
-    "are_whole",
-    "bounds_of",
-    "check_cuts",
-    "even_cuts",
-    "fastest_cut",
-    "held_ranges",
-    "parts_of",
-    "rounded",
-    "shared_layers",
-    "shares",
-    "smooth_counts",
-]
-
 Bounds: TypeAlias = tuple[float, ...]
 """Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``; see the module."""
 

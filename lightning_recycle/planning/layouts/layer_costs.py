@@ -41,8 +41,6 @@ from lightning_recycle.planning.layouts.cuts import (
 )
 from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
 
-__all__ = ["LayerCosts", "LayerMove", "Traffic", "layer_moves", "traffic"]
-
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
 _BYTES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "optimizer_bytes")
 

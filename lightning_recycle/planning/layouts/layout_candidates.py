@@ -51,24 +51,6 @@ from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lo
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
-__all__ = [
-    "LEAST_GAIN",
-    "LLAMA3_WORKER_SECONDS",
-    "Candidate",
-    "FailureRecord",
-    "Judge",
-    "Judgement",
-    "Layout",
-    "LayoutPlan",
-    "Way",
-    "chosen_of",
-    "is_better",
-    "judged",
-    "judgement_of",
-    "shown",
-    "with_variation",
-]
-
 _LARGER_SIZE = 0.25  # by the prior, a failure of n + 1 workers at once is so much as likely as one of n
 _LARGER = 8  # sizes of failures that are looked at beyond those that are needed or were seen
 

@@ -64,8 +64,6 @@ from lightning_recycle.planning.normalization import (
 )
 from lightning_recycle.planning.problem import Problem, lower_bound
 
-__all__ = ["plan_layout"]
-
 _TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
 _SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACK = 0.005  # of the least bottleneck: with a slightly larger load, stages may share fewer layers

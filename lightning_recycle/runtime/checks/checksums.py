@@ -27,8 +27,6 @@ from torch import Tensor
 
 from lightning_recycle.tensor_memory import local_part, memory_of
 
-__all__ = ["checksum"]
-
 _ROW = 4096  # integers; the weights of a row stay in the cache
 _BLOCK_ROWS = {"cpu": 16}  # rows that are multiplied at once: what stays in the cache
 _MOST_ROWS = 1024  # elsewhere: 32 MiB of products

@@ -22,16 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.corruption import FINITE, NOT_FINITE
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecorder, Recomputation, is_sound, tensors_of
 from lightning_recycle.runtime.checks.verification import Verifier
 from lightning_recycle.runtime.stage.stage import Stage
-
-__all__ = ["FiniteChecks"]
 
 _VERDICT_TIMEOUT = 600.0  # seconds until a generation begins in which the step is inspected
 

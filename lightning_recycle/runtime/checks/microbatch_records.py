@@ -29,17 +29,6 @@ from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import local_part, put_together, take_apart
 from lightning_recycle.torch_internals import foreach_add_, version_of
 
-__all__ = [
-    "WEIGHT_GRADIENT",
-    "GradientsApart",
-    "MicrobatchRecord",
-    "MicrobatchRecorder",
-    "Recomputation",
-    "is_sound",
-    "mapped",
-    "tensors_of",
-]
-
 log = logging.getLogger(__name__)
 
 _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"

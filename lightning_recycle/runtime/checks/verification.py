@@ -31,8 +31,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
@@ -45,13 +46,13 @@ from lightning_recycle.runtime.checks.microbatch_records import (
     mapped,
     tensors_of,
 )
-from lightning_recycle.runtime.comm.communicator import Channel, Communicator, Incoming
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.comm.stage_messages import Incoming
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.transports import Channel
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import put_together, take_apart
-
-__all__ = ["Verifier"]
 
 log = logging.getLogger(__name__)
 

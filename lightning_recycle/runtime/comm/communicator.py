@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_recycle.runtime.comm.connections import Connections
-from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
-from lightning_recycle.runtime.comm.groups import CommunicationError, Rendezvous, UnreachableError
-from lightning_recycle.runtime.comm.stage_messages import Incoming, StageMessages
-from lightning_recycle.runtime.comm.transports import Channel, Transport
+from lightning_recycle.runtime.comm.group_sums import GroupSums
+from lightning_recycle.runtime.comm.groups import CommunicationError, Rendezvous
+from lightning_recycle.runtime.comm.stage_messages import StageMessages
+from lightning_recycle.runtime.comm.transports import Transport
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
-
-__all__ = ["Channel", "CommunicationError", "Communicator", "Incoming", "Reduction", "UnreachableError"]
 
 
 class Communicator:

@@ -38,8 +38,6 @@ from lightning_recycle.runtime.machine_errors import is_machine_error
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
-__all__ = ["LAST_LOOK", "LOOK", "Connections", "keep_for_ever", "tie_name"]
-
 LOOK = timedelta(seconds=0.1)
 """Between checks whether the generation was aborted."""
 

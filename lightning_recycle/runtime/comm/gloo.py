@@ -41,8 +41,6 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from lightning_recycle.runtime.comm.sockets import Doorbell, drop_everything, hang_up, inode_of
 
-__all__ = ["Device", "UnsupportedError", "set_timeout"]
-
 _DOORBELLS = "127.0.0.1"
 _DEVICES = "127.0.0.2"  # higher than that of the doorbells
 _LOCAL_CONNECT = timedelta(seconds=5)  # the kernel answers in microseconds

@@ -20,8 +20,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from lightning_recycle.runtime.comm.connections import LAST_LOOK, Connections, keep_for_ever, tie_name
 from lightning_recycle.runtime.comm.groups import Group
 
-__all__ = ["GroupSums", "Reduction"]
-
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
 _DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)

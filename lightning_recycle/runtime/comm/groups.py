@@ -31,8 +31,6 @@ from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError
 from lightning_recycle.runtime.comm.peer_auth import Gate, Link, connect
 from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets, inode_of, unreachable
 
-__all__ = ["CommunicationError", "Group", "GroupFactory", "GroupPlan", "Rendezvous", "UnreachableError"]
-
 _CONNECT_SECONDS = 5.0  # once the addresses are known
 
 

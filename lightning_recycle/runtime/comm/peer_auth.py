@@ -39,8 +39,6 @@ from typing import NamedTuple, TypeAlias
 from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.runtime.comm.sockets import address_of, dial, listen
 
-__all__ = ["Gate", "Link", "Refusal", "accepting", "connect", "dialing", "name_of"]
-
 log = logging.getLogger(__name__)
 
 _RANDOM = _CODE = 32  # bytes of a random number, and of a name or a proof

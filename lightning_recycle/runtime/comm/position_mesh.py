@@ -40,8 +40,6 @@ from lightning_recycle.runtime.comm.groups import CommunicationError, Group, Gro
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 from lightning_recycle.torch_internals import tree_leaves, tree_map_only
 
-__all__ = ["MemberGroup", "PositionMesh", "ranks_by_group"]
-
 _WHOLE = "position"
 _PREFIX = "recycle"
 _COLLECTIVES = tuple(

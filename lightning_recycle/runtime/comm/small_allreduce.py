@@ -26,8 +26,6 @@ from torch import Tensor
 
 from lightning_recycle.runtime.comm.wire import sum_of_bytes
 
-__all__ = ["SmallAllreduce"]
-
 _MOST_BYTES = 256 * 1024  # that a worker sends to all others together; above, Gloo is as fast or faster (measured)
 _HEADER = struct.Struct("=QQQ8x")  # number of the sum, bytes that follow, their sum; a multiple of the largest item
 

@@ -30,20 +30,6 @@ from collections.abc import Iterable, Mapping
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "CHECK_SECONDS",
-    "Doorbell",
-    "OpenSockets",
-    "address_of",
-    "answer_only",
-    "dial",
-    "drop_everything",
-    "hang_up",
-    "inode_of",
-    "listen",
-    "unreachable",
-]
-
 # From asm-generic/socket.h; the socket module does not have it.
 _SO_ATTACH_FILTER = 26
 

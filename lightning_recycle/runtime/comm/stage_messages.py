@@ -43,8 +43,6 @@ from lightning_recycle.runtime.comm.wire import (
     sum_of_tensors,
 )
 
-__all__ = ["EXCHANGE_TAG", "SMALL_BYTES", "Incoming", "StageMessages"]
-
 SMALL_BYTES = 64 * 1024
 """Posted for a tag before its first message."""
 

@@ -21,8 +21,6 @@ from lightning_recycle.runtime.comm.transports import Channel
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS
 from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
-__all__ = ["receive_object", "send_object"]
-
 _PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
 _PARTS_AT_ONCE = 16
 _TAGS = range(EXCHANGE_TAG + 1, EXCHANGE_TAG + 1 + _PARTS_AT_ONCE)

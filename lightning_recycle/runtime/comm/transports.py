@@ -34,17 +34,6 @@ from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, 
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS, ValueLayout
 
-__all__ = [
-    "TAGS",
-    "Channel",
-    "CommunicationOptions",
-    "HostMemory",
-    "Rosters",
-    "Transport",
-    "receive_all",
-    "send_all",
-]
-
 TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
 _PAYLOAD = 2  # the first of them that payloads use
 _PACKED_BYTES = 4 * 1024 * 1024  # above this, copying into one message costs more than a second message

@@ -24,8 +24,6 @@ from torch import Tensor
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.tensor_memory import memory_of
 
-__all__ = ["HEADER_BYTES", "LAYOUT_BYTES", "MAX_TENSORS", "Value", "ValueLayout", "sum_of_bytes", "sum_of_tensors"]
-
 Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
 """A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
 

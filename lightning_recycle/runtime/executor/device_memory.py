@@ -21,19 +21,6 @@ from torch import Tensor
 from lightning_recycle.devices import free_and_total, is_accelerator, peak_allocated_bytes, reset_peak_allocated
 from lightning_recycle.torch_internals import tree_leaves
 
-__all__ = [
-    "device_bytes",
-    "device_place",
-    "free_bytes",
-    "machine_bytes",
-    "peak_bytes",
-    "process_bytes",
-    "reset_peak",
-    "saved_tensors",
-    "storage_bytes",
-    "tensor_bytes",
-]
-
 
 @contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:

@@ -17,10 +17,10 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import (
     Action,
@@ -40,7 +40,7 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Op, OpKind
 from lightning_recycle.planning.program import Program
-from lightning_recycle.runtime.comm.communicator import CommunicationError, UnreachableError
+from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
 from lightning_recycle.runtime.executor.forwards import Forwards
@@ -49,8 +49,6 @@ from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRu
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
 from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
-
-__all__ = ["Executor"]
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
 
-__all__ = ["ExecutorCallbacks", "MicrobatchValues", "RecordOutput", "StepResult"]
-
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 """(output, target, number of samples) of a micro-batch -> what must reach all workers."""
 

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_recycle.control.client import Interrupted
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.comm.communicator import Channel
+from lightning_recycle.runtime.comm.transports import Channel
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput
 from lightning_recycle.runtime.executor.step_runner import StepRunner
-
-__all__ = ["Forwards"]
 
 
 class Forwards:

@@ -57,8 +57,6 @@ from lightning_recycle.runtime.executor.timings import Timings
 from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 from lightning_recycle.tensor_memory import local_part
 
-__all__ = ["FirstSteps", "StepMeasurements", "processors_of"]
-
 _MEMORY = 2  # the step in which memory is measured: the first one compiles, warms up, and creates the optimizer's state
 _TRIAL_STEPS = 4  # in each of which both kinds are measured if a worker has two micro-batches
 _PROFILED = 9  # steps before the profile, of which the first three are no measure

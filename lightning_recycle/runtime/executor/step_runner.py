@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import part_of
 from lightning_recycle.data.steps import StepHandle, StepSource
@@ -39,7 +40,9 @@ from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
 from lightning_recycle.runtime.checks.microbatch_records import Recomputation
 from lightning_recycle.runtime.checks.verification import Verifier
-from lightning_recycle.runtime.comm.communicator import Channel, Communicator, Incoming
+from lightning_recycle.runtime.comm.communicator import Communicator
+from lightning_recycle.runtime.comm.stage_messages import Incoming
+from lightning_recycle.runtime.comm.transports import Channel
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
 from lightning_recycle.runtime.executor.speculative_commit import (
     CommitPayload,
@@ -52,8 +55,6 @@ from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
-
-__all__ = ["READING", "Attempt", "Step", "StepRunner"]
 
 log = logging.getLogger(__name__)
 

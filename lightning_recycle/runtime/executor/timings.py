@@ -18,8 +18,6 @@ import torch
 from lightning_recycle.devices import await_stream, is_accelerator, new_event
 from lightning_recycle.planning.grid import OpKind
 
-__all__ = ["Timings"]
-
 _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
 
 

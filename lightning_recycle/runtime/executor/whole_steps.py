@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.control.client import ControlClient, Interrupted
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
 from lightning_recycle.runtime.comm.communicator import Communicator
@@ -48,8 +49,6 @@ from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallba
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, CommitRules
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle
-
-__all__ = ["Lockstep", "StepPath", "StepState", "WholeStepMicrobatch", "WholeStepRunner"]
 
 _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2

@@ -42,8 +42,6 @@ from lightning_recycle.runtime.nccl.nccl_comms import Comms, Place
 from lightning_recycle.runtime.nccl.nccl_library import Event, NcclError, NcclLibrary, Streams
 from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
-__all__ = ["Collective", "GroupPayloads"]
-
 _GROUPS = 254  # the channel of notes about groups
 _TRIAL_NUMBERS = 1 << 18  # summed to connect a group: NCCL connects what it uses for sums of about this size (1 MiB)
 

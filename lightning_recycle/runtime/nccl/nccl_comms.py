@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from lightning_recycle.runtime.nccl.nccl_library import NcclComm, NcclError, NcclLibrary
 from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note
 
-__all__ = ["Comms", "Kept", "Place", "abort_together", "group_places", "kept_by_all", "pair", "successors"]
-
 log = logging.getLogger(__name__)
 
 _PAIR = -1

@@ -31,21 +31,6 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 
-__all__ = [
-    "SUMMED",
-    "UNIQUE_ID_BYTES",
-    "CudaStreams",
-    "Event",
-    "Libnccl",
-    "NcclComm",
-    "NcclError",
-    "NcclLibrary",
-    "Stream",
-    "Streams",
-    "device_name",
-    "ignore_recordings",
-]
-
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 

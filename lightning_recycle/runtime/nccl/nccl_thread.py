@@ -35,8 +35,6 @@ from lightning_recycle.runtime.nccl.nccl_library import Streams
 from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
-__all__ = ["ABORT_SECONDS", "NcclOps", "NcclThread"]
-
 
 class NcclOps:
     """The communicators of one worker in one generation, and what goes over them.

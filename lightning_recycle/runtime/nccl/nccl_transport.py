@@ -60,8 +60,6 @@ from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, N
 from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
 from lightning_recycle.runtime.nccl.pending_op import Note
 
-__all__ = ["TIMEOUT_SECONDS", "NcclTransport", "check_transport", "transport_for"]
-
 log = logging.getLogger(__name__)
 
 _LINKS = "payloads"  # name of the group of links

@@ -36,8 +36,6 @@ from lightning_recycle.runtime.nccl.nccl_comms import Comms, pair
 from lightning_recycle.runtime.nccl.nccl_library import Event, NcclError, NcclLibrary, Streams
 from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
 
-__all__ = ["Payloads", "Receiving", "Sending"]
-
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator of a directed pair
 _FIRST: Key = (255, 0)  # of the payload by which a pair is connected
 

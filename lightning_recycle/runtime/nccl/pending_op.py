@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, Event, NcclComm, NcclLibrary, Stream
 
-__all__ = ["Key", "Kind", "Note", "PendingOp"]
-
 
 @dataclass(eq=False)
 class PendingOp:

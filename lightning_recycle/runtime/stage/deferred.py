@@ -42,8 +42,6 @@ from torch import Tensor, nn
 
 from lightning_recycle.devices import UNSAFE_IN_GRAPHS
 
-__all__ = ["Defer", "WeightGradQueue", "defer_weight_grad", "define_linear", "intercept_linear"]
-
 Defer = Callable[[Tensor, Tensor | None, Tensor, Tensor], bool]
 """(weight, bias, x, gradient of the output) -> whether the gradients of weight and bias are computed later, from the
 tensors ``x`` (rows, in) and gradient (rows, out)."""

@@ -17,8 +17,6 @@ from torch import nn
 
 from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_root
 
-__all__ = ["FullyShardedLayers", "can_be_reset", "fully_sharded_modules", "unsharded_class"]
-
 
 def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Those of ``modules`` and their submodules that ``fully_shard`` was called for."""

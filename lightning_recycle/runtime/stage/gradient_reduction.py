@@ -46,8 +46,6 @@ from lightning_recycle.runtime.comm.group_sums import GroupSums, Reduction
 from lightning_recycle.runtime.stage.gradients import Bucket, GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 
-__all__ = ["BucketedReduction"]
-
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 
 

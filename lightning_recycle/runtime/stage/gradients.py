@@ -45,8 +45,6 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.tensor_memory import local_part, sharded_like
 from lightning_recycle.torch_internals import foreach_add_, foreach_norm, version_of
 
-__all__ = ["Bucket", "GradientBuffers", "Share"]
-
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor

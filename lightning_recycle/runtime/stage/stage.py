@@ -33,8 +33,6 @@ from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_
 from lightning_recycle.runtime.stage.fully_sharded import FullyShardedLayers
 from lightning_recycle.tensor_memory import whole
 
-__all__ = ["SavedInput", "Sharing", "Stage"]
-
 Value = Tensor | tuple[Tensor | None, ...]
 Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
 """(layers of a stage, index of a micro-batch, or None for what is none) -> (those of them that it runs there, the index

@@ -38,8 +38,6 @@ from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import is_sharded, local_part
 from lightning_recycle.torch_internals import foreach_copy_
 
-__all__ = ["LayerKeeper", "LayerMoves", "Shadow", "StageBundle", "StageTies"]
-
 
 @dataclass(frozen=True)
 class StageBundle:

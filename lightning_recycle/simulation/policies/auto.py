@@ -55,8 +55,6 @@ from lightning_recycle.simulation.policies.policy import (
 from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["Auto"]
-
 _DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
 _LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
 

@@ -31,9 +31,6 @@ from lightning_recycle.simulation.policies.whole_pipelines import Teams, assembl
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
 
-__all__ = ["Oobleck", "cut", "iteration_estimate", "least_nodes", "pipelines_step", "share_batch", "stage_ranges"]
-
-
 _PARAMETER_BYTES = 4.0
 
 

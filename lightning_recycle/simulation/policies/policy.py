@@ -58,26 +58,6 @@ from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, S
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = [
-    "CHECKPOINTS",
-    "MEASURED_AGREEMENT",
-    "CheckpointCosts",
-    "CheckpointKind",
-    "Configuration",
-    "Context",
-    "Downtime",
-    "Loss",
-    "Policy",
-    "Reaction",
-    "Trigger",
-    "agreement_seconds",
-    "best_interval",
-    "checkpoint_costs",
-    "is_covered",
-    "pauses",
-    "stopped",
-]
-
 
 class Loss(Enum):
     """Training that an event undoes; undone samples are trained again and counted once."""

@@ -24,9 +24,6 @@ from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, pipeline_ste
 from lightning_recycle.simulation.training_model import TrainingModel
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = ["Bamboo", "Varuna"]
-
-
 _COPIES = 2  # stages whose state and activations a worker holds
 _SLOWDOWN = 1.5  # factor on the step time while a worker runs two stages
 _RECONFIGURE, _RENDEZVOUS = 20.0, 30.0  # seconds for a planned reconfiguration, and to restart after a fatal failure

@@ -28,8 +28,6 @@ from lightning_recycle.simulation.step_times import ScheduleName, distribution, 
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
 from lightning_recycle.simulation.units import Duration, keep_seconds
 
-__all__ = ["Elastic", "ElasticLayers", "Placement", "Recycle"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

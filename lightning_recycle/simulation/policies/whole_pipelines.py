@@ -22,8 +22,6 @@ from lightning_recycle.simulation.policies.policy import (
 )
 from lightning_recycle.simulation.step_times import SCHEDULES, pipeline_step, planned_step
 
-__all__ = ["DropReplica", "FaultFree", "Merge", "Restart", "Spares", "Teams", "assemble_teams", "whole_pipelines"]
-
 Teams = tuple[tuple[int, ...], ...]
 """Pipelines as tuples of physical workers, by stage."""
 

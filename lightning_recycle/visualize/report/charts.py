@@ -14,21 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-__all__ = [
-    "Axis",
-    "Picture",
-    "Point",
-    "Segment",
-    "Series",
-    "Shape",
-    "line_chart",
-    "linear",
-    "logarithmic",
-    "row_chart",
-    "step_chart",
-    "swatch",
-]
-
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 420.0, 46.0, 12.0, 50.0, 42.0
 _PLOT = 190.0
 _MARKERS = {

@@ -24,8 +24,6 @@ from lightning_recycle.visualize.report.charts import swatch
 from lightning_recycle.visualize.report.records import POLICIES, Record, number
 from lightning_recycle.visualize.report.sections import sections_of
 
-__all__ = ["render_report"]
-
 _NARROW = 0.005
 
 Scenes = Mapping[str, Mapping[tuple[str, str], Record]]

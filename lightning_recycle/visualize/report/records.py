@@ -20,29 +20,6 @@ from typing import Any, TypeVar
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.visualize.report.charts import Series
 
-__all__ = [
-    "EXPERIMENT_FILE",
-    "LEAST_RUNS",
-    "POLICIES",
-    "RESULT_SCHEMA",
-    "Record",
-    "Variants",
-    "assumptions_text",
-    "by",
-    "cost_of",
-    "duration_text",
-    "error",
-    "failures_text",
-    "load_results",
-    "missing_results",
-    "model_text",
-    "models_of",
-    "number",
-    "policy_text",
-    "protocol_text",
-    "setting_text",
-]
-
 Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 

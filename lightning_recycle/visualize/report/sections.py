@@ -42,8 +42,6 @@ from lightning_recycle.visualize.report.records import (
     setting_text,
 )
 
-__all__ = ["Cell", "Charts", "Legend", "Paragraph", "Section", "Table", "averaged", "sections_of"]
-
 _BINS = 72
 _MOST_PICTURES = 8
 _RATIO = "throughput / fault-free 1F1B"
