@@ -27,7 +27,7 @@ from chaos.diary import Diary, audit, read_entries
 from chaos.disturbance import LateFaults, Pace
 from chaos.reference import reference
 from chaos.scenario import GLOBAL_BATCH, GLOBAL_MICROBATCHES, SAMPLES, Scenario
-from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, step_of, without_starts
+from chaos.state import CHECKPOINTS, collect, compare, missing_checkpoints, rows_of, without_starts
 from chaos.training import (
     ChaosModel,
     LayersMove,
@@ -94,7 +94,6 @@ class _Run:
     trainer: L.Trainer
     joins: list[str] = field(default_factory=list)  # what is wrong with workers that joined
     rows: list[dict[str, float]] = field(default_factory=list)  # of a training that a signal ended
-    resumed_at: int = 0
 
 
 def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECONDS) -> Result:
@@ -115,7 +114,7 @@ def run_scenario(scenario: Scenario, place: Workplace, limit: float = LIMIT_SECO
         ended = _fit(run, limit)
         if scenario.family == "signals" and ended.startswith("in SystemExit"):
             saved = next(directory.glob("hpc_ckpt_*.ckpt"), None)
-            ended = f"{ended}, and saved nothing" if saved is None else _resume(run, saved, limit)
+            ended = f"{ended}, and saved nothing" if saved is None else _resume(run, limit)
         problems = _what_is_wrong(run, ended)
         if ended == _AS_IT_SHOULD:
             difference = distance(run.model.state_dict(), reference(scenario.recipe)["weights"])
@@ -195,10 +194,9 @@ def _join(scenario: Scenario, directory: Path, checkpoints: Path) -> None:
         trainer.fit(make_model(scenario.recipe), loader, validation)
 
 
-def _resume(run: _Run, saved: Path, limit: float) -> str:
+def _resume(run: _Run, limit: float) -> str:
     """Whoever starts the same script again after a signal has a new Trainer; nothing more happens to it."""
     run.rows = rows_of(run.directory)
-    run.resumed_at = torch.load(saved, weights_only=False)["global_step"]
     run.model = make_model(run.scenario.recipe)
     calm = replace(run.scenario, faults=(), flips=(), late_faults=(), troubles=())
     run.trainer = _trainer(calm, run.directory, run.checkpoints, run.disks)
@@ -234,10 +232,8 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
         return [f"it ended {ended}"]
     found = collect(run.trainer, run.model, run.directory, run.checkpoints)
     found["rows"] = [*run.rows, *found["rows"]]
-    if scenario.on_stage_lost == "restart":
-        run.resumed_at = _restarted_at(run)
-    expected = reference(recipe, run.resumed_at)
-    if scenario.on_stage_lost == "restart":
+    expected = reference(recipe)
+    if scenario.family == "signals":  # a second call of fit
         found, expected = without_starts(found), without_starts(expected)
     fills = [trouble for trouble in scenario.troubles if trouble.kind == "fill-disk"]
     problems = run.joins + list(compare(found, expected, scenario.starts_again, saves_everything=not fills))
@@ -250,14 +246,6 @@ def _what_is_wrong(run: _Run, ended: str) -> list[str]:
     entries = read_entries(run.directory / "diary")
     numbers = recipe.steps, GLOBAL_MICROBATCHES, SAMPLES, GLOBAL_BATCH
     return problems + audit(entries, scenario.stages, *numbers, scenario.members)
-
-
-def _restarted_at(run: _Run) -> int:
-    """The step of the checkpoint that the run went on from after it had lost a stage."""
-    history: Sequence[Event] = run.trainer.strategy.history  # type: ignore[attr-defined]
-    lost = max(index for index, event in enumerate(history) if event.kind == "stage_lost")
-    saved = [str(event.details["path"]) for event in history[:lost] if event.kind == "saved"]
-    return step_of(Path(saved[-1]))
 
 
 @contextlib.contextmanager

@@ -135,11 +135,7 @@ def collect(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, ch
 
 
 def without_starts(value: Any) -> Any:
-    """``value`` without the number of calls of ``on_train_start``.
-
-    After the loss of a stage callbacks hold what they held at the checkpoint, also of that; after Lightning's own
-    resuming, one call more.
-    """
+    """``value`` without the number of calls of ``on_train_start``."""
     if isinstance(value, dict):
         return {key: without_starts(item) for key, item in value.items() if key != "on_train_start"}
     return value

@@ -297,8 +297,8 @@ QUIET = Scenario(seed=1, family="faults", pipelines=1, stages=1)
 def test_a_scenario_that_is_not_exact_is_reported(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> None:
     from chaos import run
 
-    def wrong(recipe: Recipe, resumed_at: int = 0) -> dict[str, Any]:
-        state = copy.deepcopy(reference(recipe, resumed_at))
+    def wrong(recipe: Recipe) -> dict[str, Any]:
+        state = copy.deepcopy(reference(recipe))
         state["weights"]["layers.0.bias"] += 1e-9
         state["progress"]["global_step"] += 1
         return state

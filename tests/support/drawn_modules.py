@@ -217,8 +217,7 @@ class Noting(Places):
 
     def __init__(self, inputs: int, outputs: int, norm: str = "") -> None:
         super().__init__()
-        # With one, its gradient before a BatchNorm is what rounding leaves, which Adam makes large.
-        linear = nn.Linear(inputs, outputs, bias=norm != "batch").double()
+        linear = nn.Linear(inputs, outputs).double()
         wrap = {"spectral": parametrizations.spectral_norm, "weight": parametrizations.weight_norm}.get(norm)
         self.linear = linear if wrap is None else wrap(linear)
         self.after = nn.BatchNorm1d(outputs).double() if norm == "batch" else nn.Identity()
@@ -262,7 +261,9 @@ class DrawnModule(Places, L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         own = [*self.parameters(), *(self.free if self.recipe.parameters == "only in the optimizer" else ())]
-        options = {"momentum": 0.9} if self.recipe.optimizer == "SGD" else {"weight_decay": 0.1}
+        # A bias before a BatchNorm, or what comes before one of two samples, has gradients of rounding: of these Adam
+        # would make steps of any size.
+        options = {"momentum": 0.9} if self.recipe.optimizer == "SGD" else {"weight_decay": 0.1, "eps": 1e-4}
         return getattr(torch.optim, self.recipe.optimizer)(own, lr=0.03, **options)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
