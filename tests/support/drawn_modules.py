@@ -221,6 +221,8 @@ class Noting(Places):
         wrap = {"spectral": parametrizations.spectral_norm, "weight": parametrizations.weight_norm}.get(norm)
         self.linear = linear if wrap is None else wrap(linear)
         self.after = nn.BatchNorm1d(outputs).double() if norm == "batch" else nn.Identity()
+        if norm == "batch":  # from zero rounding alone would move it: of two samples it makes 1 and -1
+            nn.init.uniform_(self.after.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -261,8 +263,7 @@ class DrawnModule(Places, L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         own = [*self.parameters(), *(self.free if self.recipe.parameters == "only in the optimizer" else ())]
-        # A bias before a BatchNorm, or what comes before one of two samples, has gradients of rounding: of these Adam
-        # would make steps of any size.
+        # A bias before a BatchNorm has gradients of rounding, of which Adam would make steps of any size.
         options = {"momentum": 0.9} if self.recipe.optimizer == "SGD" else {"weight_decay": 0.1, "eps": 1e-4}
         return getattr(torch.optim, self.recipe.optimizer)(own, lr=0.03, **options)
 
