@@ -35,7 +35,7 @@ from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planning_options import PlanningOptions
 

@@ -17,9 +17,8 @@ from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.callbacks import fault_effects
 from lightning_recycle.callbacks.faults import KINDS_AT_TIMES, Agenda, Fault, random_faults, trace_faults
 from lightning_recycle.control.protocol.messages import FaultInjected
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
-from lightning_recycle.planning.grid import Op, OpKind, Worker
+from lightning_recycle.planning.grid import Op, OpKind, Positions, Worker
 from lightning_recycle.traces import load_trace
 
 if TYPE_CHECKING:

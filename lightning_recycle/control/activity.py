@@ -2,7 +2,7 @@
 
 Concept: the main thread records what it does or waits for before it does so; the heartbeat thread reads the newest
 record and sends it with its age. The coordinator judges by it which worker holds up the others
-(:mod:`~lightning_recycle.control.protocol.detection`).
+(:mod:`~lightning_recycle.control.coordinator.detection`).
 
 Contract: written by the main thread, read by any; a record is immutable.
 """

@@ -28,12 +28,11 @@ from typing import Any, NoReturn, TypeVar
 from lightning_recycle.control.activity import ActivityRecorder
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
+from lightning_recycle.control.network.encoding import BadMessageError
 from lightning_recycle.control.payload import in_words, pack, unpack, unpack_all
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
-from lightning_recycle.control.protocol.messages import StopReason
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import StopReason, WorkerStatus
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 from lightning_recycle.planning.program import Program
 from lightning_recycle.processes import process_space
@@ -164,7 +163,7 @@ class ControlClient(ActivityRecorder):
 
     def send(self, message: Any) -> None:
         """Sends ``message``. While there is no coordinator it does not arrive; what must not be lost is told to the
-        next one (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
+        next one (:mod:`~lightning_recycle.control.journal`).
         """
         with self._changed:
             if self._completes:

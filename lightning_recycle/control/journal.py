@@ -1,7 +1,7 @@
 """Journal of a coordinator: a small file from which another process goes on with its run.
 
 Concept: the file holds all that must be known
-(:class:`~lightning_recycle.control.protocol.coordinator_restart.JournaledState`, and which process holds which
+(:class:`~lightning_recycle.control.journal.JournaledState`, and which process holds which
 position). It is replaced as a whole when the roster changes, when the run ends, and for a few other events that are as
 rare; it is on the disk before anything is announced.
 
@@ -11,6 +11,32 @@ key is not believed: it begins anew. If it cannot be written it is removed, and 
 outdated must not be believed.
 
 The key of the run is not in the file, only a digest by which the same key is recognized.
+
+Restart: what changes seldom, and decides who belongs to the run, is in the file before it is announced
+(:class:`JournaledState`): the roster and its generation, the leader, what was raised, where all stop, how the run
+ended. All else is known to the workers, each of which keeps what others may lack
+(:class:`~lightning_recycle.control.protocol.member.MessageRecord`): questions without an answer, the newest answers,
+and its messages about the newest steps. It sends all that when it returns
+(:class:`~lightning_recycle.control.protocol.messages.Returned`). A revived coordinator waits for its roster
+(:func:`revived_state`); once each of them has returned or is lost, the state machine rebuilds the rest
+(:func:`~lightning_recycle.control.protocol.membership.rebuilt`), and a new generation begins. What an earlier
+coordinator has sent to some, it sends to the others first, word for word; questions without an answer are asked anew.
+So all have the same answers, whenever it died.
+
+A generation that any worker has heard of is never used again. Nothing is redone but what the rules of
+:mod:`~lightning_recycle.control.protocol.recovery` redo after a loss. The coordinator may be killed again at any
+moment: until the new generation is in the journal, the workers have heard nothing that they did not know already. What
+a worker keeps is bounded: workers are never more than one step and one control collective apart, so all of them have
+older answers. What counts in one generation only is not kept: a revival begins another one.
+
+If the journal is lost, the workers know enough of it (:func:`adopted_state`) where all members of the newest generation
+return. A worker that was given up before that generation is not in its roster, and generations that none of them has
+heard of have had no effect. Missed are the exceptions that were raised before, votes against newcomers, reasons of
+losses, how earlier runs ended, and that a checkpoint is whole whose writer is lost, too.
+
+Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
+boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
+getting ready for; a better plan; the record, which begins anew, but for its counters.
 """
 
 from __future__ import annotations
@@ -23,19 +49,195 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from lightning_recycle.control.protocol.coordinator_restart import JournaledState
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.messages import AfterStep, StopReason
+from lightning_recycle.control.protocol.state import (
+    CollectivesState,
+    Ended,
+    Failed,
+    Faults,
+    Finished,
+    Generation,
+    LayoutState,
+    MembershipState,
+    Outcome,
+    Roster,
+    SaveState,
+    Steps,
+    StopRound,
+    initial_state,
+)
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
+from lightning_recycle.planning.grid import Grid
 
 log = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 5.0  # for a process that was killed a moment ago to let go
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """End of a run.
+
+    Args:
+        reason: what the workers are told.
+        words: for people.
+        answer: the answer to the collective that delivered the results, which some may lack.
+    """
+
+    reason: StopReason
+    words: str = ""
+    answer: messages.Answer | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """As far as it is known: the results are with their reader."""
+        if self.reason is StopReason.FINISHED:
+            return Finished({})
+        return Ended() if self.reason is StopReason.ENDED else Failed(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledState:
+    """State that is in the journal before it is announced; the fields as in
+    :class:`~lightning_recycle.control.protocol.state.MembershipState` and its parts.
+
+    ``roster``: without who comes and goes at a step boundary. ``stop_round``: once it is over.
+    """
+
+    generation: int
+    roster: Roster
+    has_resumed: bool = False
+    faults: Faults = field(default_factory=Faults)
+    stop_round: StopRound | None = None
+    after_step: AfterStep = AfterStep.GO_ON
+    over: Over | None = None
+    cuts: messages.Cuts = ()
+    saves: SaveState = field(default_factory=SaveState)
+
+
+def journaled_parts(state: MembershipState) -> tuple[Any, ...]:
+    """Parts that :func:`journal_entry` is made of: while these are the same objects, nothing is new."""
+    faults = state.faults
+    return (
+        state.generation.number,
+        state.roster,
+        state.has_resumed,
+        faults.raised,
+        faults.disturbances,
+        state.collectives.stop_round,
+        state.steps.after_step,
+        state.layout.cuts,
+        state.saves.announced,
+        state.saves.ended,
+        state.outcome,
+    )
+
+
+def journal_entry(state: MembershipState) -> JournaledState:
+    """Journal entry for ``state``, if it has changed; written before the commands that came with it are obeyed."""
+    stop, nobody = state.collectives.stop_round, frozenset[int]()
+    return JournaledState(
+        state.generation.number,
+        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody, moves={}),
+        state.has_resumed,
+        state.faults,
+        replace(stop, wanted=nobody) if stop is not None and stop.is_over else None,
+        state.steps.after_step,
+        None if state.outcome is None else _over(state, state.outcome),
+        state.layout.cuts,
+        state.saves,
+    )
+
+
+def _over(state: MembershipState, outcome: Outcome) -> Over:
+    answer = None
+    if isinstance(outcome, Finished):
+        delivered = {rank: rank in outcome.results for rank in state.roster.ranks}
+        answer = messages.Answer(state.collectives.next - 1, delivered, state.roster.leader)
+    words = outcome.reason if isinstance(outcome, Failed) else f"It ended before: {type(outcome).__name__}"
+    return Over(StopReason.of(outcome), words, answer)
+
+
+def revived_state(grid: Grid, written: JournaledState, retries: int = 1, members: int = 1) -> MembershipState:
+    """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
+    state, roster, number = initial_state(grid, retries, members), written.roster, written.generation
+    if written.over is not None:
+        return state.with_generation(number=number).updated(outcome=written.over.outcome)
+    state = state.updated(roster=roster, steps=Steps(after_step=written.after_step))
+    if number < 0:
+        return state
+    return state.updated(
+        generation=Generation(number, regrouping=True),
+        collectives=CollectivesState(stop_round=written.stop_round),
+        layout=LayoutState(cuts=written.cuts),
+        saves=written.saves,
+        faults=written.faults.updated(retries=retries),
+        has_resumed=written.has_resumed,
+        returned={},
+    )
+
+
+def adopted_state(
+    said: Collection[messages.Returned],
+) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
+    """State of an earlier coordinator, without its file, and its members by rank; or what is missing.
+
+    Args:
+        said: what workers of one run say that have lost their coordinator.
+
+    Returns:
+        None instead of :class:`JournaledState` if the run has not begun.
+    """
+    if not said:
+        return "they have gone again"
+    newest = max(said, key=lambda one: one.generation)
+    if newest.generation < 0:
+        if newest.wants is None:
+            return "some have not returned"
+        grid, wanted = newest.wants.grid, newest.wants.settings.get("recovery.min_pipelines")
+        least = wanted if isinstance(wanted, int) else grid.pipelines
+        columns = grid.stages * max(one.wants.members for one in said if one.wants)
+        there = Counter(rank % columns for rank in {one.rank for one in said})
+        is_whole = all(there[column] >= least for column in range(columns))
+        return (None, {}) if is_whole else "some have not returned"
+    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
+    current = [one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1]
+    if newest.generation == 0:  # all members began with it: whoever is to join replaces one that is lost
+        current = [one for one in current if not one.joining]
+    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
+    missing = [rank for rank in newest.roster if rank not in members]
+    if missing:
+        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
+    knows = max(members.values(), key=lambda one: one.resumed)
+    # A decision to stop that nobody has heard is made again.
+    verdicts = (one.verdict for one in members.values() if one.verdict is not None)
+    verdict = max(verdicts, key=lambda one: one.point, default=None)
+    roster = Roster(
+        frozenset(newest.roster),
+        leader=newest.leader,
+        joining=frozenset(rank for rank, one in members.items() if one.joining and not one.entered),
+        newcomers={rank: one.joins_after + 1 for rank, one in members.items() if one.joining},
+        moved=newest.moved,
+        assembled=frozenset(rank for rank, one in members.items() if one.was_parked),
+    )
+    return JournaledState(
+        newest.generation,
+        roster,
+        has_resumed=knows.resumed >= 0,
+        stop_round=None if verdict is None else StopRound(verdict.point, is_over=True, agreed=verdict.agreed),
+        after_step=AfterStep.GO_ON if verdict is None or verdict.agreed else AfterStep.STOP,
+        cuts=knows.cuts,
+    ), members
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from lightning_recycle.control.plans.layout_choice import Rebalance
-from lightning_recycle.control.protocol.corruption import POLICIES
+from lightning_recycle.control.protocol.state import POLICIES
 from lightning_recycle.option_table import (
     BOOLEAN,
     SECONDS,

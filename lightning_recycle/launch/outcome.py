@@ -21,7 +21,6 @@ import torch
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import (
     ConfigurationError,
     ReCycleError,
@@ -30,6 +29,7 @@ from lightning_recycle.errors import (
     WorkerStartError,
 )
 from lightning_recycle.pickling import MainPickler, dumps
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.object_attributes import slots_of
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ cannot do.
 
 A worker tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its coordinator. One that loses it looks for it
 for as long, and keeps all that it holds: a coordinator that was killed and started again goes on with it
-(:mod:`~lightning_recycle.control.protocol.coordinator_restart`). After that the process ends; ``recycle-run`` starts
+(:mod:`~lightning_recycle.control.journal`). After that the process ends; ``recycle-run`` starts
 another one in its place.
 """
 

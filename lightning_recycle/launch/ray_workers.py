@@ -22,13 +22,12 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
 from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
-from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.grid import Positions, Worker
 
 log = logging.getLogger(__name__)
 

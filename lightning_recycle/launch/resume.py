@@ -31,11 +31,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import SavePhase
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,

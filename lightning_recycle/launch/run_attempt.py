@@ -31,7 +31,6 @@ from lightning_recycle.control.network.addresses import (
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.devices import ray_resource
 from lightning_recycle.engines.ray_cluster import needs_of_worker
@@ -40,7 +39,7 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
-from lightning_recycle.planning.grid import Worker
+from lightning_recycle.planning.grid import Positions, Worker
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule

@@ -8,8 +8,8 @@ collectives. One holder is the *writer*, which gives the checkpoint its name.
 All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
 end of the training, wait for it. No worker waits for others at the boundary: the holders were named by the last message
 that all have had, and how a batch ended comes with one of the next
-(:mod:`~lightning_recycle.control.protocol.saves`). So all take up what follows (the record of ``ModelCheckpoint``,
-deletions, links, messages to loggers) after the same step. What all workers know of a batch is in
+(:mod:`~lightning_recycle.control.protocol.control_collectives`). So all take up what follows (the record of
+``ModelCheckpoint``, deletions, links, messages to loggers) after the same step. What all workers know of a batch is in
 :class:`CommonState`, which a newcomer gets from its donor.
 
 Contract: no wait of a thread outlives the worker that it waits for; whatever a thread meets becomes the outcome of its
@@ -32,8 +32,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_recycle.control.payload import pack, unpack
+from lightning_recycle.control.protocol.control_collectives import batch_number
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
-from lightning_recycle.control.protocol.saves import batch_number
 from lightning_recycle.devices import DeviceThread
 from lightning_recycle.files import Pace, put_in_place_if_left
 from lightning_recycle.session.checkpoint_files import WriteFailure

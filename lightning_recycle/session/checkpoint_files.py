@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -55,6 +54,7 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.runtime.executor.device_memory import storage_bytes
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,

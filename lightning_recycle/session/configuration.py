@@ -13,7 +13,6 @@ from typing import Any, Literal
 from lightning_recycle.arguments import is_number
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.extras import require
@@ -28,7 +27,7 @@ from lightning_recycle.option_table import (
     option,
     suggests_options,
 )
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of

@@ -19,8 +19,8 @@ import torch
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.member import Interrupted
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import Pace, temporary_path
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.checkpoint_files import local_path
 
 _PIECE = 1 << 20  # bytes that are sent in one message: what else the connection carries waits

@@ -14,11 +14,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.layout_change import ranges
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import are_whole, bounds_of
+from lightning_recycle.planning.layouts.cuts import are_whole, bounds_of, held_ranges
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
@@ -95,7 +94,7 @@ class StageBuilder:
         """The bundle of the parts of this worker under the layout ``cuts``, which are there."""
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
-        owned = ranges(cuts)[stage]
+        owned = held_ranges(cuts)[stage]
         # Only fit trains them, and only by the schedule has this strategy something to keep for each.
         parameters: list[nn.Parameter] = []
         if context.fitting and not self._by_itself:

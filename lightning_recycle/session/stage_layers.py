@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_recycle.control.protocol.layout_change import has_ties, is_layout, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
 from lightning_recycle.devices import await_stream
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
+from lightning_recycle.planning.layouts.cuts import are_whole, has_ties, held_ranges, is_layout, rounded, shared_layers
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.collectives import WorkerContext
@@ -176,11 +175,11 @@ class StageLayers:
     @property
     def owned(self) -> range:
         """The parts that this worker has."""
-        return ranges(self.cuts)[self._stage]
+        return held_ranges(self.cuts)[self._stage]
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
         shared = {(stage, stage + 1) for stage, _ in shared_layers(cuts).values()}
-        return shared | {tie.stages for tie in self._parts.ties(ranges(cuts))}
+        return shared | {tie.stages for tie in self._parts.ties(held_ranges(cuts))}
 
     def layout_of(self, sizes: Sequence[float]) -> Cuts:
         """The layout in which the stages have that many layers.
@@ -297,7 +296,7 @@ class StageLayers:
     # ------------------------------------------------------------------ taking up
 
     def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
-        stages = ranges(cuts)
+        stages = held_ranges(cuts)
         names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
         layers: dict[int, nn.Module] = {}
         states: list[dict[str, Any]] = [{} for _ in self._trainer.optimizers]

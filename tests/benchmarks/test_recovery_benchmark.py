@@ -5,8 +5,8 @@ from overhead import MICROBATCHES, PIPELINES, STAGES, Size
 from recovery import random_fault, run
 
 from lightning_recycle.callbacks import FaultInjectionCallback
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.planning import Grid
+from lightning_recycle.planning.grid import Positions
 
 SIZE = Size("test", width=16, blocks=1, heads=2, context=8, batch_size=4, steps_per_turn=1)
 

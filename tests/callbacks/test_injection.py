@@ -14,9 +14,8 @@ import pytest
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback, fault_effects, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
-from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Worker
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Positions, Worker
 from lightning_recycle.traces import Trace, load_trace
 
 GRID = Grid(2, 2, 2)

@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 
 from lightning_recycle.control.client import ControlClient, Interrupted
-from lightning_recycle.control.protocol.messages import Applied, Losses, Milestone, Reached, Resume
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import Applied, Losses, Milestone, Reached, Resume, WorkerStatus
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import Applied, Commit, Losses, Report
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import Applied, Commit, Losses, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import (
     Command,
     Joined,

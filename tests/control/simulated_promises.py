@@ -25,16 +25,16 @@ from typing import Any
 
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
+from lightning_recycle.control.journal import JournaledState
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
-from lightning_recycle.control.protocol.coordinator_restart import JournaledState
-from lightning_recycle.control.protocol.fault_attribution import Pair
 from lightning_recycle.control.protocol.state import (
     Crashed,
     Ended,
     Failed,
     Finished,
     MembershipState,
+    Pair,
     Record,
     StageLost,
 )

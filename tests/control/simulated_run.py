@@ -43,12 +43,11 @@ from simulated_workers import (
 
 from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.journal import Process
+from lightning_recycle.control.journal import JournaledState, Process, adopted_state, journal_entry
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.protocol import coordinator_restart, membership, messages
+from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
-from lightning_recycle.control.protocol.fault_attribution import Pair
-from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
+from lightning_recycle.control.protocol.fault_attribution import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.membership import objection
 from lightning_recycle.control.protocol.state import (
     EndWanted,
@@ -61,6 +60,7 @@ from lightning_recycle.control.protocol.state import (
     Lost,
     MembershipState,
     MovePlanned,
+    Pair,
     PlanReady,
     Record,
     Resend,
@@ -131,7 +131,7 @@ class Paper:
     def __init__(self) -> None:
         self.run, self.is_continued = "a run", True
         self.epoch = 0  # how many coordinators have had it before
-        self.kept: coordinator_restart.JournaledState | None = None
+        self.kept: JournaledState | None = None
         self.processes: dict[int, Process] = {}
 
 
@@ -789,7 +789,7 @@ class Run:
                 raise CoordinatorDies
 
     def _write_down(self) -> None:
-        written = coordinator_restart.kept(self.state)
+        written = journal_entry(self.state)
         if written != self._paper.kept:
             ends, self._paper.kept = self._paper.kept is None or self._paper.kept.over is None, written
             if ends and written is not None and written.over is not None:  # a successor knows of the end only
@@ -842,7 +842,7 @@ class Run:
         written, alive = self._paper.kept, [w for w in self._workers if w.alive and w.process not in self._cut]
         if written is None or written.over is not None or any(w.deaf > self.now or w.frozen > self.now for w in alive):
             return  # the run has not begun, or is over, or some will say other things when they return
-        found = coordinator_restart.adopted([self._returned(worker) for worker in alive])
+        found = adopted_state([self._returned(worker) for worker in alive])
         if isinstance(found, str) or found[0] is None:
             return
         self.met["file lost"] += 1
@@ -900,7 +900,7 @@ class Run:
         self.met[f"{place.name} returns"] += 1
         if place is ReturnStanding.STARTER:
             self._handle(Joined(worker.rank))
-        for event in coordinator_restart.events(said):
+        for event in membership.returned_events(said):
             self._handle(event)
 
     def _end_start(self) -> None:

@@ -17,15 +17,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages, recovery
-from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
-from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
-from lightning_recycle.control.protocol.layout_change import transfers
+from lightning_recycle.control.protocol.control_collectives import StopPlace, batch_number, stop_point
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
-from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.control.protocol.saves import batch_number
+from lightning_recycle.control.protocol.messages import OUTSIDE, AfterStep
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.planning.layouts.cuts import transfers
 
 if TYPE_CHECKING:
     from simulated_run import Run
@@ -605,7 +602,7 @@ class SimulatedWorker:
         version = self.version if self.has_state else -1
         if self.reduced and (self.leaves_open(self.version) or unproven == self.version):
             self.reduced, self.payload = False, None
-        status = recovery.WorkerStatus(self.column, version, self.reduced, self.unsettled, self.has_shadow)
+        status = messages.WorkerStatus(self.column, version, self.reduced, self.unsettled, self.has_shadow)
         self.send(self.member.report(status, self.payload, self.cuts))
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()

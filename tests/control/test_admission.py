@@ -11,10 +11,10 @@ import pytest
 
 from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.journal import Journal, Process
-from lightning_recycle.control.protocol import coordinator_restart
-from lightning_recycle.control.protocol.coordinator_restart import JournaledState, adopted, events, order
+from lightning_recycle.control.journal import Journal, JournaledState, Process, adopted_state, revived_state
+from lightning_recycle.control.protocol import membership
 from lightning_recycle.control.protocol.member import Member
+from lightning_recycle.control.protocol.membership import returned_events, returned_order
 from lightning_recycle.control.protocol.messages import (
     AfterStep,
     Answer,
@@ -82,9 +82,9 @@ def test_who_returns_is_what_was_written_down(
 def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
     member = Member(1, joining=False)
     member.said(wish)
-    again = list(events(member.returned(pid=1, node="", token="", space="", run="")))
+    again = list(returned_events(member.returned(pid=1, node="", token="", space="", run="")))
     assert again == [wish]
-    assert order(wish)
+    assert returned_order(wish)
 
 
 def test_whoever_comes_when_all_have_returned_is_lost(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_all_members_together_know_what_a_lost_file_said() -> None:
     stops = replace(stops, verdict=StopVerdict(7, False), resumed=2, cuts=(0, 1, 4))
     joins = replace(joins, incarnation=1, joining=True)
     before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
-    found = adopted([behind, joins, before, stops])
+    found = adopted_state([behind, joins, before, stops])
     roster = Roster(frozenset({0, 1, 3}), leader=1, joining=frozenset({3}), newcomers={3: joins.joins_after + 1})
     expected = JournaledState(2, roster, has_resumed=True, cuts=(0, 1, 4))
     expected = replace(expected, stop_round=StopRound(7, is_over=True), after_step=AfterStep.STOP)
@@ -122,15 +122,17 @@ def test_all_members_together_know_what_a_lost_file_said() -> None:
 
 
 def test_what_is_missing_without_the_file_is_said() -> None:
-    assert adopted([]) == "they have gone again"
-    assert adopted(MEMBERS[1:]) == "the workers of ranks 0 have not returned"
-    assert adopted([replace(MEMBERS[0], generation=0), *MEMBERS[1:]]) == "the workers of ranks 0 have not returned"
+    assert adopted_state([]) == "they have gone again"
+    assert adopted_state(MEMBERS[1:]) == "the workers of ranks 0 have not returned"
+    assert (
+        adopted_state([replace(MEMBERS[0], generation=0), *MEMBERS[1:]]) == "the workers of ranks 0 have not returned"
+    )
     first = [replace(one, generation=0, resumed=-1) for one in MEMBERS]
     replacement = replace(first[0], generation=-1, incarnation=1, joining=True)
-    assert adopted([replacement, *first[1:]]) == "the workers of ranks 0 have not returned"
+    assert adopted_state([replacement, *first[1:]]) == "the workers of ranks 0 have not returned"
     starters = [replace(one, generation=-1, wants=RunRequest("fit", GRID, True)) for one in MEMBERS]
-    assert adopted(starters) == "some have not returned"
-    assert adopted([*starters, replace(starters[0], rank=2)]) == (None, {})
+    assert adopted_state(starters) == "some have not returned"
+    assert adopted_state([*starters, replace(starters[0], rank=2)]) == (None, {})
 
 
 def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:
@@ -171,8 +173,8 @@ def test_a_parked_worker_stays_if_it_lacks_no_answer_that_nobody_keeps(
     }
     there[5] = Returned(5, 1, "", "", "", "", next_collective=number, arrival=Arrive(5, number, "set-up", None))
     before = JournaledState(1, Roster(frozenset(range(4)), leader=0, parked={5: 0}), has_resumed=True)
-    state = coordinator_restart.revived(Grid(3, 1, 1), before, members=2).updated(returned=there)
-    state, commands = coordinator_restart.rebuilt(state)
+    state = revived_state(Grid(3, 1, 1), before, members=2).updated(returned=there)
+    state, commands = membership.rebuilt(state)
     is_released = is_released or (number == 1 and not kept)
     assert (5 not in state.roster.parked) == is_released
     assert [one.rank for one in commands if isinstance(one, Record) and one.kind == "released"] == [5] * is_released

@@ -10,22 +10,18 @@ from membership_feed import all_losses, feed, messages, records
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.corruption import (
+from lightning_recycle.control.protocol.fault_attribution import (
     EXCUSES_ALL,
-    FINITE,
-    IS_FINITE,
     MAX_EXCUSED,
-    NOT_FINITE,
-    Checks,
     Culprit,
-    Dispute,
     Finding,
     Undecided,
-    decide,
-    judge,
+    decide_dispute,
+    find_culprits,
+    who_made_it,
 )
-from lightning_recycle.control.protocol.corruption_response import who_made_it
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_FINITE, WorkerStatus
+from lightning_recycle.control.protocol.state import Checks, Dispute
 from lightning_recycle.planning.grid import Grid
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
@@ -52,7 +48,7 @@ def holds(parameters: bytes, optimizer: bytes = D, interval: int = 5, device: st
 def test_the_largest_group_is_right_if_it_is_the_only_one_and_no_single_worker(
     told: list[bytes], wrong: list[int] | None
 ) -> None:
-    verdict = judge({rank: holds(one) for rank, one in enumerate(told)})
+    verdict = find_culprits({rank: holds(one) for rank, one in enumerate(told)})
     if wrong is None:
         assert isinstance(verdict, Undecided)
         assert sorted(rank for group in verdict.groups for rank in group) == list(range(len(told)))
@@ -63,7 +59,7 @@ def test_the_largest_group_is_right_if_it_is_the_only_one_and_no_single_worker(
 
 
 def test_what_is_wrong_is_named() -> None:
-    found = judge({0: holds(A), 1: holds(A, C, device="cpu:1"), 2: holds(A)})
+    found = find_culprits({0: holds(A), 1: holds(A, C, device="cpu:1"), 2: holds(A)})
     assert found == (Culprit(1, ("optimizer state",), (0, 2), "cpu:1"),)
 
 
@@ -226,7 +222,7 @@ def dispute(claims: dict[int, Any], votes: dict[int, Any]) -> Dispute:
     ],
 )
 def test_whoever_claimed_other_bits_than_the_majority_gets_was_wrong(claims: Any, votes: Any, found: Any) -> None:
-    verdict = decide(dispute(claims, votes))
+    verdict = decide_dispute(dispute(claims, votes))
     assert verdict is found if isinstance(found, Finding) else [one.rank for one in verdict] == found  # type: ignore[union-attr]
 
 

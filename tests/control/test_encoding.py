@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.hostile import MESSAGES, any_message, bytes_like_frames, damaged_frames, values_of
 
 from lightning_recycle.control import payload
+from lightning_recycle.control.network.encoding import HEADER_BYTES, BadMessageError, decode, encode, parse_header
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.encoding import HEADER_BYTES, BadMessageError, decode, encode, parse_header
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import plan
 from lightning_recycle.planning.problem import Costs, Problem
@@ -78,6 +78,7 @@ def test_every_message_has_a_side_that_may_say_it() -> None:
     said = {*messages.FROM_WORKERS, *messages.FROM_SPARES, *messages.TO_WORKERS, *messages.FIRST}
     parts = {messages.Activity, messages.Checked, messages.Facts, messages.Vote, messages.RunRequest}
     parts |= {messages.LayerFacts, messages.Profiled, messages.SaveFailure, messages.SaveStatus}
+    parts |= {messages.WorkerStatus, messages.Adoption, messages.Decision}
     assert set(MESSAGES) - said == parts, "parts of other messages"
 
 
@@ -142,7 +143,7 @@ def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
         "network.listener",
         "coordinator.standalone",
         "coordinator.run_server",
-        "protocol.encoding",
+        "network.encoding",
         "protocol.membership",
     ):
         module = f"lightning_recycle.control.{name}"

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.protocol.detection import DetectionState, Ruling, Sign, Standing, StepPoint, review
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.control.coordinator.detection import DetectionState, Ruling, Sign, Standing, StepPoint, review
+from lightning_recycle.planning.grid import Grid, Positions
 
 LIMIT, BOUND = 5.0, 60.0  # seconds
 WORK_BOUND = 200.0

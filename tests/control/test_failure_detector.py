@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.failure_detector import FailureDetector
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.protocol.detection import (
+from lightning_recycle.control.coordinator.detection import (
     PATIENCE,
     Observation,
     Overdue,
@@ -16,11 +13,12 @@ from lightning_recycle.control.protocol.detection import (
     everybody_waits,
     sign_of_work,
 )
-from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.coordinator.failure_detector import FailureDetector
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
+from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
-from lightning_recycle.planning.grid import Grid, OpKind
+from lightning_recycle.planning.grid import Grid, OpKind, Positions
 
 TIMEOUT = 5.0
 USUAL = {"F": 0.1, "B": 1.0}  # seconds

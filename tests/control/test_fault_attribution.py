@@ -25,17 +25,15 @@ from membership_feed import (
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.fault_attribution import (
-    OUTSIDE,
-    Pair,
-    Remembered,
+    MAX_DISTURBANCES,
     Verdict,
     choose_evictions,
-    judge,
-    remember,
+    judge_exception,
+    remember_exception,
 )
-from lightning_recycle.control.protocol.generation import MAX_DISTURBANCES
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.recovery import Adoption, Decision
+from lightning_recycle.control.protocol.messages import OUTSIDE, Adoption, Decision
+from lightning_recycle.control.protocol.state import Pair, Remembered
 
 EVICT, AGAIN, OWN = Verdict.EVICT, Verdict.AGAIN, Verdict.OWN
 
@@ -90,14 +88,14 @@ HOOK = {"step": OUTSIDE, "operation": "in hook, a.py:3", "exact": False}
 def test_the_verdict(
     what: dict[str, Any], past: tuple[Remembered, ...], has_peer: bool, retries: int, verdict: Verdict
 ) -> None:
-    assert judge(raised(**what), stage=0, version=5, past=past, has_peer=has_peer, retries=retries) is verdict
+    assert judge_exception(raised(**what), stage=0, version=5, past=past, has_peer=has_peer, retries=retries) is verdict
 
 
 def test_what_was_raised_long_ago_is_forgotten() -> None:
-    past = remember(raised(3, 4), 1, 5, ())
+    past = remember_exception(raised(3, 4), 1, 5, ())
     assert past == (Remembered(3, 4, 1, (5, "F 0"), 5),)
-    assert remember(raised(), 0, 1005, past)[0] == past[0]
-    assert past[0] not in remember(raised(), 0, 1006, past)
+    assert remember_exception(raised(), 0, 1005, past)[0] == past[0]
+    assert past[0] not in remember_exception(raised(), 0, 1006, past)
 
 
 # ---------------------------------------------------------------------- the state machine

@@ -8,7 +8,6 @@ import pytest
 
 from lightning_recycle.control.monitoring import history as module
 from lightning_recycle.control.monitoring.history import Digest, Event, History
-from lightning_recycle.control.protocol.detection import Overdue
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Record, Roster, Steps
 from lightning_recycle.planning.grid import Grid
@@ -58,8 +57,8 @@ def test_without_a_step_an_event_is_of_the_present_version(recorder: Recorder) -
 def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waited = Overdue("it was silent for more than 5 s", 5.125, 300.0, "no other worker that holds stage 0 is well")
-    recorder.history.suspect(2, waited, STATE)
+    waited = ("it was silent for more than 5 s", 5.125, 300.0, "no other worker that holds stage 0 is well")
+    recorder.history.suspect(2, *waited, STATE)
     recorder.history.clear(2, 8.25, STATE)
     details = {"cause": waited.cause, "seconds": 5.125, "limit": 300.0, "waits": waited.reason}
     assert recorder.history.events == [

@@ -18,10 +18,10 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
 from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
+from lightning_recycle.control.network.encoding import BadMessageError, encode
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.protocol import messages as m
-from lightning_recycle.control.protocol.encoding import BadMessageError, encode
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import WorkerStatus
 
 _HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0))
 _IMPOSSIBLE: dict[str, tuple[Any, str]] = {

@@ -12,11 +12,9 @@ import pytest
 from support.waiting import next_line
 
 from lightning_recycle.control import journal as journal_module
-from lightning_recycle.control.journal import Journal, Process, default_path
-from lightning_recycle.control.protocol.coordinator_restart import JournaledState, Over
-from lightning_recycle.control.protocol.fault_attribution import Remembered
+from lightning_recycle.control.journal import Journal, JournaledState, Over, Process, default_path
 from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopReason
-from lightning_recycle.control.protocol.state import Faults, Roster, StopRound
+from lightning_recycle.control.protocol.state import Faults, Remembered, Roster, StopRound
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import temporary_path
 

@@ -21,9 +21,9 @@ from membership_feed import (
 
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.generation import with_leader
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.recovery import Adoption, Decision
+from lightning_recycle.control.protocol.messages import Adoption, Decision
+from lightning_recycle.control.protocol.recovery import with_leader
 
 # ---------------------------------------------------------------------- start
 

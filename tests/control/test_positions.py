@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_feed import feed
 
+from lightning_recycle.control.coordinator.detection import DetectionState, Sign, Standing, review
 from lightning_recycle.control.joining.run_config import Overrides, difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
-from lightning_recycle.control.protocol.detection import DetectionState, Sign, Standing, review
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid, Positions, Worker
 
 GRID = Grid(2, 1, 1)  # with two members, ranks 0 and 1 are position (0, 0), ranks 2 and 3 position (1, 0)
 

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 
+from lightning_recycle.control.protocol.messages import Adoption, Decision, WorkerStatus
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
-    Adoption,
     Apply,
     AwaitPeers,
     CommitTogether,
-    Decision,
     Forget,
     Give,
     Part,
     Serve,
     Settle,
     Take,
-    WorkerStatus,
     actions,
     decide,
     part_of,

@@ -19,7 +19,7 @@ from membership_feed import (
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.planning.grid import Grid
 
 THREE = (0, 1, 2)

@@ -13,8 +13,7 @@ from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
 from lightning_recycle.control.journal import Process as ProcessRecord
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 ONE = Positions(Grid(1, 1, 1))
 

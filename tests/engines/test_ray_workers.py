@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.engines import ray_cluster
 from lightning_recycle.engines.ray_cluster import Node
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch import ray_workers
 from lightning_recycle.launch.ray_workers import RayWorkerGroup, RayWorkerProcess
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 
 class Reference:

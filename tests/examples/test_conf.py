@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from support.sampling import sampled
 
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.option_table import OptionGroup
 from lightning_recycle.planning import ExactPlanner, Grid, Worker
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.configuration import Options
 
 CONF = Path(__file__).parents[2] / "conf"

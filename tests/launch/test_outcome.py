@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.launch.outcome import summary
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 POSITIONS = Positions(Grid(2, 2, 4))
 ALL = (0, 1, 2, 3)

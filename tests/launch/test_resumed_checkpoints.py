@@ -3,9 +3,8 @@
 import pytest
 
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.launch.resume import RestartPolicy, Start
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 GRID = Grid(4, 2, 3)
 POSITIONS = Positions(GRID)

@@ -10,8 +10,7 @@ import torch
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest
 from lightning_recycle.session.configuration import CheckpointOptions, Options
 from lightning_recycle.session.holder_group import GivenUp, HolderGroup

@@ -27,21 +27,21 @@ from lightning_recycle.control.joining.admission import Admission, Readmission, 
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.joining.vacancies import Vacancies
-from lightning_recycle.control.journal import Journal, Process
+from lightning_recycle.control.journal import Journal, Process, journal_entry, journaled_parts
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
+from lightning_recycle.control.network.encoding import BadMessageError, encode
 from lightning_recycle.control.network.handshake import check_key
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.control.protocol import coordinator_restart, membership, messages
+from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
-from lightning_recycle.control.protocol.corruption import Checks
-from lightning_recycle.control.protocol.encoding import BadMessageError, encode
 from lightning_recycle.control.protocol.messages import SavePhase, StopReason
+from lightning_recycle.control.protocol.state import Checks
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
@@ -142,7 +142,7 @@ class Coordinator:
         self._state = self._state.updated(
             checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
         )
-        self._written = coordinator_restart.durable(self._state)
+        self._written = journaled_parts(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
@@ -395,7 +395,7 @@ class Coordinator:
         stalled = {rank: connection.stalled(now) for rank, connection in self._workers.connections.items()}
         ruling = self._watch.review(now, self._state, stalled, seconds)
         for rank, waited in ruling.waits.items():
-            self._history.suspect(rank, waited, self._state)
+            self._history.suspect(rank, waited.cause, waited.seconds, waited.limit, waited.reason, self._state)
         for rank, lasted in ruling.cleared.items():
             self._history.clear(rank, lasted, self._state)
         for rank, given_up in ruling.evict.items():
@@ -433,7 +433,7 @@ class Coordinator:
         """A worker has returned to what it was."""
         rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
-        said = coordinator_restart.events(returned) if place is not ReturnStanding.MEMBER else iter(())
+        said = membership.returned_events(returned) if place is not ReturnStanding.MEMBER else iter(())
         if place is ReturnStanding.MEMBER:
             self._watch.reported(rank)
         if self._is_first_member(rank):
@@ -719,10 +719,10 @@ class Coordinator:
         """Writes to the journal what another coordinator must know, before it is announced."""
         if self._journal is None:
             return
-        durable = coordinator_restart.durable(self._state)
-        if not all(map(operator.is_, durable, self._written)):  # nearly always nothing has changed
-            self._journal.write(coordinator_restart.kept(self._state), self._workers.holders)
-            self._written = durable
+        parts = journaled_parts(self._state)
+        if not all(map(operator.is_, parts, self._written)):  # nearly always nothing has changed
+            self._journal.write(journal_entry(self._state), self._workers.holders)
+            self._written = parts
 
     def _send(self, command: protocol.Send) -> None:
         message, schedule = command.message, command.schedule

@@ -1,6 +1,6 @@
 """Failure detector: the coordinator's clocks for heartbeats, progress, startup.
 
-Silence and slowness are judged by :mod:`~lightning_recycle.control.protocol.detection`.
+Silence and slowness are judged by :mod:`~lightning_recycle.control.coordinator.detection`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.protocol.detection import (
+from lightning_recycle.control.coordinator.detection import (
     DetectionState,
     Observation,
     Ruling,
@@ -20,9 +19,10 @@ from lightning_recycle.control.protocol.detection import (
     review,
     sign_of_work,
 )
+from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState
+from lightning_recycle.planning.grid import Positions
 
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
 _LEAST_DEAF_SECONDS = 5.0

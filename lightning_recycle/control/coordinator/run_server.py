@@ -20,9 +20,8 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
-from lightning_recycle.control.journal import Journal
+from lightning_recycle.control.journal import Journal, adopted_state
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.coordinator_restart import adopted
 from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
@@ -140,7 +139,9 @@ class Serving:
             reception.look()
         if not reception.returned or reception.returned[0].run == journal.run:
             return
-        while isinstance(found := adopted(reception.returned), str) and time.monotonic() - began < _NOBODY_SECONDS:
+        while isinstance(found := adopted_state(reception.returned), str):
+            if time.monotonic() - began >= _NOBODY_SECONDS:
+                break
             reception.look()
         if isinstance(found, str):
             log.error(

@@ -39,10 +39,10 @@ from lightning_recycle.control.network.addresses import address_from, http_addre
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import Setting
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import Check, shared_options
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent
 
 log = logging.getLogger(__name__)

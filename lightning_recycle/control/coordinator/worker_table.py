@@ -17,8 +17,8 @@ from typing import Any
 from lightning_recycle.control.joining.run_config import WorkerProcess
 from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import EventLoop, NonBlockingConnection
+from lightning_recycle.control.network.encoding import encode
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.encoding import encode
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.processes import thread_states
 

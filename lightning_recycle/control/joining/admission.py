@@ -26,10 +26,10 @@ from typing import Any, Protocol
 from lightning_recycle.control.joining.reception import FAREWELL_SECONDS, FirstMessage, described
 from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.joining.vacancies import Vacancies
-from lightning_recycle.control.journal import Journal, Process
+from lightning_recycle.control.journal import Journal, Process, revived_state
 from lightning_recycle.control.network.connection import EventLoop, NonBlockingConnection
-from lightning_recycle.control.protocol import coordinator_restart, messages
-from lightning_recycle.control.protocol.encoding import BadMessageError
+from lightning_recycle.control.network.encoding import BadMessageError
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import MembershipState, initial_state
 from lightning_recycle.planning.grid import Grid
@@ -194,7 +194,7 @@ class Readmission:
         return (
             initial_state(self._grid, retries, self._members)
             if written is None
-            else coordinator_restart.revived(self._grid, written, retries, self._members)
+            else revived_state(self._grid, written, retries, self._members)
         )
 
     @property

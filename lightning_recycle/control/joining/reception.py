@@ -18,9 +18,9 @@ from functools import partial
 from typing import TypeAlias
 
 from lightning_recycle.control.network.connection import SIGN_SECONDS, EventLoop, NonBlockingConnection
+from lightning_recycle.control.network.encoding import BadMessageError
 from lightning_recycle.control.network.listener import Listener
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.encoding import BadMessageError
 from lightning_recycle.control.protocol.messages import StopReason
 
 log = logging.getLogger(__name__)

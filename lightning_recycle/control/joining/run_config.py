@@ -18,7 +18,6 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions, VerificationOptions
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.detection import PATIENCE
 from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.option_table import shared_options
@@ -40,6 +39,9 @@ GROUPS: dict[str, tuple[type[Any], str]] = {
 shared fields are meant, and where a script has them. There are settings of "monitor" where there is a PlanMonitor."""
 
 _OPTIONAL = "monitor"
+
+PATIENCE = 1800.0
+"""Seconds for what has no usual duration."""
 
 
 def settings_of(group: str, options: Any) -> dict[str, Setting]:

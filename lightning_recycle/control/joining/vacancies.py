@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import NonBlockingConnection
-from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.planning.grid import Positions
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,9 @@ from typing import Any
 
 from lightning_recycle.control.monitoring.goodput import Goodput, Phase
 from lightning_recycle.control.monitoring.json_logs import plain
-from lightning_recycle.control.protocol.detection import Overdue
 from lightning_recycle.control.protocol.messages import FaultInjected
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import MembershipState, Record
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Positions
 
 log = logging.getLogger(__name__)
 
@@ -292,17 +290,17 @@ class History:
             live, total = len(state.roster.live), state.num_workers
             log.log(level, "%s", line.format(step=record.step, live=live, all=total, **known))
 
-    def suspect(self, rank: int, waited: Overdue, state: MembershipState) -> None:
+    def suspect(self, rank: int, cause: str, seconds: float, limit: float, reason: str, state: MembershipState) -> None:
         """A worker is silent or slow, and is waited for."""
-        details = {"cause": waited.cause, "seconds": waited.seconds, "limit": waited.limit, "waits": waited.reason}
+        details = {"cause": cause, "seconds": seconds, "limit": limit, "waits": reason}
         self.add("suspected", state, rank, details)
         log.warning(
             "Worker %s is suspected at step %d: %s. It is waited for until %g s have passed, because %s.",
             state.name(rank),
             state.steps.version,
-            waited.cause,
-            waited.limit,
-            waited.reason,
+            cause,
+            limit,
+            reason,
         )
 
     def clear(self, rank: int, seconds: float, state: MembershipState) -> None:

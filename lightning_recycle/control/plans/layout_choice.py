@@ -22,14 +22,13 @@ from typing import Any, Literal, TypeAlias
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
-from lightning_recycle.control.protocol.layout_change import has_ties, ranges
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import parts_of
+from lightning_recycle.planning.layouts.cuts import has_ties, held_ranges, parts_of
 from lightning_recycle.planning.layouts.layer_costs import LayerCosts
 from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
 from lightning_recycle.planning.layouts.layout_search import plan_layout
@@ -234,7 +233,7 @@ class LayoutChoice:
         state = tuple(map(sum, zip(each("parameter_bytes"), each("optimizer_bytes"), strict=True)))
         known: dict[str, Any] = {}
         if memory is not None:
-            held = [sum(state[layer] for layer in part) for part in ranges(self.cuts)]
+            held = [sum(state[layer] for layer in part) for part in held_ranges(self.cuts)]
             besides = [max(0.0, fixed - own) for fixed, own in zip(memory.fixed, held, strict=True)]
             known = {
                 "memory_limit": max(0.0, min(map(operator.sub, memory.capacity, besides))),

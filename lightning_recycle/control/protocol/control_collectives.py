@@ -1,4 +1,4 @@
-"""Control collectives, early stops, and keys to connect. Pure.
+"""Agreements: control collectives, early stops, keys to connect, background checkpoints. Pure.
 
 Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
 worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
@@ -24,17 +24,45 @@ is proportional to the number of a worker's neighbours, and not to the square of
 passed on unread. A new generation forgets those of the one before; a message of any other generation than the newest
 changes nothing.
 
-Must not know: connections, the meaning of the keys.
+Background checkpoints: all checkpoints of one step boundary are a *batch*; there is one at a time. A worker of each
+stage, its *holder*, has copied the stage's state; the holder of the last stage is the *writer*. Each checkpoint is in
+one of these states:
+
+=========  ===================================================  ====================================================
+state      what is so                                           what led to it
+=========  ===================================================  ====================================================
+begun      workers have come to the boundary                    the first SaveBegun
+announced  the writer has the whole file under another name     SaveAnnounced
+complete   the file has its name, or gets it from the leader    SaveEnded; loss of the writer after the announcement
+given up   there is no file, nor will there be one              SaveEnded with a reason; loss of the writer before
+=========  ===================================================  ====================================================
+
+So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest
+batch ended (SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them
+at the same points of their program: all take up what follows after the same step, and choose the same holders without
+asking. A checkpoint that was given up for the loss of a worker is asked for again at the next boundary; a newcomer
+learns of that with its peer's state.
+
+Must not know: connections, the meaning of the keys, files, what a checkpoint holds.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from lightning_recycle.control.protocol import messages, parking, saves
-from lightning_recycle.control.protocol.messages import AfterStep, Found, LookUp, Publish
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.messages import (
+    AfterStep,
+    Found,
+    LookUp,
+    Publish,
+    SaveFailure,
+    SavePhase,
+    SaveStatus,
+)
 from lightning_recycle.control.protocol.state import (
     ENDED,
     RESULT,
@@ -45,9 +73,11 @@ from lightning_recycle.control.protocol.state import (
     MembershipState,
     Next,
     Record,
+    SaveState,
     Send,
     StopRound,
     end,
+    release_parked,
 )
 
 _ON_ALL = (
@@ -56,10 +86,7 @@ _ON_ALL = (
 )
 
 
-# ---------------------------------------------------------------------- control collectives
-
-
-def settle(state: MembershipState) -> Next:
+def settle_collectives(state: MembershipState) -> Next:
     """After a worker is gone: answers the collectives, and the request to stop, that waited only for it."""
     state, commands = _settle_stop(state)
     for number in sorted(state.collectives.open):
@@ -80,7 +107,7 @@ def forget_retracted(state: MembershipState) -> MembershipState:
     return state.with_collectives(open={number: arrived for number, arrived in kept.items() if arrived})
 
 
-def add_arrival(state: MembershipState, event: messages.Arrive) -> Next:
+def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
     """A worker has arrived at a control collective."""
     if event.number < state.collectives.next:
         return state, ()
@@ -101,7 +128,7 @@ def add_arrival(state: MembershipState, event: messages.Arrive) -> Next:
     return _answer_if_complete(state, event.number)
 
 
-def check_attendance(state: MembershipState, event: messages.Heartbeat) -> Next:
+def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
     """A worker reports which step it has begun. Ends the run if others wait before that step for it to arrive."""
     for _, arrived in sorted(state.collectives.open.items()):
         waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
@@ -128,16 +155,16 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     state = state.with_collectives(open=others, next=number + 1)
     released: tuple[Command, ...] = ()
     if any(arrive.generation is not None for arrive in arrived.values()):  # who did not take part cannot catch up
-        state, released = parking.release(state, state.roster.parked)
+        state, released = release_parked(state, state.roster.parked)
     name = next(iter(arrived.values())).name
     if name == ENDED:
         return end(state, Ended())
     if name != RESULT:
-        answer = messages.Answer(number, payloads, state.roster.leader, saves.status(state))
+        answer = messages.Answer(number, payloads, state.roster.leader, save_status(state))
         return state, (*released, Send(state.heard, answer))
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
-    delivery = Send(state.heard, messages.Answer(number, delivered, state.roster.leader, saves.status(state)))
+    delivery = Send(state.heard, messages.Answer(number, delivered, state.roster.leader, save_status(state)))
     columns = {state.column_of(rank) for rank, yes in delivered.items() if yes}
     if len(columns) < state.columns:
         return state, (delivery,)  # a stage's speaker died meanwhile: the workers ask again with the new one
@@ -145,7 +172,7 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     return state, (delivery, *stop)
 
 
-def enter_hook(state: MembershipState, event: messages.Reached) -> Next:
+def on_in_hook(state: MembershipState, event: messages.Reached) -> Next:
     """A worker is about to run collectives of its position in a hook: all members hear at once when all are."""
     hooks = state.generation.hooks
     if not state.generation.runs(event.generation) or hooks.get(event.rank, -1) >= event.step:
@@ -155,9 +182,6 @@ def enter_hook(state: MembershipState, event: messages.Reached) -> Next:
     entered = all(hooks.get(rank) == event.step for rank in members)
     answer = (Send(members, messages.HookEntered(event.generation, event.step)),) if entered else ()
     return state.with_generation(hooks=hooks), answer
-
-
-# ---------------------------------------------------------------------- early stops
 
 
 class StopPlace(IntEnum):
@@ -180,7 +204,7 @@ def last_point(step: int) -> int:
     return stop_point(step, max(StopPlace))
 
 
-def add_wish(state: MembershipState, event: messages.StopWish) -> Next:
+def on_stop_wish(state: MembershipState, event: messages.StopWish) -> Next:
     """A worker wants to stop at a stop point, or is past it."""
     return _add_request(state, event) if event.stops else _add_answer(state, event)
 
@@ -221,7 +245,7 @@ def _settle_stop(state: MembershipState) -> Next:
         return state, ()
     state = state.with_collectives(stop_round=replace(stop, is_over=True, agreed=True))
     verdict = Send(state.heard, messages.StopVerdict(stop.point, True))
-    state, released = parking.release(state, state.roster.parked.keys() - stop.wanted)  # they would go on there
+    state, released = release_parked(state, state.roster.parked.keys() - stop.wanted)  # they would go on there
     return state, (*released, verdict)
 
 
@@ -285,3 +309,109 @@ class PublishedKeys:
 
     def _answer(self, message: LookUp) -> Found:
         return Found(self._generation, {key: self._values[key] for key in message.keys})
+
+
+# ---------------------------------------------------------------------- background checkpoints
+
+
+_COUNTS = 1 << 32  # more batches than a run has
+
+
+def batch_number(status: SaveStatus, count: int) -> int:
+    """The number of the batch that begins after ``status``, when there were ``count`` before. If all are lost who began
+    it, those that take their place begin one of another number, as in another generation they have other holders.
+    """
+    return status.generation * _COUNTS + count
+
+
+def save_status(state: MembershipState) -> SaveStatus:
+    """The status for a message to all workers; of a writer whose loss is being handled, too."""
+    saves = settle_saves(state)[0].saves
+    holders, generation = _holders(state), state.generation.number
+    over = saves if saves.is_over else saves.last
+    if over is None or over.batch < 0:
+        return SaveStatus(holders, generation)
+    failures = tuple(over.ended[index] for index in range(len(over.paths)))
+    return SaveStatus(holders, generation, over.batch, failures, dict(over.unnamed), over.facts)
+
+
+def _holders(state: MembershipState) -> tuple[int, ...]:
+    """By stage, the holder of the next batch; the leader in its own, which is the last one."""
+    if state.members > 1:
+        return ()  # all wait for checkpoints there
+    found = state.positions.column_leaders(state.roster.live - state.roster.joining)
+    if len(found) < state.columns:
+        return ()
+    found[state.column_of(state.roster.leader)] = state.roster.leader
+    return tuple(found[stage] for stage in range(state.columns))
+
+
+def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
+    """A worker has come to the boundary of a batch; the first one begins it. If all that had begun it with another
+    writer are lost, as an earlier coordinator was, those that are left begin it anew.
+    """
+    before = state.saves
+    if event.batch < before.batch or (event.batch, event.writer) == (before.batch, before.writer):
+        return state, ()
+    begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only, event.mid_step)
+    state = state.updated(saves=begun.updated(last=before.updated(last=None) if before.is_over else before.last))
+    return state, tuple(_save_record(state, SavePhase.BEGUN, index) for index in range(len(begun.paths)))
+
+
+def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> SaveState:
+    """The batch that counts for ``members``, which have all returned: ``saves``, or the one before it if only lost
+    workers have begun ``saves``, and some members have not heard how that one ended.
+    """
+    begun = max((member.save.batch for member in members if member.save is not None), default=-1)
+    return saves.last if saves.last is not None and saves.last.batch == begun >= 0 else saves
+
+
+def on_save_announced(state: MembershipState, event: messages.SaveAnnounced) -> Next:
+    """The writer has a whole file: from now on it counts, and the writer or the leader gives it its name."""
+    answer = Send((event.rank,), messages.Confirmed(event.number))
+    if event.batch == state.saves.batch and event.index not in state.saves.ended:
+        state = state.with_saves(announced={**state.saves.announced, event.index: event.temporary})
+    return state, (answer,)
+
+
+def on_save_ended(state: MembershipState, event: messages.SaveEnded) -> Next:
+    """The writer is done with a checkpoint."""
+    if event.batch != state.saves.batch or event.rank != state.saves.writer or event.index in state.saves.ended:
+        return state, ()
+    return _saves_ended(state.with_saves(facts=event.facts), {event.index: event.failure})
+
+
+def settle_saves(state: MembershipState) -> Next:
+    """Decides on the checkpoints of a writer that is gone."""
+    saves = state.saves
+    if saves.is_over or saves.writer in state.roster.live or state.returned is not None:
+        return state, ()
+    ended: dict[int, SaveFailure | None] = {}
+    for index, path in enumerate(saves.paths):
+        if index not in saves.ended:
+            lost = SaveFailure(f"The checkpoint {path} is given up: the worker that wrote it was lost.")
+            ended[index] = None if index in saves.announced else lost
+    unnamed = {index: path for index, path in saves.announced.items() if index in ended}
+    return _saves_ended(state.with_saves(unnamed=unnamed), ended)
+
+
+def _saves_ended(state: MembershipState, ended: Mapping[int, SaveFailure | None]) -> Next:
+    state = state.with_saves(ended={**state.saves.ended, **ended})
+    return state, tuple(
+        _save_record(state, SavePhase.COMPLETE if failure is None else SavePhase.GIVEN_UP, index)
+        for index, failure in ended.items()
+    )
+
+
+def _save_record(state: MembershipState, phase: SavePhase, index: int) -> Record:
+    saves = state.saves
+    details: dict[str, object] = {"path": saves.paths[index]}
+    if saves.weights_only[index]:
+        details["weights_only"] = True
+    if saves.mid_step:
+        details["mid_step"] = True
+    if (failure := saves.ended.get(index)) is not None:
+        details["cause"] = failure.text
+    if index in saves.unnamed:
+        details["temporary"] = saves.unnamed[index]
+    return Record(phase.value, saves.version, saves.writer, details)

@@ -1,33 +1,508 @@
-"""Attribution of faults: to a machine, the user's code, or broken links. Pure.
+"""Faults that are no loss: whose they are, and what follows. Pure.
 
-Exceptions: an exception that a fault of a machine may explain is settled by experiment (:func:`judge`). The same work
-runs once more elsewhere: the worker that raised is evicted, and a peer of its stage does what it did. If the exception
-follows the work, it is the user's own; if it stays with the machine, the run goes on without that machine. The last
-holder of a stage has no peer: it runs the work again itself, if that is exact. The replicas of a stage are never spent
-on one cause: a place (step and operation, or a line of code outside of steps) is tried ``retries`` times more, at most
-one worker of a stage is evicted in a step (a full disk and a storage that is gone are common to all), and in one step a
-stage raises at most ``retries + 1`` times.
+Wrong bits: after some steps every worker sends checksums of what it holds (:class:`~.messages.Checked`). The workers of
+a stage hold the same bits, so those whose checksums differ hold wrong ones. Independent errors do not agree: the
+largest group is right if it has at least two workers and no other group is as large (:func:`find_culprits`). Otherwise,
+as in a stage of two, nothing says who is right: the stage has no state that can be trusted, and counts as lost. Workers
+are compared only by what they sent of one step, once all live workers have applied it. A worker that is found wrong is
+evicted, or the run ends. In a newcomer's first check the others are right, as its state was theirs. A worker also
+computes a micro-batch of a peer once more now and then, and must get the same bits. If it does not, all workers of the
+stage compute it, and vote (:func:`decide_dispute`).
 
-Links: the workers of a generation are all connected to each other, so one *broken pair* (two live workers of which one
-cannot reach the other) stops all. Neither is to blame more than the other, but without one of the two the rest can go
-on. So the workers to evict are the fewest that leave no broken pair behind (a vertex cover of the pairs), and never the
-last one that holds the state of its stage: that state exists nowhere else (:func:`choose_evictions`).
+Values that are not finite: a worker that meets a NaN or an infinity (NotFinite) stops, so the step is not committed. In
+the next generation the step is *inspected*: a worker that makes such a value of finite ones disputes its own result,
+and its stage votes. If the peers get finite values it was the device. If they get the same, or none makes the value (it
+is in the data, or in the parameters of all), the step is *excused*: it runs again, and is taken as it is. If the value
+does not come again, there is nothing left to do. A step is inspected once, unless a loss interrupts that, and a model
+that often has such values is soon not asked any more.
 
-Must not know: which classes of exceptions are suspected (:mod:`~lightning_recycle.runtime.machine_errors`), sockets.
+Newcomers: one that holds other values than those who were there before is dismissed, and what it took part in and not
+all have applied is computed again. Its position gets one more worker, then it stays empty.
+
+Exceptions: one that a fault of a machine may explain (Raised) is settled by experiment (:func:`judge_exception`). The
+same work runs once more elsewhere: the worker that raised is evicted, and a peer of its stage does what it did. If the
+exception follows the work, it is the user's own; if it stays with the machine, the run goes on without that machine.
+The last holder of a stage has no peer: it runs the work again itself, if that is exact. The replicas of a stage are
+never spent on one cause: a place (step and operation, or a line of code outside of steps) is tried ``retries`` times
+more, at most one worker of a stage is evicted in a step (a full disk and a storage that is gone are common to all), and
+in one step a stage raises at most ``retries + 1`` times.
+
+Links: if communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of
+them first checks whom it can reach. One *broken pair* (two live workers of which one cannot reach the other) stops all,
+as all are connected. Neither is to blame more than the other, but without one of the two the rest can go on. So the
+workers to evict are the fewest that leave no broken pair behind (a vertex cover of the pairs), and never the last one
+that holds the state of its stage: that state exists nowhere else (:func:`choose_evictions`).
+
+Must not know: how checksums are made, what a device is, sockets, and which classes of exceptions are suspected
+(:mod:`~lightning_recycle.runtime.machine_errors`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-from lightning_recycle.control.protocol.messages import Raised
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, Checked, Disputed, Raised, WorkerStatus
+from lightning_recycle.control.protocol.recovery import begin_generation, begin_generation_unless_over, decide
+from lightning_recycle.control.protocol.state import (
+    Command,
+    Dispute,
+    Evict,
+    Failed,
+    GraceElapsed,
+    MembershipState,
+    Next,
+    Outcome,
+    Pair,
+    Record,
+    Remembered,
+    Send,
+    StageLost,
+    StartGrace,
+    Sums,
+    after,
+    end,
+)
+from lightning_recycle.errors import ReCycleError
 
-OUTSIDE = -1
-"""The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
+MAX_EXCUSED = 3
+"""Steps with such values of the model's, after which no others are inspected."""
+
+
+EXCUSES_ALL = 1 << 62
+"""A step that does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A worker whose bits are wrong.
+
+    Args:
+        rank: the worker.
+        kinds: what of it is wrong, by the names of its checksums.
+        right: the ranks whose checksums agree.
+        device: its device.
+    """
+
+    rank: int
+    kinds: tuple[str, ...]
+    right: tuple[int, ...]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """Workers differ, and nothing says which of them are right: ``groups`` of ranks with equal checksums."""
+
+    groups: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
+
+
+_Found: TypeAlias = Undecided | tuple[Culprit, ...]
+
+
+def find_culprits(told: Mapping[int, Checked]) -> _Found:
+    """The wrong workers of one stage; none if it is empty.
+
+    Args:
+        told: what they told of one step, by rank.
+    """
+    groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
+    for rank, one in sorted(told.items()):
+        groups[tuple(sorted(one.sums.items()))].append(rank)
+    if len(groups) < 2:
+        return ()
+    largest, second = sorted(groups.values(), key=len, reverse=True)[:2]
+    if len(largest) == len(second):
+        names = sorted({name for one in told.values() for name in one.sums})
+        kinds = tuple(name for name in names if len({one.sums.get(name) for one in told.values()}) > 1)
+        return Undecided(tuple(sorted(map(tuple, groups.values()))), kinds)
+    right = told[largest[0]].sums
+    return tuple(
+        Culprit(rank, differing(one.sums, right), tuple(largest), one.device)
+        for rank, one in sorted(told.items())
+        if rank not in largest
+    )
+
+
+def differing(mine: Mapping[str, bytes], right: Mapping[str, bytes]) -> tuple[str, ...]:
+    """The names of the checksums that are not the same."""
+    return tuple(sorted(name for name in mine.keys() | right.keys() if mine.get(name) != right.get(name)))
+
+
+class Finding(Enum):
+    """Result of a vote that finds no culprit."""
+
+    UNDECIDED = "it is unknown who is right"
+    INCOMPARABLE = "computations cannot be compared"
+
+
+def own_error(told: Disputed) -> Culprit:
+    """The worker that got other bits twice than at first."""
+    return Culprit(told.rank, differing(told.theirs, told.mine), (told.rank,), told.device)
+
+
+def decide_dispute(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
+    """Who was wrong, when all have voted; those without checksums have another kind of machine, and no say.
+
+    The largest group of votes is right if it has at least two and no other is as large. Whoever claimed other bits at
+    first was wrong then, whatever it gets now. If no group is, workers that repeat their own bits but not each other's
+    may be different machines; of two nobody can say. If several do not repeat their own, the computation is not
+    deterministic.
+    """
+    dispute = replace(dispute, votes={rank: vote for rank, vote in dispute.votes.items() if vote[0]})
+    shaky = [rank for rank, (_, repeats) in dispute.votes.items() if not repeats]
+    if len(shaky) > 1:
+        return Finding.INCOMPARABLE
+    groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
+    for rank, (sums, repeats) in sorted(dispute.votes.items()):
+        if repeats:
+            groups[tuple(sorted(sums.items()))].append(rank)
+    sizes = sorted(map(len, groups.values()), reverse=True)
+    if len(sizes) == 1 and sizes[0] == 1 and len(dispute.votes) == 2:  # the other one does not repeat its own
+        return tuple(_claimant(dispute, rank, dispute.votes.keys() - {rank}) for rank in shaky)
+    if not sizes or sizes[0] < 2 or sizes[1:2] == sizes[:1]:
+        return Finding.UNDECIDED if len(dispute.votes) < 3 else Finding.INCOMPARABLE
+    agreed = next(ranks for ranks in groups.values() if len(ranks) == sizes[0])
+    right = dispute.votes[agreed[0]][0]
+    wrong = [rank for rank, claim in sorted(dispute.claims.items()) if claim != right]
+    return tuple(_claimant(dispute, rank, frozenset(agreed), right) for rank in wrong)
+
+
+def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums | None = None) -> Culprit:
+    claim = dispute.claims[rank]
+    if right is None:
+        right = next(claim for other, claim in dispute.claims.items() if other != rank)
+    device = dispute.devices.get(rank, "")
+    return Culprit(rank, differing(claim, right), tuple(sorted(set(others) - {rank})), device)
+
+
+# ---------------------------------------------------------------------- newcomers that differ
+
+
+def doubt(state: MembershipState) -> MembershipState:
+    """A newcomer is lost. If it was not compared after the newest step, it may have taken part in the next one with
+    wrong values: all run that again. No worker has applied it, as its loss is not known.
+    """
+    if state.returned is None and state.steps.version == state.steps.summed:
+        return state
+    return state.with_steps(unproven=state.steps.summed).with_generation(passes=frozenset())
+
+
+def dismiss(state: MembershipState, step: int, causes: Mapping[int, str]) -> Next:
+    """Dismisses newcomers, by rank, that hold other values after ``step`` than the others."""
+    commands: list[Command] = []
+    for rank, cause in sorted(causes.items()):
+        before = state.roster.dismissed
+        state = state.with_roster(dismissed={**before, rank: (*before.get(rank, ()), step)})
+        details = {"cause": cause, "stays_empty": rank in state.roster.barred}
+        commands += [Record("dismissed", step, rank, details), Evict(rank, cause)]
+    return doubt(state), tuple(commands)
+
+
+def on_differs(state: MembershipState, event: messages.Differs) -> Next:
+    """A worker that has just joined does not hold what its donor gave."""
+    if event.rank not in state.roster.newcomers:
+        return state, ()
+    return dismiss(state, event.step, {event.rank: event.cause})
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
+    """A worker told what it holds after a step."""
+    if event.facts.checked is None:
+        return state
+    return state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
+
+
+def compare(state: MembershipState) -> Next:
+    """Compares what workers told of the steps that all live ones have applied."""
+    commands: tuple[Command, ...] = ()
+    for step in sorted(step for step in state.checks.told if step < state.steps.version):
+        told = {rank: one for rank, one in state.checks.told[step].items() if rank in state.roster.live}
+        rest = {other: value for other, value in state.checks.told.items() if other != step}
+        state = state.with_checks(told=rest)
+        found: list[Culprit] = []
+        strange: dict[int, str] = {}
+        newcomers = {rank for rank, since in state.roster.newcomers.items() if since > state.checks.agreed}
+        for column in range(state.columns):
+            of_column = {rank: one for rank, one in told.items() if state.column_of(rank) == column}
+            known = {rank: one for rank, one in of_column.items() if rank not in newcomers} or of_column
+            verdict = find_culprits(known)
+            if isinstance(verdict, Undecided):
+                record, outcome = _nobody_knows(state, step, column // state.members, verdict)
+                return state.updated(outcome=outcome), (*commands, record, outcome)
+            found += verdict
+            wrong = {culprit.rank for culprit in verdict}
+            right = next((one.sums for rank, one in known.items() if rank not in wrong), {})
+            for rank in of_column.keys() - known.keys():
+                if names := differing(of_column[rank].sums, right):
+                    what = " and ".join(names)
+                    strange[rank] = f"after step {step} its {what} differ from its peers', and it has joined"
+        since = state.checks.agreed
+        for culprit in found:
+            state, caused = _convict(state, step, culprit, since)
+            commands += caused
+            if state.outcome is not None:
+                return state, commands
+        checks = state.checks if found else replace(state.checks, agreed=step)
+        state = state.updated(checks=checks.plan(step, state.steps.summed, told))
+        if strange:
+            state, dismissed = dismiss(state, step, strange)
+            commands += dismissed
+    return state, commands
+
+
+def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
+    """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
+    rank, what = culprit.rank, " and ".join(culprit.kinds)
+    peers = " and ".join(map(state.name, culprit.right))
+    cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
+    details = {
+        "cause": cause,
+        "kind": what,
+        "proof": "state",
+        "device": culprit.device,
+        "since": since,
+        "then": "ended" if state.checks.policy == "raise" else "evicted",
+    }
+    record = Record("corruption", step, rank, details)
+    if state.checks.policy == "raise":
+        outcome = Failed(f"Worker {state.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
+        return state.updated(outcome=outcome), (record, outcome)
+    return state, (record, Evict(rank, cause))
+
+
+def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> tuple[Record, Outcome]:
+    what, since = " and ".join(found.kinds), state.checks.agreed
+    groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
+    cause = (
+        f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
+        " group is the largest, so it is unknown which of them are right"
+    )
+    details = {
+        "cause": cause, "kind": what, "proof": "undecided", "stage": stage, "since": since, "then": "ended",
+    }  # fmt: skip
+    record = Record("corruption", step, None, details)
+    if state.checks.policy == "raise":
+        return record, Failed(f"{cause}. {_contaminated(since, step)}")
+    why = f"its {what} differ from its peer's, and it is unknown whose are right"
+    return record, StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
+
+
+def _contaminated(since: int, step: int) -> str:
+    before = "before that nothing was compared" if since < 0 else f"they were equal after step {since}"
+    return (
+        f"{before[0].upper()}{before[1:]}, so results since then, up to step {step}, may be wrong. A device whose"
+        " memory or arithmetic errs does this, and so do hooks or callbacks that change weights on some workers only,"
+        " or optimizers that are not deterministic. Start again from a checkpoint that is older than that;"
+        " VerificationOptions(on_corruption='evict') goes on without the worker where a majority says what is right."
+    )
+
+
+def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
+    """A worker got other bits than the peer that it checked, or twice others than itself before: no peer has to be
+    asked then. The step cannot be committed, so a generation begins, or a loss begins one.
+    """
+    if not state.generation.runs(event.generation):
+        return state, ()
+    if event.other == event.rank and event.mine != event.theirs:
+        dispute = Dispute(event.step, event.microbatch, event.rank, event.rank, {event.rank: event.theirs})
+        return _convict_of_computing(state, dispute, own_error(event))
+    if event.other not in state.roster.live:
+        return state, ()
+    claims = {event.rank: event.mine, event.other: event.theirs}
+    dispute = Dispute(event.step, event.microbatch, event.rank, event.other, claims, {}, {event.rank: event.device})
+    kinds = " and ".join(differing(event.mine, event.theirs))
+    details = {"of": state.place(event.other), "microbatch": event.microbatch, "kind": kinds}
+    record = Record("disputed", event.step, event.rank, details)
+    return after((record,), begin_generation(state.with_checks(dispute=dispute)))
+
+
+def call_vote(
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int
+) -> tuple[MembershipState, messages.Vote | None, tuple[Command, ...]]:
+    """The vote on a dispute, if all workers of the stage hold the parameters of its step; otherwise it is forgotten:
+    the step is computed again, and checked again. A value that is not finite is then kept, or there would be no end.
+    """
+    dispute = state.checks.dispute
+    if dispute is None:
+        return state, None, ()
+    voters = sorted(state.holders(state.stage_of(dispute.recorder)))
+    able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
+    if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
+        state = state.with_checks(dispute=None)
+        if is_about_numbers(dispute) and dispute.accused in voters:
+            state, kept = excuse(state, dispute.step, "its stage has gone on, and cannot tell")
+            return state, None, kept
+        return state, None, ()
+    state = state.with_checks(dispute=replace(dispute, votes={}))
+    return state, messages.Vote(dispute.recorder, tuple(voters)), ()
+
+
+def on_voted(state: MembershipState, event: messages.Voted) -> Next:
+    """A worker has computed what is disputed. When all have, a generation begins, unless a loss begins one."""
+    dispute = state.checks.dispute
+    if not state.generation.runs(event.generation) or dispute is None:
+        return state, ()
+    votes = {**dispute.votes, event.rank: (event.sums, not event.varies)}
+    devices = {**dispute.devices, event.rank: event.device}
+    dispute = replace(dispute, votes=votes, devices=devices, varies=event.varies or dispute.varies)
+    if votes.keys() != state.holders(state.stage_of(dispute.recorder)):
+        return state.with_checks(dispute=dispute), ()
+    found = _settle_dispute(state.with_checks(dispute=None), dispute)
+    return found if any(isinstance(command, Evict) for command in found[1]) else begin_generation_unless_over(*found)
+
+
+def _settle_dispute(state: MembershipState, dispute: Dispute) -> Next:
+    """Reaction to the votes of all."""
+    if is_about_numbers(dispute):
+        return _settle_finite_dispute(state, dispute)
+    finding = decide_dispute(dispute)
+    if finding is Finding.INCOMPARABLE:
+        varies = f"{dispute.varies} gives other bits each time"
+        return _give_up_comparing(state, varies if dispute.varies else "no worker of a stage agrees with another one")
+    if finding is Finding.UNDECIDED:
+        return _nobody_computes_right(state, dispute)
+    assert not isinstance(finding, Finding)
+    commands: tuple[Command, ...] = ()
+    for culprit in finding:
+        state, caused = _convict_of_computing(state, dispute, culprit)
+        commands += caused
+        if state.outcome is not None:
+            break
+    return state, commands
+
+
+def _settle_finite_dispute(state: MembershipState, dispute: Dispute) -> Next:
+    found = who_made_it(dispute)
+    if isinstance(found, str):
+        return excuse(state, dispute.step, f"worker {state.place(dispute.accused)} made it, and {found}")
+    # The step runs again without the culprit, or with none if the run ends.
+    state = state.with_checks(inspects=-1)
+    return _convict_of_computing(state, dispute, found, "made a value that is not finite of finite ones in the")
+
+
+def _convict_of_computing(
+    state: MembershipState, dispute: Dispute, culprit: Culprit, did: str = "computed a wrong"
+) -> Next:
+    rank, what = culprit.rank, " and ".join(culprit.kinds)
+    others = " and ".join(map(state.name, culprit.right))
+    says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
+    cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
+    policy = state.checks.policy
+    details = {
+        "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,
+        "then": "ended" if policy == "raise" else "evicted",
+    }  # fmt: skip
+    record = Record("corruption", dispute.step, rank, details)
+    if policy == "raise":
+        outcome = Failed(
+            f"Worker {state.name(rank)} computes wrong results: {cause}. That step was not committed. Its device"
+            " may be broken; VerificationOptions(on_corruption='evict') goes on without it."
+        )
+        return state.updated(outcome=outcome), (record, outcome)
+    return state, (record, Evict(rank, cause))
+
+
+def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
+    names = " and ".join(map(state.name, sorted(dispute.claims)))
+    what = " and ".join(differing(*dispute.claims.values()))
+    cause = (
+        f"In step {dispute.step} workers {names} computed a different {what} of micro-batch {dispute.microbatch}, and"
+        " did so again; it is unknown which of them is right"
+    )
+    stage = state.stage_of(dispute.recorder)
+    details = {
+        "cause": cause,
+        "kind": what,
+        "proof": "undecided",
+        "stage": stage,
+        "since": state.checks.agreed,
+        "then": "ended",
+    }
+    outcome = Failed(
+        f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
+        " checkpoints are as good as the checks before them."
+    )
+    return state.updated(outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
+
+
+def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Next:
+    """A worker reports that computations cannot be compared."""
+    if not state.checks.comparable:
+        return state, ()
+    found = _give_up_comparing(state, event.cause)
+    return found if state.generation.regrouping else begin_generation_unless_over(*found)
+
+
+def _give_up_comparing(state: MembershipState, why: str) -> Next:
+    """Computations are not compared any more."""
+    state = state.with_checks(comparable=False, dispute=None)
+    return state, (Record("incomparable", state.steps.version, None, {"cause": why}),)
+
+
+def on_not_finite(state: MembershipState, event: messages.NotFinite) -> Next:
+    """A worker has met a value that is not finite, and waits for another generation."""
+    if not state.generation.runs(event.generation):
+        return state, ()
+    if state.checks.inspects == event.step:
+        return begin_generation_unless_over(*excuse(state, event.step, "no worker makes it of finite values"))
+    which = f"the loss of micro-batch {event.microbatch}" if event.microbatch >= 0 else "the gradient of its stage"
+    details = {"cause": f"{which} is not finite", "then": "inspected"}
+    record = Record("not_finite", event.step, event.rank, details)
+    return after((record,), begin_generation(state.with_checks(inspects=event.step)))
+
+
+def is_about_numbers(dispute: Dispute) -> bool:
+    """Whether the question is if a value is finite."""
+    return dispute.accused == dispute.recorder
+
+
+def who_made_it(dispute: Dispute) -> Culprit | str:
+    """The worker whose device made a value that is not finite; or why none did, in words, when all have voted."""
+    accused = dispute.accused
+    others = {rank: vote for rank, vote in dispute.votes.items() if rank != accused}
+    finite = tuple(sorted(rank for rank, (sums, _) in others.items() if sums.get(FINITE) == IS_FINITE))
+    if not others:
+        return "it has no peer"
+    if not all(repeats for _, repeats in others.values()):
+        return "its peers get other values each time"
+    if 2 * len(finite) <= len(others):
+        return "its peers get such a value, too"
+    kinds = tuple(sorted(dispute.claims[accused].keys() - {FINITE}))
+    return Culprit(accused, kinds, finite, dispute.devices.get(accused, ""))
+
+
+def excuse(state: MembershipState, step: int, why: str) -> Next:
+    """Such values of ``step`` are the model's, or the data's."""
+    count = state.checks.excuses + 1
+    until = step if count < MAX_EXCUSED else EXCUSES_ALL
+    checks = replace(state.checks, inspects=-1, excused=until, excuses=count)
+    cause = f"the value that is not finite is the model's or the data's: {why}"
+    then = "kept" if count < MAX_EXCUSED else "kept, and not asked for again"
+    return state.updated(checks=checks), (Record("not_finite", step, None, {"cause": cause, "then": then}),)
+
+
+def settle_inspection(state: MembershipState) -> Next:
+    """If all have applied the inspected step, the value has not come again."""
+    step = state.checks.inspects
+    if not 0 <= step < state.steps.version:
+        return state, ()
+    state = state.with_checks(inspects=-1)
+    details = {"cause": "all values are finite now; no worker made the other one again", "then": "gone"}
+    return state, (Record("not_finite", step, None, details),)
+
+
+# ---------------------------------------------------------------------- exceptions
+
 
 _REMEMBERED_STEPS = 1000  # by then a hook that writes to a full disk has been called again, on whatever worker
 
@@ -40,26 +515,7 @@ class Verdict(Enum):
     OWN = "the exception is the user's own"
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """An exception that was raised.
-
-    Args:
-        rank: the worker that raised it.
-        generation: its generation then; a worker raises at most once in a generation.
-        stage: its stage.
-        place: the step (:data:`OUTSIDE` of steps) and the operation.
-        version: the number of steps that all workers had applied then.
-    """
-
-    rank: int
-    generation: int
-    stage: int
-    place: tuple[int, str]
-    version: int
-
-
-def judge(
+def judge_exception(
     raised: Raised, stage: int, version: int, past: Sequence[Remembered], has_peer: bool, retries: int
 ) -> Verdict:
     """Decides about a suspected exception.
@@ -83,14 +539,43 @@ def judge(
     return Verdict.AGAIN if raised.exact and not raised.sticky else Verdict.OWN
 
 
-def remember(raised: Raised, stage: int, version: int, past: Sequence[Remembered]) -> tuple[Remembered, ...]:
+def remember_exception(raised: Raised, stage: int, version: int, past: Sequence[Remembered]) -> tuple[Remembered, ...]:
     """``past`` with ``raised``, without what is long ago."""
     new = Remembered(raised.rank, raised.generation, stage, (raised.step, raised.operation), version)
     return (*(one for one in past if version - one.version <= _REMEMBERED_STEPS), new)
 
 
-Pair: TypeAlias = tuple[int, int]
-"""Two ranks, the lower one first."""
+def on_raised(state: MembershipState, event: messages.Raised) -> Next:
+    """A worker raised a suspected exception: it is evicted, does the work again, or the exception is the user's."""
+    if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
+        return state, ()  # said twice
+    stage, version = state.stage_of(event.rank), state.steps.version
+    if event.rank in state.roster.parked:
+        return state, (Evict(event.rank, f"it raised {event.summary}, and was parked"),)
+    if event.rank in state.roster.joining:
+        verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
+    elif not state.has_resumed:
+        verdict = Verdict.OWN
+    else:
+        has_peer = bool(state.holding(stage, without={event.rank}))
+        past, retries = state.faults.raised, state.faults.retries
+        verdict = judge_exception(event, stage, version, past, has_peer, retries)
+    state = state.with_faults(raised=remember_exception(event, stage, version, state.faults.raised))
+    where = event.operation if event.step == messages.OUTSIDE else f"{event.operation} of step {event.step}"
+    cause = f"it raised {event.summary} ({where})"
+    if verdict is Verdict.EVICT:
+        return state, (Evict(event.rank, cause),)
+    judged = Send((event.rank,), messages.Judged(event.generation, verdict is Verdict.OWN))
+    if verdict is Verdict.OWN:
+        return state, (judged,)
+    commands = (judged, Record("retried", version, event.rank, {"cause": cause}))
+    if event.generation < state.generation.number:
+        return state, commands  # the newer one waits for its report
+    return after(commands, begin_generation(state))
+
+
+# ---------------------------------------------------------------------- broken connections without a death
+
 
 _MAX_TRIES = 2000  # sets tried; the coordinator must not think for long. Up to 20 broken pairs or so, a few dozen do
 
@@ -150,3 +635,88 @@ def _least(pairs: Collection[Pair]) -> int:
         if seen.isdisjoint(pair):
             seen.update(pair)
     return len(seen) // 2
+
+
+MAX_DISTURBANCES = 3
+"""Regroups in a row without a loss and without a committed step, after which the run is abandoned."""
+
+
+def on_broken(state: MembershipState, event: messages.Broken) -> Next:
+    """A worker lost connections of this generation: a death may still explain it."""
+    if not state.generation.runs(event.generation):
+        return state, ()
+    pairs = {(min(event.rank, other), max(event.rank, other)) for other in event.unreachable}
+    state = state.with_generation(broken_pairs=state.generation.broken_pairs | pairs)
+    return state, (StartGrace(event.generation, f"worker {state.name(event.rank)}: {event.reason}"),)
+
+
+def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
+    """A connection broke between two live workers: connects the same workers again, or evicts as few as possible."""
+    if not state.generation.runs(event.generation):
+        return state, ()
+    pairs = state.generation.broken_pairs
+    if pairs:  # they were told to check their links: reconnecting has been tried
+        evicted = _choose_evictions(state)
+        if evicted is not None:
+            return state, tuple(Evict(rank, _cut_off_from(state, rank)) for rank in evicted)
+    if state.faults.disturbances >= MAX_DISTURBANCES:
+        return end(state, Failed(_why_given_up(state, event.reason)))
+    state = state.with_faults(disturbances=state.faults.disturbances + 1)
+    details: dict[str, Any] = {"cause": event.reason}
+    if pairs:
+        details["broken_pairs"] = tuple((state.place(a), state.place(b)) for a, b in sorted(pairs))
+    if state.generation.becomes:  # no layout is so important that what breaks it may end the run
+        details["layers_stay"] = state.generation.becomes
+        state = state.with_layout(wanted=None)
+    record: Command = Record("disturbance", state.steps.version, None, details)
+    return after((record,), begin_generation(state))
+
+
+def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
+    """The workers without which no broken pair is left; None if some that cannot reach each other must stay.
+
+    A position goes whole, so positions are chosen, each by its first member. Of each the member goes that is in most
+    broken pairs, which parks its siblings.
+    """
+    pairs, positions = state.generation.broken_pairs, state.positions
+    first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}
+    between = {(min(first[a], first[b]), max(first[a], first[b])) for a, b in pairs}
+    holders = [{positions.rank(one) for one in state.holding(stage)} for stage in range(state.grid.stages)]
+    gone = choose_evictions(between, holders, first.get(state.roster.leader, -1), partial(_can_recover, state))
+    if gone is None:
+        return None
+    broken = Counter(rank for pair in pairs for rank in pair if first[rank] in gone)
+    worst = {first[rank]: rank for rank in sorted(broken, key=lambda rank: (broken[rank], rank))}
+    return tuple(sorted(worst.values()))
+
+
+def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
+    """Whether the others could go on from what they reported; without a connection none has moved on since."""
+    evicted = state.positions.expand(evicted)
+    statuses = {
+        rank: report.status
+        for rank, report in state.generation.reports.items()
+        if rank not in evicted and report.status.version >= 0
+    }
+    try:
+        decide(statuses, state.steps.summed)
+    except ReCycleError:
+        return False
+    return True
+
+
+def _cut_off_from(state: MembershipState, rank: int) -> str:
+    """Why ``rank`` is evicted, in words."""
+    others = sorted({other for pair in state.generation.broken_pairs if rank in pair for other in pair} - {rank})
+    names = " and ".join(map(state.name, others))
+    return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"
+
+
+def _why_given_up(state: MembershipState, last: str) -> str:
+    times, worker = MAX_DISTURBANCES + 1, state.name
+    reason = f"Communication between live workers failed {times} times in a row at step {state.steps.version}, "
+    reason += f"at last because: {last.rstrip('.')}. "
+    if state.generation.broken_pairs:
+        pairs = ", ".join(f"{worker(a)} and {worker(b)}" for a, b in sorted(state.generation.broken_pairs))
+        reason += f"These cannot reach each other, and the others cannot go on without one of each two: {pairs}. "
+    return reason + "Check the network between the workers; the warnings above say what went wrong before."

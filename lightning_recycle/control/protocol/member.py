@@ -20,9 +20,147 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import last_point
-from lightning_recycle.control.protocol.coordinator_restart import MessageRecord
-from lightning_recycle.control.protocol.recovery import WorkerStatus
+from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.planning.program import Program
+
+_KEPT_STEPS = 2
+
+
+_STEPS_UNTIL_ALL_HAVE_AN_ANSWER = 3
+"""Who begins step b + 3 has applied b + 2; no worker can before all have begun step b + 1, and had what came before."""
+
+
+class MessageRecord:
+    """Messages that a worker has sent and received, and others may lack."""
+
+    def __init__(self) -> None:
+        # Named as the fields of Returned, which are told as they are:
+        self.facts: tuple[messages.Applied, ...] = ()
+        self.arrival: messages.Arrive | None = None
+        self.answer: messages.Answer | None = None
+        self.known: messages.Committed | None = None
+        self.request: messages.StopWish | None = None
+        self.raised: messages.Raised | None = None
+        self.confirm: messages.Confirm | None = None
+        self.save: messages.SaveBegun | None = None
+        self.announced: tuple[messages.SaveAnnounced, ...] = ()
+        self.saves_ended: tuple[messages.SaveEnded, ...] = ()
+        self.applied = self.joins_after = -1
+        self.restored = 0
+        self.is_ready = self.entered = self.ends_run = False
+        self.leave: messages.Leave | None = None
+        self.measured: messages.Measured | None = None
+        self._losses: dict[int, messages.Losses] = {}
+        self._told: dict[int, messages.StepLoss] = {}
+        self._answered_at = -1  # the newest step that it had begun when the answer came
+
+    def said(self, message: Any) -> None:
+        """The worker sends ``message``, or tries to."""
+        match message:
+            case messages.Applied():
+                self.facts = (*self.facts, message)[-_KEPT_STEPS:]
+                self.applied = message.step
+            case messages.Losses():
+                before = self._losses.get(message.step)
+                if before is not None:  # a step that is run again: what came first counts
+                    losses, outputs = {**message.losses, **before.losses}, {**message.outputs, **before.outputs}
+                    message = messages.Losses(message.rank, message.step, losses, outputs, message.generation)
+                self._losses[message.step] = message
+            case messages.Arrive(generation=None):
+                self.arrival = message
+            case messages.StopWish(stops=True):
+                self.request = message
+            case messages.Raised():
+                self.raised = message
+            case messages.Confirm():
+                self.confirm = message
+            case messages.SaveBegun():
+                self.save, self.announced, self.saves_ended = message, (), ()
+            case messages.SaveAnnounced():
+                self.announced = (*self.announced, message)
+            case messages.SaveEnded():
+                self.saves_ended = (*self.saves_ended, message)
+            case messages.Restored():
+                self.restored = message.version
+            case messages.Reached(milestone=messages.Milestone.ENTERED):
+                self.applied = self.joins_after
+                self.entered = True
+            case messages.Ready():
+                self.is_ready = True
+            case messages.Leave():
+                self.leave = message
+            case messages.EndRun():
+                self.ends_run = True
+            case messages.Measured():
+                new = {name: value for name in message.__slots__ if (value := getattr(message, name)) is not None}
+                self.measured = replace(self.measured or message, **new)
+
+    def heard(self, message: Any, rank: int, begun: int) -> None:
+        """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
+        match message:
+            case messages.Answer():
+                if self.arrival is not None and self.arrival.number <= message.number:
+                    self.arrival = None
+                if self.answer is None or message.number >= self.answer.number:
+                    self.answer, self._answered_at = message, begun
+                self._heard_of(message.saves)
+            case messages.StepLoss():
+                self._told[message.step] = message
+                for step in sorted(self._told)[:-_KEPT_STEPS]:
+                    del self._told[step]
+                self._losses = {step: one for step, one in self._losses.items() if step > message.step}
+                self._heard_of(message.saves)
+            case messages.Committed():
+                self.known = message
+            case messages.Resume():
+                if message.commits:
+                    step = message.decision.version - (not message.settled)
+                    self.known = messages.Committed(message.generation, step, message.commits)
+                if rank in message.donors:
+                    self.joins_after = message.decision.version - 1
+            case messages.StopVerdict():
+                if self.request is not None and self.request.point == message.point:
+                    self.request = None
+            case messages.Judged():
+                if self.raised is not None and self.raised.generation == message.generation:
+                    self.raised = None
+            case messages.Confirmed():
+                if self.confirm is not None and self.confirm.number <= message.number:
+                    self.confirm = None
+
+    def _heard_of(self, saves: messages.SaveStatus) -> None:
+        if self.save is not None and saves.batch >= self.save.batch:
+            self.save, self.announced, self.saves_ended = None, (), ()
+
+    def drop(self, announced: messages.Regroup) -> None:
+        """The worker enters a generation."""
+        self._losses.pop(announced.unproven, None)
+
+    def began(self, step: int) -> None:
+        """The worker begins ``step``."""
+        if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
+            self.answer = None  # it may be as large as a checkpoint
+
+    def returned(self, generation: int, next_collective: int, **who: Any) -> messages.Returned:
+        """All that it holds.
+
+        Args:
+            generation: the newest that was announced to it.
+            next_collective: the first control collective that it has taken no answer to, nor has arrived at.
+            who: the other fields of the message.
+        """
+        number = next_collective if self.arrival is None else self.arrival.number
+        if self.answer is not None:
+            number = max(number, self.answer.number + 1)
+        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return messages.Returned(
+            generation=generation,
+            next_collective=number,
+            losses=tuple(self._losses.values()),
+            told=tuple(self._told.values()),
+            **held,
+            **who,
+        )
 
 
 class Interrupted(Exception):

@@ -4,39 +4,27 @@
 tables :data:`_OF_ANY` and :data:`_OF_MEMBERS` name the handler of each event, which stands beside the part of the state
 that it changes:
 
-- :mod:`~lightning_recycle.control.protocol.generation`: a new generation, broken links, suspected exceptions;
-- :mod:`~lightning_recycle.control.protocol.step_boundary`: workers that enter and leave, other plans;
-- :mod:`~lightning_recycle.control.protocol.layout_change`: layers that go to other stages;
-- :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, applied steps;
-- :mod:`~lightning_recycle.control.protocol.control_collectives`: control collectives, early stops;
-- :mod:`~lightning_recycle.control.protocol.saves`: checkpoints that are written in the background;
-- :mod:`~lightning_recycle.control.protocol.corruption_response`: wrong bits, values that are not finite.
+- :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
+- :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, applied steps; workers that enter and leave,
+  plans and layouts that change at a step boundary;
+- :mod:`~lightning_recycle.control.protocol.fault_attribution`: wrong bits, suspected exceptions, broken links;
+- :mod:`~lightning_recycle.control.protocol.control_collectives`: control collectives, early stops, checkpoints that are
+  written in the background.
 
 Here: workers that join before the training, losses, reports, and the return of all to a coordinator that was killed and
-started again (:mod:`~lightning_recycle.control.protocol.coordinator_restart`): it begins with its journal, waits for
-the workers (Returned), and then the same workers connect again, without those that do not return.
+started again (:mod:`~lightning_recycle.control.journal`): it begins with its journal, waits for the workers (Returned),
+and then the same workers connect again, without those that do not return.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning_recycle.control.protocol import (
-    control_collectives,
-    coordinator_restart,
-    corruption_response,
-    generation,
-    layout_change,
-    messages,
-    parking,
-    saves,
-    step_boundary,
-    step_commit,
-)
-from lightning_recycle.control.protocol.messages import AfterStep, Milestone
-from lightning_recycle.control.protocol.recovery import WorkerStatus, decide
+from lightning_recycle.control.protocol import control_collectives, fault_attribution, messages, recovery, step_commit
+from lightning_recycle.control.protocol.messages import AfterStep, Milestone, WorkerStatus
+from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
     Command,
     Crashed,
@@ -54,11 +42,13 @@ from lightning_recycle.control.protocol.state import (
     Next,
     PlanReady,
     Record,
+    Resend,
     Send,
     StageLost,
     StartDue,
     after,
     end,
+    release_parked,
 )
 from lightning_recycle.errors import ReCycleError
 
@@ -100,9 +90,9 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
         if state.roster.ending >= state.roster.live:  # no worker is left that would go on
             state = state.with_steps(after_step=AfterStep.END)
             state = state.with_roster(leaving=frozenset(), ending=frozenset())
-        state, given_up = saves.settle(state)
-        state, released = parking.release_outdated(state)
-        state, pause = step_boundary.pause_if_wanted(state)
+        state, given_up = control_collectives.settle_saves(state)
+        state, released = recovery.release_outdated(state)
+        state, pause = step_commit.pause_if_wanted(state)
         commands += given_up + released + pause
     return state, commands
 
@@ -114,9 +104,6 @@ def _handle(state: MembershipState, event: Any) -> Next:
     if event.rank in state.roster.live or (event.rank in state.roster.parked and kind in _OF_PARKED):
         return _OF_MEMBERS[kind](state, event)
     return state, ()
-
-
-# ---------------------------------------------------------------------- workers come and go
 
 
 def _joined(state: MembershipState, event: Joined) -> Next:
@@ -136,22 +123,22 @@ def _begin_if_complete(state: MembershipState) -> Next:
     """Begins the first generation as soon as every live worker has joined."""
     if state.generation.number >= 0 or state.roster.joined < state.roster.live:
         return state, ()
-    return generation.begin(state)
+    return recovery.begin_generation(state)
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
     if event.rank not in state.roster.live:
-        return step_boundary.drop_candidate(state, event.rank)
+        return step_commit.drop_candidate(state, event.rank)
     if state.positions.expand({event.rank}) & state.roster.newcomers.keys():
-        state = step_boundary.doubt(state)
+        state = fault_attribution.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
-    state, useless = parking.park(state, event.rank)
+    state, useless = recovery.park(state, event.rank)
     commands += useless
     state = state.with_faults(disturbances=0)
     state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     stage = state.stage_of(event.rank)
     if _is_lost(state, stage):
-        state, useless = parking.assemble(state, stage)
+        state, useless = recovery.assemble(state, stage)
         commands += useless
     if _is_lost(state, stage):
         return after(commands, _lose_stage(state, stage))
@@ -162,10 +149,10 @@ def _lose(state: MembershipState, event: Lost) -> Next:
 
 def _go_on_without(state: MembershipState) -> Next:
     """Settles what waited only for workers that have just left the roster, and begins a generation without them."""
-    state, settled = step_commit.settle(generation.with_leader(control_collectives.forget_retracted(state)))
+    state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled
-    state, begins = generation.begin(state) if state.generation.number >= 0 else _begin_if_complete(state)
+    state, begins = recovery.begin_generation(state) if state.generation.number >= 0 else _begin_if_complete(state)
     # Whoever hears what the loss has settled has heard of the loss, also if this coordinator dies between the two.
     return state, begins + settled
 
@@ -196,9 +183,6 @@ def _end_run(state: MembershipState, event: messages.EndRun) -> Next:
     return state.with_steps(after_step=AfterStep.END), ()
 
 
-# ---------------------------------------------------------------------- reports
-
-
 def _report(state: MembershipState, event: messages.Report) -> Next:
     """A worker reports what it holds; when all have, they resume."""
     if event.generation != state.generation.number or not state.generation.regrouping:
@@ -212,15 +196,15 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
     for column in range(state.columns):
         if not state.holders(column):
             stage = column // state.members
-            whole, useless = parking.assemble(state, stage)
-            return _lose_stage(state, stage) if whole is state else after(useless, generation.begin(whole))
+            whole, useless = recovery.assemble(state, stage)
+            return _lose_stage(state, stage) if whole is state else after(useless, recovery.begin_generation(whole))
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
     if state.roster.assembled:
         if (apart := _in_other_hooks(state)) is not None:
             return _lose_stage(state, apart)
-        rest, useless = parking.without_latecomers(state, statuses)
+        rest, useless = recovery.without_latecomers(state, statuses)
         if rest is not state:
-            return after(useless, generation.begin(rest))
+            return after(useless, recovery.begin_generation(rest))
     try:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
@@ -242,7 +226,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         forgotten = settled and one.version < decision.version
         if forgotten or (guessed and (settled or len(commits) < state.columns)):  # no worker knows them any more
             return _lose_stage(state, state.stage_of(rank))
-    state, vote, excused = corruption_response.call_vote(state, statuses, decision.version)
+    state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     step = decision.version if settled else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
@@ -300,7 +284,127 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
     return {**commits, **(payloads if known == version - 1 else {})}, False
 
 
-# ---------------------------------------------------------------------- a coordinator that was started again
+_ORDER: tuple[type[Any], ...] = (
+    messages.Restored,
+    messages.Applied,
+    messages.Losses,
+    messages.StopWish,
+    messages.SaveBegun,
+    messages.SaveAnnounced,
+    messages.SaveEnded,
+    messages.Arrive,
+    messages.Ready,
+    messages.Leave,
+    messages.EndRun,
+)
+
+
+def rebuilt(state: MembershipState) -> Next:
+    """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
+    assert state.returned is not None
+    there = state.returned
+    late = {rank for rank in state.roster.parked if rank not in there}
+    state = state.updated(roster=state.roster.without_parked(late))  # they have missed something
+    next_collective = max(there[rank].next_collective for rank in state.heard)
+    answer = _newest_answer({rank: there[rank] for rank in state.heard}, next_collective)
+    oldest = next_collective if answer is None else answer.number  # that may still be answered
+    state, released = release_parked(state, {r for r in state.roster.parked if there[r].next_collective < oldest})
+    members, roster = {rank: there[rank] for rank in state.heard}, state.roster
+    generation = max(state.generation.number, *(member.generation for member in members.values()))
+    applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
+    live = {rank: members[rank].applied for rank in roster.ranks}
+    newest = [step for rank, step in live.items() if rank not in roster.joining or step >= 0]
+    for rank in roster.joining - applied.keys():
+        # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
+        applied[rank] = min(newest, default=members[rank].joins_after)
+    restored = max(one.restored for one in members.values())
+    version = max(restored, 1 + min(applied.get(rank, -1) for rank in roster.live))
+    told = {loss.step: loss for one in members.values() for loss in one.told}
+    known = max(
+        (one.known for one in members.values() if one.known is not None),
+        key=lambda one: (one.generation, one.step),
+        default=None,
+    )
+    summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
+    doubted = max((steps[-1] + 1 for steps in roster.dismissed.values()), default=-1)
+    unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
+    state = state.updated(
+        generation=state.generation.updated(number=generation),
+        steps=state.steps.updated(
+            version=version,
+            passed=0,
+            applied=applied,
+            answered=state.steps.answered if known is None else (known.step, known.payloads),
+            summed=summed,
+            unproven=summed if state.steps.unproven >= 0 else doubted,
+        ),
+        collectives=state.collectives.updated(next=next_collective),
+        faults=state.faults.updated(
+            raised=tuple(one for one in state.faults.raised if (one.rank, one.generation) not in unanswered)
+        ),
+        saves=control_collectives.batch_begun_by(members.values(), state.saves),
+        returned=None,
+    )
+    counters = told[max(told)].counters if told else {}
+    record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
+    return state, (record, *released, *_repeated(state, members, told, answer))
+
+
+def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
+    """The answer to the collective before ``next_collective``, if one of ``members`` keeps it."""
+    answers = (one.answer for one in members.values() if one.answer is not None)
+    return next((answer for answer in answers if answer.number == next_collective - 1), None)
+
+
+def _repeated(
+    state: MembershipState,
+    members: Mapping[int, messages.Returned],
+    told: Mapping[int, messages.StepLoss],
+    answer: messages.Answer | None,
+) -> Iterator[Command]:
+    """Messages that an earlier coordinator has sent to some, for the others."""
+    if answer is not None:
+        lack = tuple(rank for rank, one in members.items() if one.next_collective <= answer.number)
+        yield Resend(lack, answer)
+    for step, loss in sorted(told.items()):
+        lack = tuple(r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.told})
+        yield Resend(lack, loss)
+    stop = state.collectives.stop_round
+    if stop is not None:
+        asked = {r for r, one in members.items() if one.request is not None and one.request.point == stop.point}
+        yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))
+    for rank, one in members.items():
+        if one.confirm is not None:
+            yield Resend((rank,), messages.Confirmed(one.confirm.number))
+        if one.hook is not None:  # not told by all, or they may not know
+            yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), one.hook)
+
+
+def returned_events(member: messages.Returned) -> Iterator[Any]:
+    """Messages of ``member`` without an answer, as it sent them."""
+    if member.restored:
+        yield messages.Restored(member.rank, member.restored)
+    yield from member.facts
+    yield from member.losses
+    if member.request is not None:
+        yield member.request
+    if member.save is not None:
+        yield member.save
+        yield from member.announced
+        yield from member.saves_ended
+    if member.arrival is not None:
+        yield member.arrival
+    if member.is_ready:
+        yield messages.Ready(member.rank)
+    if member.leave is not None:
+        yield member.leave
+    if member.ends_run:
+        yield messages.EndRun(member.rank)
+
+
+def returned_order(event: Any) -> tuple[int, int]:
+    """The place of one of :func:`events` among those of all workers."""
+    return _ORDER.index(type(event)), getattr(event, "step", 0)
 
 
 def _returned(state: MembershipState, event: messages.Returned) -> Next:
@@ -316,48 +420,48 @@ def _go_on_if_all_returned(state: MembershipState) -> Next:
     assert returned is not None
     if not state.roster.live <= returned.keys():
         return state, ()
-    state, commands = coordinator_restart.rebuilt(state)
+    state, commands = rebuilt(state)
     members = [returned[rank] for rank in state.heard]
-    state = generation.with_leader(state)
+    state = recovery.with_leader(state)
     # The words of all on one subject before any on the next: it may complete what the next is judged by.
-    events = [event for member in members for event in coordinator_restart.events(member)]
-    for event in sorted(events, key=coordinator_restart.order):
+    events = [event for member in members for event in returned_events(member)]
+    for event in sorted(events, key=returned_order):
         if state.outcome is None:
             state, caused = _handle(state, event)
             commands += caused
     if state.outcome is not None:
         return state, commands
-    state, regroup = generation.begin(state)
+    state, regroup = recovery.begin_generation(state)
     gone = {command.rank for command in commands if isinstance(command, Evict)}
     for member in members:
         if member.raised is not None and member.rank not in gone and state.outcome is None:
-            state, judged = generation.on_raised(state, member.raised)
+            state, judged = fault_attribution.on_raised(state, member.raised)
             regroup += judged
     return state, commands + regroup
 
 
-# ---------------------------------------------------------------------- who handles what
-
 _Handler = Callable[[MembershipState, Any], Next]
+
 
 _OF_ANY: Mapping[type[Any], _Handler] = {
     StartDue: _start_due,
-    GraceElapsed: generation.on_grace_elapsed,
+    GraceElapsed: fault_attribution.on_grace_elapsed,
     EndWanted: _end_wanted,
     Lost: _lose,
-    MovePlanned: step_boundary.on_move_planned,
-    PlanReady: step_boundary.on_plan_ready,
-    LayoutReady: layout_change.on_layout_ready,
-    messages.Ready: step_boundary.on_ready,
+    MovePlanned: step_commit.on_move_planned,
+    PlanReady: step_commit.on_plan_ready,
+    LayoutReady: step_commit.on_layout_ready,
+    messages.Ready: step_commit.on_ready,
 }
 """Events of the shell, and of workers that are about to join."""
 
+
 _OF_MILESTONES: Mapping[Milestone, _Handler] = {
-    Milestone.ENTERED: step_boundary.on_entered,
-    Milestone.AT_BOUNDARY: step_boundary.on_at_boundary,
-    Milestone.LAYERS_HELD: layout_change.on_layers_held,
-    Milestone.PASSED: step_commit.add_pass,
-    Milestone.IN_HOOK: control_collectives.enter_hook,
+    Milestone.ENTERED: step_commit.on_entered,
+    Milestone.AT_BOUNDARY: step_commit.on_at_boundary,
+    Milestone.LAYERS_HELD: step_commit.on_layers_held,
+    Milestone.PASSED: step_commit.on_passed,
+    Milestone.IN_HOOK: control_collectives.on_in_hook,
 }
 """Milestones of members; only the shell needs to know when they are connected."""
 
@@ -372,30 +476,31 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.EndRun: _end_run,
     messages.Report: _report,
     messages.Returned: _returned,
-    messages.Undo: generation.on_undo,
-    messages.Raised: generation.on_raised,
-    messages.Broken: generation.on_broken,
-    messages.Leave: step_boundary.on_leave,
-    messages.Paused: step_boundary.on_paused,
-    messages.Differs: step_boundary.on_differs,
+    messages.Undo: step_commit.on_undo,
+    messages.Raised: fault_attribution.on_raised,
+    messages.Broken: fault_attribution.on_broken,
+    messages.Leave: step_commit.on_leave,
+    messages.Paused: step_commit.on_paused,
+    messages.Differs: fault_attribution.on_differs,
     messages.Reached: _reached,
-    messages.LayoutWanted: layout_change.on_layout_wanted,
+    messages.LayoutWanted: step_commit.on_layout_wanted,
     messages.Restored: step_commit.on_restored,
-    messages.Losses: step_commit.add_losses,
-    messages.Applied: step_commit.add_applied,
-    messages.Commit: step_commit.add_commit,
-    messages.Arrive: control_collectives.add_arrival,
-    messages.Heartbeat: control_collectives.check_attendance,
-    messages.StopWish: control_collectives.add_wish,
-    messages.SaveBegun: saves.begin,
-    messages.SaveAnnounced: saves.announce,
-    messages.SaveEnded: saves.end_one,
-    messages.Disputed: corruption_response.on_disputed,
-    messages.Voted: corruption_response.on_voted,
-    messages.NotFinite: corruption_response.on_not_finite,
-    messages.Incomparable: corruption_response.on_incomparable,
+    messages.Losses: step_commit.on_losses,
+    messages.Applied: step_commit.on_applied,
+    messages.Commit: step_commit.on_commit,
+    messages.Arrive: control_collectives.on_arrive,
+    messages.Heartbeat: control_collectives.on_heartbeat,
+    messages.StopWish: control_collectives.on_stop_wish,
+    messages.SaveBegun: control_collectives.on_save_begun,
+    messages.SaveAnnounced: control_collectives.on_save_announced,
+    messages.SaveEnded: control_collectives.on_save_ended,
+    messages.Disputed: fault_attribution.on_disputed,
+    messages.Voted: fault_attribution.on_voted,
+    messages.NotFinite: fault_attribution.on_not_finite,
+    messages.Incomparable: fault_attribution.on_incomparable,
 }
 """Events that count only while their worker is live."""
+
 
 _OF_PARKED = (
     messages.Returned,

@@ -1,6 +1,6 @@
 """Messages of workers and coordinator: frozen values, one connection per worker.
 
-The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.protocol.encoding`): every field is
+The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.encoding`): every field is
 data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
 ``bytes``, which the coordinator passes on and never opens.
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Program
@@ -34,6 +33,67 @@ Cuts: TypeAlias = tuple[int | float, ...]
 part, the stages on both sides share it (:mod:`~lightning_recycle.planning.layouts.cuts`). Empty: as at the
 start.
 """
+
+FINITE = "finite"
+"""The name under which a worker tells whether what it computed is finite, where that is the question."""
+
+
+IS_FINITE, NOT_FINITE = b"finite", b"not finite"
+
+
+OUTSIDE = -1
+"""The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """Status of a survivor.
+
+    Args:
+        column: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
+            stage.
+        version: optimizer steps applied to its parameters.
+        reduced: whether it holds the complete reduced gradient of step ``version``.
+        unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
+            ``reduced``.
+        has_shadow: whether it keeps the parameters of the version before, and can compute with them.
+    """
+
+    column: int
+    version: int
+    reduced: bool
+    unsettled: bool = False
+    has_shadow: bool = True
+
+    @property
+    def tells_of(self) -> int | None:
+        """The step of which it tells the others what they must know to commit it."""
+        return self.version if self.reduced else self.version - 1 if self.unsettled else None
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """In ``column``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
+
+    column: int
+    step: int
+    donor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision about the step at which all survivors go on.
+
+    Args:
+        version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
+        ahead: the columns whose part of step v is done.
+        adoptions: in the order in which a column carries them out.
+    """
+
+    version: int
+    ahead: frozenset[int]
+    adoptions: tuple[Adoption, ...]
+
 
 # ---------------------------------------------------------------------- worker -> coordinator
 
@@ -688,7 +748,7 @@ class LookUp:
 @dataclass(frozen=True, slots=True)
 class Returned:
     """The first message on a connection of a worker that has lost its coordinator: all that only it knows, for one that
-    was started again (:mod:`~lightning_recycle.control.protocol.coordinator_restart`).
+    was started again (:mod:`~lightning_recycle.control.journal`).
 
     Args:
         rank: its position.
@@ -889,7 +949,7 @@ class Regroup:
     A worker that is not in ``roster`` is parked: it stops, keeps what it holds, does not report, and waits for a
     generation with it. ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before
     you connect, check whom you can reach. ``unproven``: a step whose results may be wrong: drop what you hold of it; -1
-    for none. ``moved``: see :class:`~lightning_recycle.control.protocol.positions.Positions`.
+    for none. ``moved``: see :class:`~lightning_recycle.planning.grid.Positions`.
     """
 
     generation: int

@@ -1,7 +1,10 @@
-"""Recovery: from the survivors' statuses to a decision and their actions. Pure.
+"""Recovery: a new generation, from its beginning to the actions of each worker. Pure.
 
-The coordinator calls :func:`decide`, each worker :func:`actions` and :func:`part_of`: a recovery is data, like a
-schedule.
+A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
+(Regroup), report what they hold (Report), and go on together from one committed version (Resume). What counts in one
+generation only is in :class:`~lightning_recycle.control.protocol.state.Generation`, of which each begins with a new
+value. The coordinator calls :func:`decide`, each worker :func:`actions` and :func:`part_of`: a recovery is data, like
+a schedule.
 
 Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
 parameters have version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own time,
@@ -28,65 +31,76 @@ the loss, and another stage may have gone on from them: then it is settled by th
 
 A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
 step after the next.
+
+The roster of a generation holds whole positions only. When a member of a position is lost, its siblings are *parked*:
+they leave the roster, but stay connected and keep what they hold. A parked worker hears the Regroup whose roster lacks
+it, stops, and waits. It goes on receiving losses, and answers to control collectives and early stops, and what it sent
+before counts: if it comes back, it has missed nothing. If a stage has no whole position left, parked workers of its
+columns are put together into one at once (:func:`assemble`); the reports of that generation show whether the others can
+go on from these. So a stage is lost only when one of its columns is. A parked worker that is two steps behind is
+released (:func:`release_outdated`), as no stage can go back more than a step; so is one that has missed what all did in
+one generation, such as a validation. New processes for it and its lost sibling enter together at a step boundary.
+
+Must not know: why a worker was lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightning_recycle.control.protocol import control_collectives, messages
+from lightning_recycle.control.protocol.messages import Adoption, Decision, WorkerStatus
+from lightning_recycle.control.protocol.state import (
+    Command,
+    Evict,
+    Generation,
+    MembershipState,
+    Next,
+    Send,
+    after,
+    release_parked,
+)
 from lightning_recycle.errors import ReCycleError
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """Status of a survivor.
+def begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
+    """All live workers stop and report.
 
     Args:
-        column: its column (:mod:`~lightning_recycle.control.protocol.positions`); with one member per position, its
-            stage.
-        version: optimizer steps applied to its parameters.
-        reduced: whether it holds the complete reduced gradient of step ``version``.
-        unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
-            ``reduced``.
-        has_shadow: whether it keeps the parameters of the version before, and can compute with them.
+        state: before.
+        becomes: the layout that they then get ready for.
     """
-
-    column: int
-    version: int
-    reduced: bool
-    unsettled: bool = False
-    has_shadow: bool = True
-
-    @property
-    def tells_of(self) -> int | None:
-        """The step of which it tells the others what they must know to commit it."""
-        return self.version if self.reduced else self.version - 1 if self.unsettled else None
-
-
-@dataclass(frozen=True, slots=True)
-class Adoption:
-    """In ``column``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
-
-    column: int
-    step: int
-    donor: int
+    state = with_leader(control_collectives.forget_retracted(state))
+    wish = state.layout.wanted
+    state = state.updated(
+        generation=Generation(state.generation.number + 1, regrouping=True, becomes=becomes),
+        layout=state.layout.updated(wanted=wish if wish is not None and wish.is_for(state.roster.ranks) else None),
+    )
+    checks = state.faults.disturbances > 0
+    unproven = state.steps.unproven if state.steps.unproven >= state.steps.summed else -1
+    roster = state.roster
+    regroup = messages.Regroup(state.generation.number, roster.ranks, roster.leader, checks, unproven, roster.moved)
+    return state, (Send(state.heard, regroup),)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Decision about the step at which all survivors go on.
+def begin_generation_unless_over(state: MembershipState, commands: tuple[Command, ...]) -> Next:
+    """Begins a generation after ``commands``, unless they ended the run."""
+    return (state, commands) if state.outcome is not None else after(commands, begin_generation(state))
 
-    Args:
-        version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
-        ahead: the columns whose part of step v is done.
-        adoptions: in the order in which a column carries them out.
-    """
 
-    version: int
-    ahead: frozenset[int]
-    adoptions: tuple[Adoption, ...]
+def with_leader(state: MembershipState) -> MembershipState:
+    """Returns ``state`` with a live leader: the current one if it lives."""
+    roster = state.roster
+    if roster.leader in roster.live and roster.leader not in roster.joining:
+        return state
+    column = state.columns - state.members  # the first member of the last stage
+    last = state.holders(column) or roster.live
+    return state.with_roster(leader=state.positions.column_leaders(last).get(column, min(roster.live)))
+
+
+# ---------------------------------------------------------------------- what survives
 
 
 def _reachable(statuses: Mapping[int, WorkerStatus]) -> dict[int, int]:
@@ -145,7 +159,93 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
     return Decision(version, ahead, tuple(adoptions))
 
 
-# ---------------------------------------------------------------------- what one worker does in a recovery
+# ---------------------------------------------------------------------- positions that have lost a member
+
+
+_OUTDATED_STEPS = 2  # behind the others, from which on what a parked worker holds is of no use
+
+
+def park(state: MembershipState, rank: int) -> Next:
+    """``rank`` leaves the roster, and its siblings with it. Those that have a state are parked. The others have nothing
+    to keep: they have not got their state yet, or the training has not begun.
+    """
+    siblings = state.positions.siblings(rank) & state.roster.live
+    useless = siblings if state.generation.number < 0 else siblings & state.roster.joining
+    cause = f"worker {state.name(rank)}, a member of the same position, was lost before it had its state"
+    return state.without({rank}, drop=useless), tuple(Evict(sibling, cause) for sibling in sorted(useless))
+
+
+def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) -> Next:
+    """Puts a whole position of ``stage`` together from what is left of it, where no live position holds its state;
+    changes nothing if one of its columns has no worker with a state, but those of ``without``.
+
+    Of each column the worker that has applied most steps takes part, of these the one that was parked last. Workers
+    without a state, and those of ``without``, have to begin anew.
+    """
+    before, positions = state, state.positions
+    left = {rank for rank in state.roster.live if state.stage_of(rank) == stage}
+    useless = left & state.roster.joining.union(without)
+    state = state.without(left, drop=left)
+    versions = {rank: state.version_of(rank) for rank in sorted(left - useless)}
+    state = state.updated(roster=state.roster.with_parked(versions, before.roster.newcomers))
+    chosen: list[int] = []
+    for column in range(stage * state.members, (stage + 1) * state.members):
+        of_column = [rank for rank in reversed(state.roster.parked) if positions.column(rank) == column]
+        if not of_column:
+            return before, ()
+        chosen.append(max(of_column, key=state.version_of))
+    pipeline = positions.pipeline(chosen[0])
+    for rank in chosen[1:]:
+        state = state.with_roster(moved=state.positions.exchanged(rank, pipeline))
+    roster = state.roster
+    state = state.with_roster(
+        live=roster.live.union(chosen),
+        parked={rank: version for rank, version in roster.parked.items() if rank not in chosen},
+        assembled=roster.assembled.union(chosen),
+    ).with_steps(passed=0)
+    cause = "it has no state from which its stage can go on"
+    return state, tuple(Evict(rank, cause) for rank in sorted(useless))
+
+
+def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
+    """The state without the workers that joined too late to go back with those that were put together: those that have
+    no state yet, and those that have not kept the parameters of the step that runs again. If a stage has no others,
+    parked ones take their places; unchanged if it has not enough of these.
+
+    Args:
+        state: all live workers have reported.
+        statuses: what they hold that have a state.
+    """
+    version = committed_version(statuses, state.steps.summed)
+    late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
+    if any(one.version > version for one in statuses.values()):
+        late |= state.roster.joining
+    if not late:
+        return state, ()
+    before, commands = state, tuple[Command, ...]()
+    for stage in range(state.grid.stages):
+        if not state.holding(stage, without=late):
+            rest, useless = assemble(state, stage, without=late)
+            if rest is state:
+                return before, ()
+            state, commands = rest, commands + useless
+    if state is not before:
+        return state, commands
+    positions = state.positions.expand(late)
+    cause = "it joined too late to run a step again"
+    return state.without(late, drop=positions), tuple(Evict(rank, cause) for rank in sorted(positions))
+
+
+def release_outdated(state: MembershipState) -> Next:
+    """Releases the parked workers whose state nobody can go back to any more."""
+    return release_parked(state, {rank for rank in state.roster.parked if _is_outdated(state, rank)})
+
+
+def _is_outdated(state: MembershipState, rank: int) -> bool:
+    return state.version_of(rank) + _OUTDATED_STEPS <= state.steps.version
+
+
+# ---------------------------------------------------------------------- actions of a worker
 
 
 @dataclass(frozen=True, slots=True)

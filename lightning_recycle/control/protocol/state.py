@@ -1,7 +1,6 @@
 """State of the coordinator, in parts; its events and commands. Frozen values.
 
-:mod:`~lightning_recycle.control.protocol.membership` and :mod:`~lightning_recycle.control.protocol.step_commit` are the
-functions over them.
+:mod:`~lightning_recycle.control.protocol.membership` and its handlers are the functions over them.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.corruption import Checks
-from lightning_recycle.control.protocol.fault_attribution import Pair, Remembered
-from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.control.protocol.messages import AfterStep, Checked
+from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.schedule import Schedule
 
 MAX_DISMISSED = 2
@@ -238,6 +234,108 @@ Command: TypeAlias = Send | Resend | StartGrace | Evict | Record | Outcome
 
 # ---------------------------------------------------------------------- state
 
+POLICIES = ("evict", "raise")
+"""Consequence for a worker that holds wrong bits."""
+
+Sums: TypeAlias = Mapping[str, bytes]
+"""Checksums of what a computation gave, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispute:
+    """Two workers got different bits for one micro-batch; their peers compute it once more.
+
+    Args:
+        step, microbatch: what it is about.
+        recorder: the worker that has the inputs, and got other bits than the one it checked.
+        accused: the one it checked.
+        claims: what both got at first, by rank.
+        votes: what each worker of the stage got when it was asked, and whether it got that twice.
+        devices: the devices of those that told them, by rank.
+        varies: what had other bits the second time, as the newest vote of that kind says.
+    """
+
+    step: int
+    microbatch: int
+    recorder: int
+    accused: int
+    claims: Mapping[int, Sums]
+    votes: Mapping[int, tuple[Sums, bool]] = field(default_factory=dict)
+    devices: Mapping[int, str] = field(default_factory=dict)
+    varies: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """State of the checks of a run.
+
+    Args:
+        policy: what follows for a culprit, one of :data:`POLICIES`.
+        every: steps between two checks; 0 for as many as the workers ask for.
+        told: checksums that were not compared yet: step -> rank -> what it told.
+        planned: the step after which workers check next, as far as it was decided; -1 if it was not.
+        agreed: the newest step after which all workers that told of it held the same bits as their peers; -1 for none.
+        dispute: the computation that two workers got different bits for, until it is decided who was wrong.
+        comparable: whether computations can be compared bit by bit in this run.
+        inspects: the step in which workers look where values begin that are not finite; -1 for none.
+        excused: the step up to which such values are the model's.
+        excuses: the number of such steps.
+    """
+
+    policy: str = "evict"
+    every: int = 0
+    told: Mapping[int, Mapping[int, Checked]] = field(default_factory=dict)
+    planned: int = -1
+    agreed: int = -1
+    dispute: Dispute | None = None
+    comparable: bool = True
+    inspects: int = -1
+    excused: int = -1
+    excuses: int = 0
+
+    def add(self, rank: int, step: int, checked: Checked) -> Checks:
+        """With what ``rank`` told of ``step``."""
+        return replace(self, told={**self.told, step: {**self.told.get(step, {}), rank: checked}})
+
+    def due(self, version: int) -> bool:
+        """Whether a check is over that all who take part have told of, if all have applied ``version`` steps."""
+        return bool(self.told) and min(self.told) < version
+
+    def plan(self, step: int, summed: int, told: Mapping[int, Checked]) -> Checks:
+        """With the next check after that of ``step``. The first step that can be announced to all before any of them
+        is in it is the one after the next whose loss is complete, ``summed``.
+        """
+        asked = max((one.interval for one in told.values()), default=1)
+        return replace(self, planned=max(step + (self.every or asked), summed + 1))
+
+    def is_announced_by(self, step: int) -> bool:
+        """Whether the loss of ``step`` announces a check at the end of the next step."""
+        return self.planned == step + 1
+
+
+Pair: TypeAlias = tuple[int, int]
+"""Two ranks, the lower one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """An exception that was raised.
+
+    Args:
+        rank: the worker that raised it.
+        generation: its generation then; a worker raises at most once in a generation.
+        stage: its stage.
+        place: the step (:data:`OUTSIDE` of steps) and the operation.
+        version: the number of steps that all workers had applied then.
+    """
+
+    rank: int
+    generation: int
+    stage: int
+    place: tuple[int, str]
+    version: int
+
+
 _Part = TypeVar("_Part", bound="_Updatable")
 
 Reported: TypeAlias = tuple[int, Mapping[str, float]]
@@ -272,7 +370,7 @@ class Roster(_Updatable):
         dismissed: by position, the steps after which newcomers were dismissed because they held other values.
         causes: why workers were lost, by rank.
         parked: what is left of positions that lost a member, outside of ``live``: for each rank, the number of steps
-            that it was known to have applied then (:mod:`~lightning_recycle.control.protocol.parking`).
+            that it was known to have applied then (:mod:`~lightning_recycle.control.protocol.recovery`).
         moved: the pipelines of ranks that hold another position than they were started for.
         assembled: live ranks that were parked, and have not gone on with the others since.
     """
@@ -481,7 +579,7 @@ _NONE: Mapping[int, Any] = {}  # one object, and of a type that the journal can 
 
 @dataclass(frozen=True)
 class SaveState(_Updatable):
-    """The newest batch of background checkpoints (:mod:`~lightning_recycle.control.protocol.saves`).
+    """The newest batch of background checkpoints (:mod:`~lightning_recycle.control.protocol.control_collectives`).
 
     Args:
         batch: its number; -1 before the first.
@@ -655,6 +753,14 @@ def end(state: MembershipState, outcome: Outcome) -> Next:
 def after(commands: tuple[Command, ...], then: Next) -> Next:
     """``then``, whose commands come after ``commands``."""
     return then[0], commands + then[1]
+
+
+def release_parked(state: MembershipState, ranks: Collection[int]) -> Next:
+    """Releases the parked workers ``ranks``."""
+    if not ranks:
+        return state, ()
+    commands = tuple(Record("released", state.steps.version, rank) for rank in sorted(ranks))
+    return state.updated(roster=state.roster.without_parked(ranks)), commands
 
 
 def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipState:

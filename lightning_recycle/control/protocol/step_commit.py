@@ -1,4 +1,4 @@
-"""Steps: losses, commits, and values that must be the same on all workers. Pure.
+"""Steps: losses, commits, values that must be the same on all, and what changes at step boundaries. Pure.
 
 The losses of a step are collected by micro-batch, whoever computed them and however often. No worker applies a step
 before they are known to all; where workers check each other's computations that is not before all have passed the step
@@ -7,25 +7,53 @@ has applied it; the facts that workers report of it are compared. Those who have
 the others had their state from them: if they agree, a newcomer that holds other values is dismissed. Any other
 difference ends the run. As long as there are newcomers, no worker applies a step before the one before has been
 compared, so what followed from wrong values is in no parameters but those of the worker that goes. Where stages must
-agree before they step (see Commit), they are answered once every live worker is REDUCED.
+agree before they step (see Commit), they are answered once every live worker is REDUCED. If a guess was wrong with
+which workers had stepped (Undo), the same workers connect again; it counts as no trouble of the network.
+
+A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
+is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
+asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
+new generation begins when all are there (Reached). A worker that joins gets the state of its stage from a peer
+in that generation; until then it holds nothing and does not count as a replica.
+
+Another plan for the same workers (PlanReady) also begins at a step boundary, but no worker stops there: the Boundary
+carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
+holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
+the boundary and connect what is missing.
+
+A layout is the same for all pipelines, so a layer that goes to another stage goes to all workers of that stage. Each of
+them gets it from a worker of the stage that has it. That is a transaction in two generations, at a step boundary. In
+the first all hold what they have and get what they lack; nothing runs. When all of them have it
+(:class:`~lightning_recycle.control.protocol.messages.Milestone`) the layout is decided: the second generation has it,
+and workers drop what they no longer need. A loss in the first generation undoes the change, as everybody still has what
+it had. A loss after it undoes nothing, as everybody holds what it needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from lightning_recycle.control.protocol import control_collectives, corruption_response, messages, saves, step_boundary
+from lightning_recycle.control.protocol import control_collectives, fault_attribution, messages, recovery
+from lightning_recycle.control.protocol.messages import LayoutWanted, Reached
+from lightning_recycle.control.protocol.recovery import begin_generation
 from lightning_recycle.control.protocol.state import (
     Command,
     Failed,
+    LayoutReady,
+    LayoutState,
     MembershipState,
+    MovePlanned,
     Next,
+    PauseState,
+    PlanReady,
     Record,
     Reported,
     Send,
+    after,
     end,
 )
 
@@ -34,13 +62,15 @@ _SAME_ON_ALL = (
     " such as trainer.callback_metrics, and keep what you base decisions on in state_dict(), so that a replacement has"
     " it."
 )
+
+
 _INPUTS = -1  # the scope of values that the gradients of the step depend on
 
 
-def settle(state: MembershipState) -> Next:
+def settle_steps(state: MembershipState) -> Next:
     """After a worker is gone: commits the step, and answers the collectives, that waited only for it."""
     state, commands = count_steps(state)
-    state, answers = control_collectives.settle(state)
+    state, answers = control_collectives.settle_collectives(state)
     return state, commands + answers
 
 
@@ -51,7 +81,7 @@ def on_restored(state: MembershipState, event: messages.Restored) -> Next:
     return state.with_steps(version=event.version, passed=0, summed=event.version), ()
 
 
-def add_losses(state: MembershipState, event: messages.Losses) -> Next:
+def on_losses(state: MembershipState, event: messages.Losses) -> Next:
     """Losses of micro-batches; the mean goes to all once the losses of the whole step are there."""
     steps = state.steps
     if event.step < steps.summed:
@@ -68,7 +98,7 @@ def add_losses(state: MembershipState, event: messages.Losses) -> Next:
     return _sum_up(state, event.step)
 
 
-def add_pass(state: MembershipState, event: messages.Reached) -> Next:
+def on_passed(state: MembershipState, event: messages.Reached) -> Next:
     """A worker has no doubt about its peers' results in a step."""
     if not state.generation.runs(event.generation) or event.step != state.steps.summed:
         return state, ()
@@ -106,12 +136,17 @@ def _sum_up(state: MembershipState, step: int) -> Next:
     # All take from this one message whether the run stops or ends after the step, so all do it after the same one.
     check_next = state.checks.is_announced_by(step)
     message = messages.StepLoss(
-        step, loss, outputs=outputs, after_step=steps.after_step, check_next=check_next, saves=saves.status(state)
+        step,
+        loss,
+        outputs=outputs,
+        after_step=steps.after_step,
+        check_next=check_next,
+        saves=control_collectives.save_status(state),
     )
     return state, (Send(state.heard, message),)
 
 
-def add_applied(state: MembershipState, event: messages.Applied) -> Next:
+def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     """A worker has applied a step, which counts once all have. Ends the run if the worker now differs from the
     others; while there are newcomers, they are compared when all have applied it.
     """
@@ -124,7 +159,7 @@ def add_applied(state: MembershipState, event: messages.Applied) -> Next:
         if difference:
             return end(state, _differ(event.step, difference))
     facts = {**state.steps.facts, event.step: told}
-    state = corruption_response.add_checked(state, event)
+    state = fault_attribution.add_checked(state, event)
     applied = {**state.steps.applied, event.rank: event.step}
     state, commands = count_steps(state.with_steps(facts=facts, applied=applied))
     if not state.roster.newcomers or state.outcome is not None:
@@ -200,7 +235,7 @@ def _vote(state: MembershipState, step: int) -> Next:
     if not is_clear or any(not state.holding(state.stage_of(rank), without=wrong) for rank in wrong):
         return end(state, _differ(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
     causes = {rank: f"after step {step} {'; '.join(sorted(words))}, and it has joined" for rank, words in wrong.items()}
-    return step_boundary.dismiss(state, step, causes)
+    return fault_attribution.dismiss(state, step, causes)
 
 
 def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
@@ -231,14 +266,14 @@ def count_steps(state: MembershipState) -> Next:
             return state, commands
     is_equal = len(commands) == len(records)
     state = state.with_steps(version=version, passed=0, facts=facts).with_faults(disturbances=0)
-    state, settled = corruption_response.settle_inspection(state)
+    state, settled = fault_attribution.settle_inspection(state)
     if not (is_equal and state.checks.due(version)):  # whoever has other values, and goes, has other bits, too
         return state, commands + settled
-    state, caused = corruption_response.compare(state)
+    state, caused = fault_attribution.compare(state)
     return state, commands + settled + caused
 
 
-def add_commit(state: MembershipState, event: messages.Commit) -> Next:
+def on_commit(state: MembershipState, event: messages.Commit) -> Next:
     """A worker is REDUCED and asks whether all others are."""
     if not state.generation.runs(event.generation) or event.step <= state.generation.committed:
         return state, ()
@@ -257,3 +292,184 @@ def add_commit(state: MembershipState, event: messages.Commit) -> Next:
     return state, (
         Send(state.roster.ranks, messages.Committed(state.generation.number, event.step, payloads, guessed)),
     )
+
+
+def on_undo(state: MembershipState, event: messages.Undo) -> Next:
+    """A guess was wrong: all drop what was computed with it, and the worker that made it corrects it."""
+    if not state.generation.runs(event.generation):
+        return state, ()
+    return after((Record("undone", event.step),), begin_generation(state))
+
+
+# ---------------------------------------------------------------------- step boundaries
+
+
+def on_ready(state: MembershipState, event: messages.Ready) -> Next:
+    """A worker is set up and waits to be let in."""
+    if event.rank in state.roster.live or event.rank in state.roster.parked:
+        return state, ()
+    return state.with_roster(ready=state.roster.ready | {event.rank}), ()
+
+
+def drop_candidate(state: MembershipState, rank: int) -> Next:
+    """A process that was to join is gone, and with it the move to its position; or a parked one."""
+    roster = state.roster.without_parked({rank})
+    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
+    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
+
+
+def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
+    """A worker leaves for another position when its successor there enters."""
+    return state.with_roster(moves={**state.roster.moves, event.rank: event.mover}), ()
+
+
+def on_leave(state: MembershipState, event: messages.Leave) -> Next:
+    """A worker wants to leave."""
+    ending = state.roster.ending | ({event.rank} if event.with_run else set())
+    return state.with_roster(leaving=state.roster.leaving | {event.rank}, ending=ending), ()
+
+
+def on_plan_ready(state: MembershipState, event: PlanReady) -> Next:
+    """There is a better plan for the workers of this generation."""
+    fits = event.roster == state.roster.ranks and state.generation.number >= 0 and not state.generation.regrouping
+    return (state.with_generation(plan=event) if fits else state), ()
+
+
+def pause_if_wanted(state: MembershipState) -> Next:
+    """Asks all where they are if something is to change, and nothing is changing already."""
+    now = state.generation
+    if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
+        return state, ()
+    is_layout_due = state.layout.wanted is not None
+    if not any(_wanted(state)) and now.plan is None and not is_layout_due:
+        return state, ()
+    state = state.with_generation(pause=PauseState(now.pauses))
+    return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
+
+
+def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
+    """Who enters and who leaves at the next step boundary. Positions enter whole, and leave whole: the siblings of who
+    leaves are parked. No stage is left without a position that has its state.
+    """
+    roster = state.roster
+    positions = state.positions
+    ready = roster.ready - roster.live
+    enter = frozenset(rank for position in positions.whole(ready) for rank in positions.ranks(position))
+    wanted = roster.leaving | {mover for rank, mover in roster.moves.items() if rank in enter}
+    leave: set[int] = set()
+    for rank in sorted(wanted & roster.live):
+        if state.holding(state.stage_of(rank), without=leave | {rank}):
+            leave.add(rank)
+    # A worker that moves must be able to leave; else its device would hold two workers.
+    enter = frozenset(rank for rank in enter if roster.moves.get(rank, -1) in leave or rank not in roster.moves)
+    return enter, frozenset(leave)
+
+
+def on_paused(state: MembershipState, event: messages.Paused) -> Next:
+    """A worker reports the newest step that it has begun; when all have, they learn where to stop."""
+    pause, plan = state.generation.pause, state.generation.plan
+    if pause is None or (event.generation, event.number) != (state.generation.number, pause.number):
+        return state, ()
+    if pause.boundary is not None:
+        return state, ()
+    pause = replace(pause, begun={**pause.begun, event.rank: event.step})
+    state = state.with_generation(pause=pause)
+    if pause.begun.keys() != state.roster.live:
+        return state, ()
+    # A worker that enters has not heard the losses that are known already.
+    boundary = max(max(pause.begun.values()) + 1, state.steps.summed)
+    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
+        return _change_plan(state, plan, boundary)
+    state = state.with_generation(pause=replace(pause, boundary=boundary))
+    message = messages.Boundary(state.generation.number, boundary)
+    return state, (Send(state.roster.ranks, message),)
+
+
+def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next:
+    """All run ``plan`` from ``boundary`` on, without stopping there."""
+    message = messages.Boundary(state.generation.number, boundary)
+    state = state.with_generation(pause=None, pauses=state.generation.pauses + 1, plan=None)
+    return state, (Send(state.roster.ranks, message, plan.schedule), Record("replanned", boundary, None, plan.details))
+
+
+def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
+    """A worker waits at the boundary; when all do, those who enter and leave do so in a new generation."""
+    pause, layout, plan = state.generation.pause, state.layout.wanted, state.generation.plan
+    if pause is None or event.generation != state.generation.number or event.step != pause.boundary:
+        return state, ()
+    pause = replace(pause, arrived=pause.arrived | {event.rank})
+    state = state.with_generation(pause=pause)
+    if pause.arrived != state.roster.live:
+        return state, ()
+    enter, leave = _wanted(state)
+    commands: list[Command] = [Record("paused", event.step)]
+    if layout is not None and not (enter or leave):
+        return after(tuple(commands), recovery.begin_generation(state, layout.cuts))
+    if plan is not None and not (enter or leave):
+        commands.append(Record("replanned", event.step, None, plan.details))
+    moved = {mover: rank for rank, mover in state.roster.moves.items() if rank in enter}
+    for rank in sorted(leave):
+        if rank in moved:
+            commands.append(Record("moved", event.step, rank, {"to": state.place(moved[rank])}))
+        else:
+            commands.append(Record("left", event.step, rank))
+    state = _let_in(state.without(leave), enter, event.step)
+    return after(tuple(commands), recovery.begin_generation(state))
+
+
+def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:
+    """The state in which the workers ``enter`` are live, and get the state of their stage at ``step``."""
+    roster = state.roster
+    roster = roster.updated(
+        live=roster.live | enter,
+        joining=enter,
+        newcomers={**roster.newcomers, **dict.fromkeys(enter, step)},
+        ready=roster.ready - enter,
+        moves={rank: mover for rank, mover in roster.moves.items() if rank not in enter},
+    )
+    applied = {**state.steps.applied, **dict.fromkeys(enter, step - 1)}
+    return state.updated(roster=roster, steps=state.steps.updated(passed=0, applied=applied))
+
+
+def on_entered(state: MembershipState, event: messages.Reached) -> Next:
+    """A worker that joins has the state of its stage."""
+    if event.rank not in state.roster.joining:
+        return state, ()
+    state = state.with_roster(joining=state.roster.joining - {event.rank})
+    return state, (Record("rejoined", state.steps.version, event.rank),)
+
+
+# ---------------------------------------------------------------------- layers that go to other stages
+
+
+def on_layout_wanted(state: MembershipState, event: LayoutWanted) -> Next:
+    """A user wants another layout."""
+    return on_layout_ready(state, LayoutReady((), event.cuts))
+
+
+def on_layout_ready(state: MembershipState, event: LayoutReady) -> Next:
+    """The layout changes at the next step boundary, if it has to."""
+    layout = state.layout
+    if state.generation.number < 0 or event.cuts in (layout.cuts, state.generation.becomes):
+        return state, ()
+    if not event.is_for(state.roster.ranks) or (layout.cuts and layout.cuts[-1] != event.cuts[-1]):
+        return state, ()
+    if layout.wanted is not None and layout.wanted.cuts == event.cuts and layout.wanted.is_for(event.roster):
+        return state, ()  # each worker that wants it sends this
+    return state.with_layout(wanted=event), ()
+
+
+def on_layers_held(state: MembershipState, event: Reached) -> Next:
+    """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
+    becomes, wanted = state.generation.becomes, state.layout.wanted
+    if not becomes or not state.generation.runs(event.generation):
+        return state, ()
+    state = state.with_generation(held=state.generation.held | {event.rank})
+    if state.generation.held != state.roster.live:
+        return state, ()
+    details: dict[str, Any] = {"before": state.layout.cuts, "cuts": becomes}
+    if wanted is not None and wanted.cuts == becomes:
+        details.update(wanted.details)
+        wanted = None
+    state = state.updated(layout=LayoutState(becomes, wanted))
+    return after((Record("layers_moved", state.steps.version, None, details),), recovery.begin_generation(state))

@@ -27,7 +27,7 @@ then with the least price, e.g. in bytes to move.
 Contract: pure, deterministic, on all workers the same; for whole layers exact, for shared ones to a hundredth of a
 layer. O(S L l) for each limit, where l is the most layers that a stage can take.
 
-Must not know: schedules (a load is a lower bound of a period), who holds a layer, which worker goes where.
+Must not know: schedules (a load is a lower bound of a period), what a layer is.
 
 Source: the partition of PipeDream (Narayanan et al., SOSP'19, section 3.1), contiguous layers and replicas per stage by
 dynamic programming; here for a fixed number of stages, memory that differs by stage, and workers of unequal speed. The
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -49,7 +49,7 @@ from typing import TypeAlias
 
 from lightning_recycle.arguments import is_number
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Grid
+from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.problem import least_maximum
 
 Bounds: TypeAlias = tuple[float, ...]
@@ -372,4 +372,51 @@ def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tu
             best = after
         if workers in best:
             found[tuple(sorted(best[workers][1]))] = None
+    return tuple(found)
+
+
+def is_layout(cuts: Bounds, stages: int) -> bool:
+    """Whether ``cuts`` gives each of ``stages`` stages at least one part of its own."""
+    return len(cuts) == stages + 1 and are_bounds(cuts)
+
+
+def has_ties(groups: Iterable[Iterable[int]], cuts: Bounds) -> bool:
+    """Whether some of the parts of one of ``groups``, which share a weight, lie on several stages."""
+    stages: dict[int, set[int]] = {}
+    for stage, parts in enumerate(held_ranges(cuts)):
+        for part in parts:
+            stages.setdefault(part, set()).add(stage)
+    return any(len(set().union(*(stages[part] for part in group))) > 1 for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Rank ``donor`` gives the parts ``layers`` to rank ``receiver``."""
+
+    donor: int
+    receiver: int
+    layers: tuple[int, ...]
+
+
+def transfers(grid: Grid, roster: Collection[int], before: Bounds, after: Bounds) -> tuple[Transfer, ...]:
+    """Transfers of layers, in the order in which every worker sends and receives: then no worker waits for another one
+    that waits.
+
+    A worker gets layers from its own pipeline where it can, else from those of the other stage in turn.
+    """
+    workers: Mapping[int, list[int]] = {
+        stage: sorted(rank for rank in roster if grid.worker(rank).stage == stage) for stage in range(grid.stages)
+    }
+    had = held_ranges(before)
+    giver_of = {layer: giver for giver, layers in reversed(list(enumerate(had))) for layer in layers}
+    found = []
+    for giver in range(grid.stages):
+        for taker, gets in enumerate(held_ranges(after)):
+            layers = tuple(layer for layer in gets if giver_of[layer] == giver and layer not in had[taker])
+            if not layers:
+                continue
+            for turn, receiver in enumerate(workers[taker]):
+                own = grid.rank(Worker(grid.worker(receiver).pipeline, giver))
+                donor = own if own in workers[giver] else workers[giver][turn % len(workers[giver])]
+                found.append(Transfer(donor, receiver, layers))
     return tuple(found)

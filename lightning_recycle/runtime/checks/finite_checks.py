@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.corruption import FINITE, NOT_FINITE
 from lightning_recycle.control.protocol.member import Interrupted
+from lightning_recycle.control.protocol.messages import FINITE, NOT_FINITE
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecorder, Recomputation, is_sound, tensors_of

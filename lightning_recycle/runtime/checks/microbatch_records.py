@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.control.protocol.corruption import FINITE, IS_FINITE, NOT_FINITE
+from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_FINITE
 from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import Stage

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.payload import unpack_all
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
 from lightning_recycle.control.protocol.member import Interrupted
-from lightning_recycle.control.protocol.positions import Positions
+from lightning_recycle.control.protocol.messages import OUTSIDE, WorkerStatus
 from lightning_recycle.control.protocol.recovery import (
     Action,
     Adopt,
@@ -33,12 +32,11 @@ from lightning_recycle.control.protocol.recovery import (
     Serve,
     Settle,
     Take,
-    WorkerStatus,
     actions,
 )
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Op, OpKind
+from lightning_recycle.planning.grid import Op, OpKind, Positions
 from lightning_recycle.planning.program import Program
 from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object

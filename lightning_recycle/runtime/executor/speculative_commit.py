@@ -66,7 +66,7 @@ class SpeculativeCommits:
     Args:
         client: the connection to the coordinator.
         column: the column of this worker: its stage, and its member of that
-            (:mod:`~lightning_recycle.control.protocol.positions`).
+            (:class:`~lightning_recycle.planning.grid.Positions`).
         columns: how many there are.
         hold: norm of all gradients -> whether a step is what it is without knowing the norm.
 

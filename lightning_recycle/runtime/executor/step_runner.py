@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.recovery import part_of
 from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
-from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
+from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
 from lightning_recycle.runtime.checks.microbatch_records import Recomputation

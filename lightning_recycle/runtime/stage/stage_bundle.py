@@ -1,7 +1,7 @@
 """A stage's layers, parameters, gradients and ties, replaced as a unit when layers move.
 
 Layers that a worker gets from other stages, at a step boundary, lie beside those that it has until the coordinator has
-decided: see :mod:`~lightning_recycle.control.protocol.layout_change`. :class:`LayerKeeper` knows what a layer is, and
+decided: see :mod:`~lightning_recycle.control.protocol.step_commit`. :class:`LayerKeeper` knows what a layer is, and
 what belongs to it; :class:`LayerMoves` knows which worker gives it to which, and what is decided.
 
 A *tie* is a weight that several stages hold (:mod:`~lightning_recycle.model.weights`). Its gradient is one sum over the
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.protocol.layout_change import Transfer, ranges, transfers
 from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.weights import Tie
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layouts.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
@@ -279,7 +279,7 @@ class LayerMoves:
 
     def give_all(self, rank: int) -> None:
         """Gives all layers of this stage to ``rank``, which joins with others."""
-        send_object(self._communicator, self._keeper.give(ranges(self.cuts)[self._worker.stage]), rank)
+        send_object(self._communicator, self._keeper.give(held_ranges(self.cuts)[self._worker.stage]), rank)
 
     def take_all(self, donor: int, cuts: Cuts) -> StageBundle:
         """The counterpart of :meth:`give_all`."""

@@ -33,8 +33,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.planning.grid import OpKind, Worker
+from lightning_recycle.control.joining.run_config import PATIENCE
+from lightning_recycle.planning.grid import OpKind, Positions, Worker
 
 _RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process
 
@@ -317,8 +317,6 @@ def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
 
 _FACTOR = 10.0  # times the usual duration of an operation
 _RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
-PATIENCE = 1800.0
-"""Seconds for what has no usual duration."""
 
 
 @dataclass(frozen=True, slots=True)
