@@ -250,7 +250,7 @@ class Positions:
         """The other members of the position of ``rank``."""
         return frozenset(self.ranks(self.position(rank))) - {rank}
 
-    def expand(self, ranks: Iterable[int]) -> frozenset[int]:
+    def all_members(self, ranks: Iterable[int]) -> frozenset[int]:
         """All members of the positions of ``ranks``."""
         if self.members == 1:
             return frozenset(ranks)

@@ -286,7 +286,7 @@ class Promises:
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
         all_hear = (messages.Regroup, messages.Answer, messages.StepLoss, messages.StopRequested, messages.StopVerdict)
         if isinstance(message, messages.HookEntered):
-            if set(ranks) != state.positions.expand(ranks[:1]) or not state.roster.live.issuperset(ranks):
+            if set(ranks) != state.positions.all_members(ranks[:1]) or not state.roster.live.issuperset(ranks):
                 raise Violation(f"{message} goes to {ranks}")
             return
         goes_to_all = isinstance(message, all_hear)
@@ -448,7 +448,7 @@ class Promises:
             # killed is among them, and not told again: workers keep what they said of their newest two.
             self._completed += [step for step in range(record.step) if step not in self._completed]
         elif record.kind in ("left", "moved") and record.rank is not None:
-            stage, gone = state.stage_of(record.rank), state.positions.expand({record.rank})
+            stage, gone = state.stage_of(record.rank), state.positions.all_members({record.rank})
             holders = {w.rank for w in self.members.values() if w.stage == stage and w.has_state} - gone
             if not state.positions.whole(holders & state.roster.live):
                 raise Violation(f"worker {record.rank} is let go, and nobody else holds stage {stage}")
@@ -549,9 +549,9 @@ def smallest_repairs(pairs: Collection[Pair], state: MembershipState) -> list[se
         found = [
             set(evicted)
             for evicted in combinations(ranks, size)
-            if all(set(pair) & positions.expand(evicted) for pair in pairs)
+            if all(set(pair) & positions.all_members(evicted) for pair in pairs)
             and all(state.holding(stage, without=evicted) for stage in range(state.grid.stages))
-            and _can_recover(state, positions.expand(evicted))
+            and _can_recover(state, positions.all_members(evicted))
         ]
         if found:
             return found

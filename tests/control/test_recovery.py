@@ -251,7 +251,7 @@ def test_a_guess_is_settled_first_if_the_step_is_committed_or_all_contributions_
 ) -> None:
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
     status = WorkerStatus(0, T + 1, False, unsettled=True)
-    assert status.tells_of == T
+    assert status.commit_step == T
     assert actions(0, status, decision, **arguments) == tuple(expected)
 
 

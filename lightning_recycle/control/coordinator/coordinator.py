@@ -511,7 +511,7 @@ class Coordinator:
         for rank in self._state.vacant:
             if (
                 self._has_candidate(rank)
-                or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.expand({rank}))
+                or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.all_members({rank}))
                 or not self._vacancies.may_start(rank, now, is_first=self._is_first(rank))
             ):
                 continue

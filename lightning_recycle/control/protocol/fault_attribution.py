@@ -106,26 +106,26 @@ class Undecided:
 _Found: TypeAlias = Undecided | tuple[Culprit, ...]
 
 
-def find_culprits(told: Mapping[int, Checked]) -> _Found:
+def find_culprits(checked: Mapping[int, Checked]) -> _Found:
     """The wrong workers of one stage; none if it is empty.
 
     Args:
-        told: what they told of one step, by rank.
+        checked: their checksums after one step, by rank.
     """
     groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
-    for rank, one in sorted(told.items()):
+    for rank, one in sorted(checked.items()):
         groups[tuple(sorted(one.sums.items()))].append(rank)
     if len(groups) < 2:
         return ()
     largest, second = sorted(groups.values(), key=len, reverse=True)[:2]
     if len(largest) == len(second):
-        names = sorted({name for one in told.values() for name in one.sums})
-        kinds = tuple(name for name in names if len({one.sums.get(name) for one in told.values()}) > 1)
+        names = sorted({name for one in checked.values() for name in one.sums})
+        kinds = tuple(name for name in names if len({one.sums.get(name) for one in checked.values()}) > 1)
         return Undecided(tuple(sorted(map(tuple, groups.values()))), kinds)
-    right = told[largest[0]].sums
+    right = checked[largest[0]].sums
     return tuple(
         Culprit(rank, differing(one.sums, right), tuple(largest), one.device)
-        for rank, one in sorted(told.items())
+        for rank, one in sorted(checked.items())
         if rank not in largest
     )
 
@@ -142,9 +142,9 @@ class Finding(Enum):
     INCOMPARABLE = "computations cannot be compared"
 
 
-def own_error(told: Disputed) -> Culprit:
+def own_error(disputed: Disputed) -> Culprit:
     """The worker that got other bits twice than at first."""
-    return Culprit(told.rank, differing(told.theirs, told.mine), (told.rank,), told.device)
+    return Culprit(disputed.rank, differing(disputed.theirs, disputed.mine), (disputed.rank,), disputed.device)
 
 
 def decide_dispute(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
@@ -225,15 +225,15 @@ def add_checked(state: MembershipState, event: messages.Applied) -> MembershipSt
 def compare(state: MembershipState) -> Next:
     """Compares what workers told of the steps that all live ones have applied."""
     commands: tuple[Command, ...] = ()
-    for step in sorted(step for step in state.checks.told if step < state.steps.version):
-        told = {rank: one for rank, one in state.checks.told[step].items() if rank in state.roster.live}
-        rest = {other: value for other, value in state.checks.told.items() if other != step}
-        state = state.with_checks(told=rest)
+    for step in sorted(step for step in state.checks.checksums if step < state.steps.version):
+        checked = {rank: one for rank, one in state.checks.checksums[step].items() if rank in state.roster.live}
+        rest = {other: value for other, value in state.checks.checksums.items() if other != step}
+        state = state.with_checks(checksums=rest)
         found: list[Culprit] = []
         strange: dict[int, str] = {}
         newcomers = {rank for rank, since in state.roster.newcomers.items() if since > state.checks.agreed}
         for column in range(state.columns):
-            of_column = {rank: one for rank, one in told.items() if state.column_of(rank) == column}
+            of_column = {rank: one for rank, one in checked.items() if state.column_of(rank) == column}
             known = {rank: one for rank, one in of_column.items() if rank not in newcomers} or of_column
             verdict = find_culprits(known)
             if isinstance(verdict, Undecided):
@@ -253,7 +253,7 @@ def compare(state: MembershipState) -> Next:
             if state.outcome is not None:
                 return state, commands
         checks = state.checks if found else replace(state.checks, agreed=step)
-        state = state.updated(checks=checks.plan(step, state.steps.summed, told))
+        state = state.updated(checks=checks.plan(step, state.steps.summed, checked))
         if strange:
             state, dismissed = dismiss(state, step, strange)
             commands += dismissed
@@ -336,7 +336,7 @@ def call_vote(
     if dispute is None:
         return state, None, ()
     voters = sorted(state.holders(state.stage_of(dispute.recorder)))
-    able = all((statuses[rank].version, statuses[rank].tells_of) == (version, None) for rank in voters)
+    able = all((statuses[rank].version, statuses[rank].commit_step) == (version, None) for rank in voters)
     if dispute.step != version or not able or not {dispute.recorder, dispute.accused} <= set(voters):
         state = state.with_checks(dispute=None)
         if is_about_numbers(dispute) and dispute.accused in voters:
@@ -692,7 +692,7 @@ def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
 
 def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
     """Whether the others could go on from what they reported; without a connection none has moved on since."""
-    evicted = state.positions.expand(evicted)
+    evicted = state.positions.all_members(evicted)
     statuses = {
         rank: report.status
         for rank, report in state.generation.reports.items()

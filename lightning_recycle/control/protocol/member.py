@@ -51,7 +51,7 @@ class MessageRecord:
         self.leave: messages.Leave | None = None
         self.measured: messages.Measured | None = None
         self._losses: dict[int, messages.Losses] = {}
-        self._told: dict[int, messages.StepLoss] = {}
+        self._step_losses: dict[int, messages.StepLoss] = {}
         self._answered_at = -1  # the newest step that it had begun when the answer came
 
     def said(self, message: Any) -> None:
@@ -105,9 +105,9 @@ class MessageRecord:
                     self.answer, self._answered_at = message, begun
                 self._heard_of(message.saves)
             case messages.StepLoss():
-                self._told[message.step] = message
-                for step in sorted(self._told)[:-_KEPT_STEPS]:
-                    del self._told[step]
+                self._step_losses[message.step] = message
+                for step in sorted(self._step_losses)[:-_KEPT_STEPS]:
+                    del self._step_losses[step]
                 self._losses = {step: one for step, one in self._losses.items() if step > message.step}
                 self._heard_of(message.saves)
             case messages.Committed():
@@ -157,7 +157,7 @@ class MessageRecord:
             generation=generation,
             next_collective=number,
             losses=tuple(self._losses.values()),
-            told=tuple(self._told.values()),
+            step_losses=tuple(self._step_losses.values()),
             **held,
             **who,
         )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_recycle.control.protocol import control_collectives, fault_attribution, messages, recovery, step_commit
-from lightning_recycle.control.protocol.messages import AfterStep, Milestone, WorkerStatus
+from lightning_recycle.control.protocol.messages import AfterStep, Decision, Milestone, WorkerStatus
 from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
     Command,
@@ -86,6 +86,9 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
     if state.outcome is not None:
         return state, ()
     state, commands = _handle(state, event)
+    if state.returned is not None and state.outcome is None and state.roster.live <= state.returned.keys():
+        state, went_on = _go_on_with_returned(state, state.returned)
+        commands += went_on
     if state.outcome is None:
         if state.roster.ending >= state.roster.live:  # no worker is left that would go on
             state = state.with_steps(after_step=AfterStep.END)
@@ -106,11 +109,16 @@ def _handle(state: MembershipState, event: Any) -> Next:
     return state, ()
 
 
-def _joined(state: MembershipState, event: Joined) -> Next:
-    return _begin_if_complete(state.with_roster(joined=state.roster.joined | {event.rank}))
+# ---------------------------------------------------------------------- workers come and go
 
 
-def _start_due(state: MembershipState, event: StartDue) -> Next:
+def _on_joined(state: MembershipState, event: Joined) -> Next:
+    if state.generation.number >= 0:
+        return state, ()
+    return recovery.begin_generation(state.with_roster(joined=state.roster.joined | {event.rank}))
+
+
+def _on_start_due(state: MembershipState, event: StartDue) -> Next:
     """Gives up waiting for workers that have not come, if each stage has enough others: their positions are vacant."""
     expected = state.roster.live - (event.vacant - state.roster.joined)
     in_stage = Counter(map(state.stage_of, expected))
@@ -119,17 +127,10 @@ def _start_due(state: MembershipState, event: StartDue) -> Next:
     return _go_on_without(state.with_roster(live=expected))
 
 
-def _begin_if_complete(state: MembershipState) -> Next:
-    """Begins the first generation as soon as every live worker has joined."""
-    if state.generation.number >= 0 or state.roster.joined < state.roster.live:
-        return state, ()
-    return recovery.begin_generation(state)
-
-
 def _lose(state: MembershipState, event: Lost) -> Next:
     if event.rank not in state.roster.live:
-        return step_commit.drop_candidate(state, event.rank)
-    if state.positions.expand({event.rank}) & state.roster.newcomers.keys():
+        return _drop_candidate(state, event.rank)
+    if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
         state = fault_attribution.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
     state, useless = recovery.park(state, event.rank)
@@ -137,14 +138,21 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     state = state.with_faults(disturbances=0)
     state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     stage = state.stage_of(event.rank)
-    if _is_lost(state, stage):
+    if state.stage_leader(stage) is None:
         state, useless = recovery.assemble(state, stage)
         commands += useless
-    if _is_lost(state, stage):
+    if state.stage_leader(stage) is None:
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
-        return after(commands, _go_on_if_all_returned(state))
+        return state, commands  # the others are awaited
     return after(commands, _go_on_without(state))
+
+
+def _drop_candidate(state: MembershipState, rank: int) -> Next:
+    """A process that was to join is gone, and with it the move to its position; or a parked one."""
+    roster = state.roster.without_parked({rank})
+    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
+    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def _go_on_without(state: MembershipState) -> Next:
@@ -152,14 +160,9 @@ def _go_on_without(state: MembershipState) -> Next:
     state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled
-    state, begins = recovery.begin_generation(state) if state.generation.number >= 0 else _begin_if_complete(state)
+    state, begins = recovery.begin_generation(state)
     # Whoever hears what the loss has settled has heard of the loss, also if this coordinator dies between the two.
     return state, begins + settled
-
-
-def _is_lost(state: MembershipState, stage: int) -> bool:
-    """Whether no position of ``stage`` is left."""
-    return all(state.stage_of(rank) != stage for rank in state.roster.live)
 
 
 def _lose_stage(state: MembershipState, stage: int) -> Next:
@@ -168,23 +171,26 @@ def _lose_stage(state: MembershipState, stage: int) -> Next:
     return after((record,), end(state, StageLost(stage, causes)))
 
 
-def _crash(state: MembershipState, event: messages.Crash) -> Next:
+def _on_crash(state: MembershipState, event: messages.Crash) -> Next:
     return _lose(state, Lost(event.rank, event.summary)) if event.fault else end(state, Crashed(event))
 
 
-def _end_wanted(state: MembershipState, event: EndWanted) -> Next:
+def _on_end_wanted(state: MembershipState, event: EndWanted) -> Next:
     if state.generation.number < 0:
         return end(state, Ended())
     return state.with_steps(after_step=AfterStep.END), ()
 
 
-def _end_run(state: MembershipState, event: messages.EndRun) -> Next:
+def _on_end_run(state: MembershipState, event: messages.EndRun) -> Next:
     """Also before the first step: an ended job may run again from what is saved."""
     return state.with_steps(after_step=AfterStep.END), ()
 
 
-def _report(state: MembershipState, event: messages.Report) -> Next:
-    """A worker reports what it holds; when all have, they resume."""
+# ---------------------------------------------------------------------- reports
+
+
+def _on_report(state: MembershipState, event: messages.Report) -> Next:
+    """A worker reports what it holds; when all have, they resume, or the roster changes once more."""
     if event.generation != state.generation.number or not state.generation.regrouping:
         return state, ()
     reports = {**state.generation.reports, event.rank: event}
@@ -193,18 +199,27 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         return state, ()
     joining = frozenset(rank for rank, report in reports.items() if report.status.version < 0)
     state = step_commit.forget_unproven(state).with_roster(joining=joining)
+    statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
+    return _change_roster_if_needed(state, statuses) or _decide(state, statuses)
+
+
+def _change_roster_if_needed(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next | None:
+    """Another generation or the loss of a stage, if these workers cannot go on together; None if they may."""
     for column in range(state.columns):
         if not state.holders(column):
             stage = column // state.members
             whole, useless = recovery.assemble(state, stage)
             return _lose_stage(state, stage) if whole is state else after(useless, recovery.begin_generation(whole))
-    statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
-    if state.roster.assembled:
-        if (apart := _in_other_hooks(state)) is not None:
-            return _lose_stage(state, apart)
-        rest, useless = recovery.without_latecomers(state, statuses)
-        if rest is not state:
-            return after(useless, recovery.begin_generation(rest))
+    if not state.roster.assembled:
+        return None
+    if (apart := _in_other_hooks(state)) is not None:
+        return _lose_stage(state, apart)
+    rest, useless = recovery.without_latecomers(state, statuses)
+    return None if rest is state else after(useless, recovery.begin_generation(rest))
+
+
+def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
+    """All resume at the step that :func:`~.recovery.decide` finds, unless there is none."""
     try:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
@@ -212,27 +227,38 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
             behind = min(state.roster.assembled, key=lambda rank: statuses[rank].version + statuses[rank].reduced)
             return _lose_stage(state, state.stage_of(behind))
         return end(state, Failed(str(error)))
-    donors: dict[int, int] = {}
-    for rank in joining:
-        holders = state.holders(state.column_of(rank))
-        if any(statuses[holder].version != decision.version for holder in holders):
+    for rank in state.roster.joining:
+        if any(statuses[holder].version != decision.version for holder in state.holders(state.column_of(rank))):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
-        donors[rank] = min(holders)
     commits, settled = _known_commits(state, statuses, decision.version)
     for rank in sorted(state.roster.assembled):
-        one = statuses[rank]
-        guessed = one.unsettled and one.version == decision.version
-        # It is to apply the step before the one whose contributions are known.
-        forgotten = settled and one.version < decision.version
-        if forgotten or (guessed and (settled or len(commits) < state.columns)):  # no worker knows them any more
-            return _lose_stage(state, state.stage_of(rank))
+        if _lacks_commit(statuses[rank], decision.version, settled, len(commits) == state.columns):
+            return _lose_stage(state, state.stage_of(rank))  # no worker knows it any more
+    return _resume(state, statuses, decision, commits, settled)
+
+
+def _lacks_commit(status: WorkerStatus, version: int, settled: bool, all_known: bool) -> bool:
+    """Whether a worker has to apply or settle a step by contributions that are not ``settled`` ones of ``version``."""
+    guessed = status.unsettled and status.version == version
+    return (settled and (guessed or status.version < version)) or (guessed and not all_known)
+
+
+def _resume(
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, settled: bool
+) -> Next:
+    """All connect, carry out ``decision``, and go on."""
+    reports, roster, joining, cuts = (
+        state.generation.reports,
+        state.roster.ranks,
+        state.roster.joining,
+        state.layout.cuts,
+    )
     state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
     step = decision.version if settled else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
     state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
     state = state.updated(has_resumed=True).with_roster(assembled=frozenset())
-    cuts, roster = state.layout.cuts, state.roster.ranks
     resume = messages.Resume(
         state.generation.number,
         roster,
@@ -240,7 +266,7 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         None,
         commits,
         settled,
-        donors,
+        donors={rank: min(state.holders(state.column_of(rank))) for rank in joining},
         cuts=cuts,
         becomes=state.generation.becomes,
         strangers=tuple(sorted(rank for rank in joining if cuts and reports[rank].cuts != cuts)),
@@ -248,13 +274,9 @@ def _report(state: MembershipState, event: messages.Report) -> Next:
         inspects=state.checks.inspects,
         excused=state.checks.excused,
     )
-    details = {
-        "roster": roster,
-        "ahead": tuple(sorted(decision.ahead)),
-        "redone": any(report.begun >= decision.version for report in reports.values()),
-    }
-    resumed = Record("resumed", decision.version, None, details)
-    return state, (Send(roster, resume), resumed, *excused)
+    redone = any(report.begun >= decision.version for report in reports.values())
+    details = {"roster": roster, "ahead": tuple(sorted(decision.ahead)), "redone": redone}
+    return state, (Send(roster, resume), Record("resumed", decision.version, None, details), *excused)
 
 
 def _in_other_hooks(state: MembershipState) -> int | None:
@@ -279,10 +301,12 @@ def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus],
         return payloads, True
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):
-        if report.status.tells_of == version - 1:
+        if report.status.commit_step == version - 1:
             commits.setdefault(report.status.column, report.commit)
     return {**commits, **(payloads if known == version - 1 else {})}, False
 
+
+# ---------------------------------------------------------------------- a coordinator that was started again
 
 _ORDER: tuple[type[Any], ...] = (
     messages.Restored,
@@ -319,13 +343,13 @@ def rebuilt(state: MembershipState) -> Next:
         applied[rank] = min(newest, default=members[rank].joins_after)
     restored = max(one.restored for one in members.values())
     version = max(restored, 1 + min(applied.get(rank, -1) for rank in roster.live))
-    told = {loss.step: loss for one in members.values() for loss in one.told}
+    losses = {loss.step: loss for one in members.values() for loss in one.step_losses}
     known = max(
         (one.known for one in members.values() if one.known is not None),
         key=lambda one: (one.generation, one.step),
         default=None,
     )
-    summed = max([version, *(step + 1 for step in told), *(one.applied + 1 for one in members.values())])
+    summed = max([version, *(step + 1 for step in losses), *(one.applied + 1 for one in members.values())])
     doubted = max((steps[-1] + 1 for steps in roster.dismissed.values()), default=-1)
     unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
     state = state.updated(
@@ -345,9 +369,9 @@ def rebuilt(state: MembershipState) -> Next:
         saves=control_collectives.batch_begun_by(members.values(), state.saves),
         returned=None,
     )
-    counters = told[max(told)].counters if told else {}
+    counters = losses[max(losses)].counters if losses else {}
     record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
-    return state, (record, *released, *_repeated(state, members, told, answer))
+    return state, (record, *released, *_repeated(state, members, losses, answer))
 
 
 def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
@@ -359,15 +383,17 @@ def _newest_answer(members: Mapping[int, messages.Returned], next_collective: in
 def _repeated(
     state: MembershipState,
     members: Mapping[int, messages.Returned],
-    told: Mapping[int, messages.StepLoss],
+    losses: Mapping[int, messages.StepLoss],
     answer: messages.Answer | None,
 ) -> Iterator[Command]:
     """Messages that an earlier coordinator has sent to some, for the others."""
     if answer is not None:
         lack = tuple(rank for rank, one in members.items() if one.next_collective <= answer.number)
         yield Resend(lack, answer)
-    for step, loss in sorted(told.items()):
-        lack = tuple(r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.told})
+    for step, loss in sorted(losses.items()):
+        lack = tuple(
+            r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.step_losses}
+        )
         yield Resend(lack, loss)
     stop = state.collectives.stop_round
     if stop is not None:
@@ -407,19 +433,15 @@ def returned_order(event: Any) -> tuple[int, int]:
     return _ORDER.index(type(event)), getattr(event, "step", 0)
 
 
-def _returned(state: MembershipState, event: messages.Returned) -> Next:
+def _on_returned(state: MembershipState, event: messages.Returned) -> Next:
     """A worker has come back to a coordinator that was started again."""
     if state.returned is None:
         return state, ()
-    return _go_on_if_all_returned(state.updated(returned={**state.returned, event.rank: event}))
+    return state.updated(returned={**state.returned, event.rank: event}), ()
 
 
-def _go_on_if_all_returned(state: MembershipState) -> Next:
-    """Begins a generation of all who have returned once no other is awaited."""
-    returned = state.returned
-    assert returned is not None
-    if not state.roster.live <= returned.keys():
-        return state, ()
+def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages.Returned]) -> Next:
+    """Begins a generation of those who have returned: no other is awaited."""
     state, commands = rebuilt(state)
     members = [returned[rank] for rank in state.heard]
     state = recovery.with_leader(state)
@@ -440,13 +462,15 @@ def _go_on_if_all_returned(state: MembershipState) -> Next:
     return state, commands + regroup
 
 
+# ---------------------------------------------------------------------- who handles what
+
 _Handler = Callable[[MembershipState, Any], Next]
 
 
 _OF_ANY: Mapping[type[Any], _Handler] = {
-    StartDue: _start_due,
+    StartDue: _on_start_due,
     GraceElapsed: fault_attribution.on_grace_elapsed,
-    EndWanted: _end_wanted,
+    EndWanted: _on_end_wanted,
     Lost: _lose,
     MovePlanned: step_commit.on_move_planned,
     PlanReady: step_commit.on_plan_ready,
@@ -466,23 +490,23 @@ _OF_MILESTONES: Mapping[Milestone, _Handler] = {
 """Milestones of members; only the shell needs to know when they are connected."""
 
 
-def _reached(state: MembershipState, event: messages.Reached) -> Next:
+def _on_reached(state: MembershipState, event: messages.Reached) -> Next:
     return _OF_MILESTONES[event.milestone](state, event)
 
 
 _OF_MEMBERS: Mapping[type[Any], _Handler] = {
-    Joined: _joined,
-    messages.Crash: _crash,
-    messages.EndRun: _end_run,
-    messages.Report: _report,
-    messages.Returned: _returned,
+    Joined: _on_joined,
+    messages.Crash: _on_crash,
+    messages.EndRun: _on_end_run,
+    messages.Report: _on_report,
+    messages.Returned: _on_returned,
     messages.Undo: step_commit.on_undo,
     messages.Raised: fault_attribution.on_raised,
     messages.Broken: fault_attribution.on_broken,
     messages.Leave: step_commit.on_leave,
     messages.Paused: step_commit.on_paused,
     messages.Differs: fault_attribution.on_differs,
-    messages.Reached: _reached,
+    messages.Reached: _on_reached,
     messages.LayoutWanted: step_commit.on_layout_wanted,
     messages.Restored: step_commit.on_restored,
     messages.Losses: step_commit.on_losses,

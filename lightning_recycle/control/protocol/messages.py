@@ -66,8 +66,8 @@ class WorkerStatus:
     has_shadow: bool = True
 
     @property
-    def tells_of(self) -> int | None:
-        """The step of which it tells the others what they must know to commit it."""
+    def commit_step(self) -> int | None:
+        """The step to whose commit it contributes, if any."""
         return self.version if self.reduced else self.version - 1 if self.unsettled else None
 
 
@@ -768,7 +768,7 @@ class Returned:
         next_collective: the first control collective that it has no answer to.
         facts: what it said of the newest steps that it applied, one after the other, the newest last.
         losses: what it said of steps whose loss it was not told.
-        told: the newest losses that it was told.
+        step_losses: the newest that it has received.
         arrival: its part of a control collective that it waits for, whatever generations come.
         answer: the newest answer to a control collective that others may lack.
         known: what it was told of the newest commit, also by a recovery.
@@ -808,7 +808,7 @@ class Returned:
     next_collective: int = 0
     facts: tuple[Applied, ...] = ()
     losses: tuple[Losses, ...] = ()
-    told: tuple[StepLoss, ...] = ()
+    step_losses: tuple[StepLoss, ...] = ()
     arrival: Arrive | None = None
     answer: Answer | None = None
     known: Committed | None = None

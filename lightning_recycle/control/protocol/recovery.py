@@ -66,12 +66,14 @@ from lightning_recycle.errors import ReCycleError
 
 
 def begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
-    """All live workers stop and report.
+    """All live workers stop and report; the first generation begins as soon as they have joined.
 
     Args:
         state: before.
         becomes: the layout that they then get ready for.
     """
+    if state.generation.number < 0 and state.roster.joined < state.roster.live:
+        return state, ()
     state = with_leader(control_collectives.forget_retracted(state))
     wish = state.layout.wanted
     state = state.updated(
@@ -231,7 +233,7 @@ def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStat
             state, commands = rest, commands + useless
     if state is not before:
         return state, commands
-    positions = state.positions.expand(late)
+    positions = state.positions.all_members(late)
     cause = "it joined too late to run a step again"
     return state.without(late, drop=positions), tuple(Evict(rank, cause) for rank in sorted(positions))
 

@@ -272,7 +272,7 @@ class Checks:
     Args:
         policy: what follows for a culprit, one of :data:`POLICIES`.
         every: steps between two checks; 0 for as many as the workers ask for.
-        told: checksums that were not compared yet: step -> rank -> what it told.
+        checksums: those that were not compared yet: step -> rank -> checksums.
         planned: the step after which workers check next, as far as it was decided; -1 if it was not.
         agreed: the newest step after which all workers that told of it held the same bits as their peers; -1 for none.
         dispute: the computation that two workers got different bits for, until it is decided who was wrong.
@@ -284,7 +284,7 @@ class Checks:
 
     policy: str = "evict"
     every: int = 0
-    told: Mapping[int, Mapping[int, Checked]] = field(default_factory=dict)
+    checksums: Mapping[int, Mapping[int, Checked]] = field(default_factory=dict)
     planned: int = -1
     agreed: int = -1
     dispute: Dispute | None = None
@@ -294,18 +294,19 @@ class Checks:
     excuses: int = 0
 
     def add(self, rank: int, step: int, checked: Checked) -> Checks:
-        """With what ``rank`` told of ``step``."""
-        return replace(self, told={**self.told, step: {**self.told.get(step, {}), rank: checked}})
+        """With the checksums of ``rank`` after ``step``."""
+        of_step = {**self.checksums.get(step, {}), rank: checked}
+        return replace(self, checksums={**self.checksums, step: of_step})
 
     def due(self, version: int) -> bool:
         """Whether a check is over that all who take part have told of, if all have applied ``version`` steps."""
-        return bool(self.told) and min(self.told) < version
+        return bool(self.checksums) and min(self.checksums) < version
 
-    def plan(self, step: int, summed: int, told: Mapping[int, Checked]) -> Checks:
+    def plan(self, step: int, summed: int, checked: Mapping[int, Checked]) -> Checks:
         """With the next check after that of ``step``. The first step that can be announced to all before any of them
         is in it is the one after the next whose loss is complete, ``summed``.
         """
-        asked = max((one.interval for one in told.values()), default=1)
+        asked = max((one.interval for one in checked.values()), default=1)
         return replace(self, planned=max(step + (self.every or asked), summed + 1))
 
     def is_announced_by(self, step: int) -> bool:
@@ -673,7 +674,7 @@ class MembershipState(_Updatable):
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        barred = self.positions.expand(self.roster.barred)
+        barred = self.positions.all_members(self.roster.barred)
         out = self.roster.live.union(self.roster.ready, self.roster.parked, barred)
         return tuple(rank for rank in range(self.num_workers) if rank not in out)
 
@@ -685,7 +686,7 @@ class MembershipState(_Updatable):
 
     def without(self, ranks: Collection[int], drop: Collection[int] = ()) -> MembershipState:
         """The state without the positions of the workers ``ranks``. Their siblings are parked, but for ``drop``."""
-        gone = self.positions.expand(ranks)
+        gone = self.positions.all_members(ranks)
         siblings = (gone & self.roster.live).difference(ranks, drop)
         versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
         return self.updated(roster=self.roster.without(gone).with_parked(versions, self.roster.newcomers))

@@ -153,12 +153,12 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
     if state.roster.newcomers:
-        told = _with_all(state, event)
+        reported = _with_facts(state, event)
     else:
-        told, difference = _compared(state, event)
+        reported, difference = _compared(state, event)
         if difference:
             return end(state, _differ(event.step, difference))
-    facts = {**state.steps.facts, event.step: told}
+    facts = {**state.steps.facts, event.step: reported}
     state = fault_attribution.add_checked(state, event)
     applied = {**state.steps.applied, event.rank: event.step}
     state, commands = count_steps(state.with_steps(facts=facts, applied=applied))
@@ -180,29 +180,30 @@ def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int 
     return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
 
 
-def _with_all(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
+def _with_facts(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
     """The reported facts of the step, with all that ``event`` adds."""
-    told = state.steps.facts.get(event.step, {})
-    return {**told, **{scope: (*told.get(scope, ()), (event.rank, mine)) for scope, mine in _scopes(state, event)}}
+    reported = state.steps.facts.get(event.step, {})
+    mine = {scope: (*reported.get(scope, ()), (event.rank, facts)) for scope, facts in _scopes(state, event)}
+    return {**reported, **mine}
 
 
 def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
     """The reported facts of the step, with what ``event`` adds; and names and values in which its worker differs from
     the first that reported them, empty if there are none. To compare with one is enough, however many there are: the
-    others were equal to it. Nearly always all that a worker tells is what another one has told, which is seen at once.
+    others were equal to it. Nearly always all that a worker reports another one has reported, which is seen at once.
     """
-    told = dict(state.steps.facts.get(event.step, {}))
+    reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
     for stage, mine in _scopes(state, event):
-        others = tuple(one for one in told.get(stage, ()) if one[0] in state.roster.live)
+        others = tuple(one for one in reported.get(stage, ()) if one[0] in state.roster.live)
         if any(theirs == mine for _, theirs in others):
             continue
-        told[stage] = (*others, (event.rank, mine))
+        reported[stage] = (*others, (event.rank, mine))
         for name, value in mine.items():
             first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
             if not _same(value, theirs):
                 differ.append(_in_words(state, name, (first, theirs), (event.rank, value)))
-    return told, "; ".join(sorted(differ))
+    return reported, "; ".join(sorted(differ))
 
 
 def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: tuple[int, float]) -> str:
@@ -214,8 +215,8 @@ def _vote(state: MembershipState, step: int) -> Next:
     """Compares what all live workers hold after ``step``, and dismisses newcomers that differ from the oldest."""
     wrong: dict[int, list[str]] = {}
     is_clear, newcomers = True, state.roster.newcomers
-    for scope, told in state.steps.facts.get(step, {}).items():  # first what must be the same on all
-        values = {rank: facts for rank, facts in told if rank in state.roster.live and rank not in wrong}
+    for scope, reported in state.steps.facts.get(step, {}).items():  # first what must be the same on all
+        values = {rank: facts for rank, facts in reported if rank in state.roster.live and rank not in wrong}
         first = next(iter(values.values()), {})
         if all(facts == first for facts in values.values()):
             continue
@@ -257,7 +258,7 @@ def count_steps(state: MembershipState) -> Next:
             return (state if rank == steps.passed else state.with_steps(passed=rank)), ()
     version = min(steps.applied[rank] for rank in live) + 1
     records = tuple(Record("step", step) for step in range(steps.version, version))
-    facts = {step: told for step, told in steps.facts.items() if step >= version}
+    facts = {step: reported for step, reported in steps.facts.items() if step >= version}
     commands: tuple[Command, ...] = records
     for step in range(steps.version, version):
         state, voted = _vote(state, step)
@@ -309,13 +310,6 @@ def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     if event.rank in state.roster.live or event.rank in state.roster.parked:
         return state, ()
     return state.with_roster(ready=state.roster.ready | {event.rank}), ()
-
-
-def drop_candidate(state: MembershipState, rank: int) -> Next:
-    """A process that was to join is gone, and with it the move to its position; or a parked one."""
-    roster = state.roster.without_parked({rank})
-    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
-    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
