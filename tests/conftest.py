@@ -24,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What coordinators keep of runs; not in the home of who runs the tests.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"lightning_recycle_tests_{os.getuid()}")
+# The coordinator and the members of every run check the state of the protocol after each event.
+os.environ["RECYCLE_VALIDATE"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 # Each Trainer looks through all installed packages.

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import Applied, Commit, Losses, Report, WorkerStatus
+from lightning_recycle.control.protocol.messages import (
+    Applied,
+    Commit,
+    Losses,
+    Milestone,
+    Reached,
+    Report,
+    WorkerStatus,
+)
 from lightning_recycle.control.protocol.state import (
     Command,
     Joined,
@@ -24,12 +32,26 @@ ALL = (0, 1, 2, 3)
 
 
 def feed(state: MembershipState, *events: MembershipEvent) -> tuple[MembershipState, list[Command]]:
-    """The state after ``events``, and all commands that they caused."""
+    """The state after ``events``, and all commands that they caused. No worker applies a step before its loss is known:
+    losses that are not among the events come before the first that has.
+    """
     caused: list[Command] = []
     for event in events:
+        if isinstance(event, Applied):
+            state = _with_losses(state, event.step)
+        elif isinstance(event, Reached) and event.milestone is Milestone.AT_BOUNDARY:
+            state = _with_losses(state, event.step - 1)
         state, commands = transition(state, event)
         caused += commands
     return state, caused
+
+
+def _with_losses(state: MembershipState, newest: int) -> MembershipState:
+    """The losses of all steps up to ``newest`` are known."""
+    of_all = dict.fromkeys(range(state.grid.global_microbatches), 0.5)
+    for step in range(state.steps.summed, newest + 1):
+        state, _ = transition(state, Losses(min(state.roster.live), step, of_all))
+    return state
 
 
 def messages(commands: Iterable[Command], kind: type) -> list[Any]:

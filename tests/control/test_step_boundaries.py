@@ -170,7 +170,7 @@ def test_a_worker_without_its_state_does_not_become_leader() -> None:
     grid = Grid(3, 1, 1)
     live = frozenset({0, 1, 2})
     roster = s.Roster(live, joined=live, leader=2, joining=frozenset({0}))
-    state = s.MembershipState(grid, roster, s.Generation(1), s.Steps(applied={1: 0, 2: 0}))
+    state = s.MembershipState(grid, roster, s.Generation(1), s.Steps(applied={1: 0, 2: 0}, summed=1))
     _, commands = feed(state, s.Lost(2, "gone"))
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
 

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from lightning_recycle.callbacks.faults import KINDS, POINTS
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.coordinator import standalone
 from lightning_recycle.control.monitoring.history import History
-from lightning_recycle.control.protocol.messages import SavePhase
+from lightning_recycle.control.protocol.messages import SavePhase, StepState
+from lightning_recycle.control.protocol.state import Standing
 from lightning_recycle.engines import recycle_run
 from lightning_recycle.planning.grid import Grid
 
@@ -265,6 +267,11 @@ def test_the_metrics_are_those_of_the_code() -> None:
     counters |= set(re.findall(r"counters\[\"(\w+)\"\]", SOURCE))
     documented = {name for row in table_under("faults.md", "metric") for name in names_in(row[0])}
     assert documented == {f"recycle/{name}" for name in counters}
+
+
+@pytest.mark.parametrize(("header", "states"), [("state in a step", StepState), ("state of a rank", Standing)])
+def test_the_states_of_the_protocol_are_those_of_the_code(header: str, states: type[Enum]) -> None:
+    assert table_under("architecture.md", header) == [[state.name, state.value] for state in states]
 
 
 def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None:

@@ -14,13 +14,15 @@ around it, and the simulated histories drive the same object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import last_point
 from lightning_recycle.control.protocol.messages import WorkerStatus
+from lightning_recycle.control.protocol.state import VALIDATES
 from lightning_recycle.planning.program import Program
 
 _KEPT_STEPS = 2
@@ -265,6 +267,12 @@ class Member:
 
     def receive(self, message: Message) -> tuple[Message, ...]:
         """Takes in ``message``; returns the answers to send at once."""
+        answers = self._receive(message)
+        if VALIDATES:
+            self.validate()
+        return answers
+
+    def _receive(self, message: Message) -> tuple[Message, ...]:
         if self._memory is not None:
             self._memory.heard(message, self.rank, self.begun)
         match message:
@@ -346,6 +354,43 @@ class Member:
         generation = -1 if announced is None else announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
+    def validate(self) -> None:
+        """Checks the rules that every state of a member keeps.
+
+        Raises:
+            AssertionError: with the rule that does not hold.
+        """
+        for rule, holds in self._rules():
+            assert holds, f"worker {self.rank}: {rule}: {vars(self)}"
+
+    def _rules(self) -> Iterator[tuple[str, bool]]:
+        announced, resume = self._announced, self._resume
+        newest = -1 if announced is None else announced.generation
+        yield "a generation is announced before it is entered", self.generation <= newest
+        yield "a generation is announced before all resume in it", resume is None or resume.generation <= newest
+        if announced is not None and self.generation == newest:
+            yield (
+                "the roster is that of the generation",
+                (self.roster, self.moved) == (announced.roster, announced.moved),
+            )
+        if resume is not None:
+            yield "who resumes is in the roster", self.rank in resume.roster
+            yield (
+                "only who joins gets a state",
+                self.rank not in resume.donors.values() or self.rank not in resume.donors,
+            )
+        if self.is_paused and self._boundary is not None:
+            yield "no step at or after a boundary is begun", self.begun < self._boundary
+        yield "a boundary belongs to a pause", self._boundary is None or self._paused_generation >= 0
+        yield "a pause is of a generation that was announced", self._paused_generation <= newest
+        yield "plans follow each other", all(a.step <= b.step for a, b in pairwise(self.plans))
+        yield "plans are of the generation", all(plan.generation == self.generation for plan in self.plans)
+        yield "a stop point that was passed is answered", not 0 <= self._asked <= self._passed
+        yield "who is in a hook was let in", not self.in_hook or self._hook is not None
+        yield "published keys are of the generation", self.generation >= 0 or not self._published
+        if self._memory is not None:
+            yield "a worker keeps facts of two steps", len(self._memory.facts) <= _KEPT_STEPS
+
     # ------------------------------------------------------------------ generations
 
     @property
@@ -366,6 +411,8 @@ class Member:
         self.moved = announced.moved
         self._published.clear()
         self.plans.clear()
+        if VALIDATES:
+            self.validate()
         if self._memory is not None:
             self._memory.drop(announced)
         return announced
@@ -421,6 +468,8 @@ class Member:
                 self._memory.began(step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
+            if VALIDATES:
+                self.validate()
             return Go(due[-1].program if due else None, replies)
         place = (self.generation, step)
         if boundary is None or self._said == place:

@@ -26,6 +26,7 @@ from lightning_recycle.control.protocol import control_collectives, fault_attrib
 from lightning_recycle.control.protocol.messages import AfterStep, Decision, Milestone, WorkerStatus
 from lightning_recycle.control.protocol.recovery import decide
 from lightning_recycle.control.protocol.state import (
+    VALIDATES,
     Command,
     Crashed,
     Ended,
@@ -49,6 +50,7 @@ from lightning_recycle.control.protocol.state import (
     after,
     end,
     release_parked,
+    validate,
 )
 from lightning_recycle.errors import ReCycleError
 
@@ -85,6 +87,7 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
     """Returns the state after ``event`` and what to do. Events of a past generation or a lost worker change nothing."""
     if state.outcome is not None:
         return state, ()
+    before = state
     state, commands = _handle(state, event)
     if state.returned is not None and state.outcome is None and state.roster.live <= state.returned.keys():
         state, went_on = _go_on_with_returned(state, state.returned)
@@ -97,6 +100,8 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
         state, released = recovery.release_outdated(state)
         state, pause = step_commit.pause_if_wanted(state)
         commands += given_up + released + pause
+    if VALIDATES and state.outcome is None:
+        validate(before, state)
     return state, commands
 
 

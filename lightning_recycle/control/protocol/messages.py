@@ -45,6 +45,15 @@ OUTSIDE = -1
 """The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
 
 
+class StepState(Enum):
+    """State of a worker in a step."""
+
+    RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
+    REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
+    GUESSED = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
+    APPLIED = "its parameters have the next version; the shadow has those of before"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """Status of a survivor.
@@ -64,6 +73,12 @@ class WorkerStatus:
     reduced: bool
     unsettled: bool = False
     has_shadow: bool = True
+
+    def state_in(self, step: int) -> StepState:
+        """Its state in ``step``."""
+        if self.version > step:
+            return StepState.GUESSED if self.unsettled and self.version == step + 1 else StepState.APPLIED
+        return StepState.REDUCED if self.reduced and self.version == step else StepState.RUNNING
 
     @property
     def commit_step(self) -> int | None:

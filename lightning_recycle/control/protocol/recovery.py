@@ -51,8 +51,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_recycle.control.protocol import control_collectives, messages
-from lightning_recycle.control.protocol.messages import Adoption, Decision, WorkerStatus
+from lightning_recycle.control.protocol.messages import Adoption, Decision, StepState, WorkerStatus
 from lightning_recycle.control.protocol.state import (
+    OUTDATED_STEPS,
     Command,
     Evict,
     Generation,
@@ -147,14 +148,14 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
                 " the parameters that it had before."
             )
         for step in (version - 1, version) if reachable[column] > version else (version - 1,):
-            has = {r for r, s in workers.items() if s.version == step + 1 or (s.version == step and s.reduced)}
-            past = {r for r, s in workers.items() if s.version > step + 1}
-            if len(has) + len(past) == len(workers):
+            lack = {r for r, s in workers.items() if s.state_in(step) is StepState.RUNNING}
+            if not lack:
                 continue
+            has = {r for r, s in workers.items() if r not in lack and s.version <= step + 1}
             if not has:
                 raise ReCycleError(
                     f"No recovery: no worker of column {column} holds the reduced gradient of step {step}, which"
-                    f" workers {sorted(workers.keys() - has - past)} lack."
+                    f" workers {sorted(lack)} lack."
                 )
             adoptions.append(Adoption(column, step, min(has)))
     ahead = frozenset(column for column, best in reachable.items() if best > version)
@@ -162,9 +163,6 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
 
 
 # ---------------------------------------------------------------------- positions that have lost a member
-
-
-_OUTDATED_STEPS = 2  # behind the others, from which on what a parked worker holds is of no use
 
 
 def park(state: MembershipState, rank: int) -> Next:
@@ -244,7 +242,7 @@ def release_outdated(state: MembershipState) -> Next:
 
 
 def _is_outdated(state: MembershipState, rank: int) -> bool:
-    return state.version_of(rank) + _OUTDATED_STEPS <= state.steps.version
+    return state.version_of(rank) + OUTDATED_STEPS <= state.steps.version
 
 
 # ---------------------------------------------------------------------- actions of a worker

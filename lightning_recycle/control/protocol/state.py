@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+import os
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,6 +16,12 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep, Checked
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.schedule import Schedule
+
+VALIDATES = bool(os.environ.get("RECYCLE_VALIDATE"))
+"""Whether the states of coordinator and workers are checked after each event: in tests, and to find an error."""
+
+OUTDATED_STEPS = 2
+"""Steps behind the others, from which on what a parked worker holds is of no use."""
 
 MAX_DISMISSED = 2
 """Dismissals for other values, after which a position stays empty: each replacement would be dismissed, too."""
@@ -611,6 +619,18 @@ class SaveState(_Updatable):
         return len(self.ended) == len(self.paths)
 
 
+class Standing(Enum):
+    """State of a rank for the coordinator; each rank has one."""
+
+    AWAITED = "its worker is to join before the first generation, or to return to a coordinator that was started again"
+    LIVE = "its worker is in the roster, and holds the state of its stage"
+    JOINING = "its worker is in the roster, and gets that state from a peer"
+    PARKED = "its position has lost a sibling; its worker keeps what it holds, out of the roster"
+    READY = "a worker is set up for it, and waits to be let in at a step boundary"
+    BARRED = "it is empty and stays so: its workers held other values again and again"
+    VACANT = "it is empty"
+
+
 @dataclass(frozen=True)
 class MembershipState(_Updatable):
     """State of the coordinator, in parts.
@@ -671,12 +691,25 @@ class MembershipState(_Updatable):
     def with_faults(self, **changes: Any) -> MembershipState:
         return self.updated(faults=self.faults.updated(**changes))
 
+    def standing(self, rank: int) -> Standing:
+        """The state of ``rank``; see the rules at the end of this module."""
+        roster = self.roster
+        if rank in roster.live:
+            if rank not in (
+                roster.joined if self.generation.number < 0 else roster.live if self.returned is None else self.returned
+            ):
+                return Standing.AWAITED
+            return Standing.JOINING if rank in roster.joining else Standing.LIVE
+        if rank in roster.parked:
+            return Standing.PARKED
+        if rank in roster.ready:
+            return Standing.READY
+        return Standing.BARRED if rank in self.positions.all_members(roster.barred) else Standing.VACANT
+
     @property
     def vacant(self) -> tuple[int, ...]:
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
-        barred = self.positions.all_members(self.roster.barred)
-        out = self.roster.live.union(self.roster.ready, self.roster.parked, barred)
-        return tuple(rank for rank in range(self.num_workers) if rank not in out)
+        return tuple(rank for rank in range(self.num_workers) if self.standing(rank) is Standing.VACANT)
 
     @property
     def heard(self) -> tuple[int, ...]:
@@ -769,3 +802,149 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
     live = frozenset(range(grid.num_workers * members))
     lead = (grid.stages - 1) * members
     return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members=members)
+
+
+# ---------------------------------------------------------------------- rules that every state keeps
+
+
+def validate(before: MembershipState, state: MembershipState) -> None:
+    """Checks a state of a run that goes on, and the step to it.
+
+    Raises:
+        AssertionError: with the rule that does not hold.
+    """
+    for part in (_roster_rules, _generation_rules, _step_rules, _agreement_rules):
+        for rule, holds in part(state):
+            assert holds, f"{rule}: {state}"
+    for rule, holds in _rules_of_change(before, state):
+        assert holds, f"{rule}: {before} -> {state}"
+
+
+def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    roster, positions, ranks = state.roster, state.positions, range(state.num_workers)
+    has_begun, has_all = state.generation.number >= 0, state.returned is None
+    yield (
+        "a rank is a member of one position",
+        len({(positions.position(r), r % state.members) for r in ranks}) == len(ranks),
+    )
+    yield "ranks are those of the grid", roster.live.union(roster.parked, roster.ready, roster.newcomers) <= set(ranks)
+    yield "a parked worker is out of the roster", roster.live.isdisjoint(roster.parked)
+    yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live.union(roster.parked))
+    yield "the roster has whole positions", not has_begun or positions.all_members(roster.live) == roster.live
+    of_live = roster.joined | roster.joining | roster.leaving | roster.ending | roster.assembled
+    yield "who joins, leaves, ends or was put together is live", of_live.union(roster.moves.values()) <= roster.live
+    yield "a newcomer is live or parked", roster.newcomers.keys() <= roster.live.union(roster.parked)
+    yield "no stage is lost", {state.stage_of(rank) for rank in roster.live} == set(range(state.grid.stages))
+    if has_begun and has_all:
+        yield "the leader is live", roster.leader in roster.live
+        if not state.generation.regrouping:
+            yield "each column has a worker with its state", all(map(state.holders, range(state.columns)))
+            yield "the leader has a state", roster.leader not in roster.joining
+        outdated = {rank for rank in roster.parked if state.version_of(rank) + OUTDATED_STEPS <= state.steps.version}
+        yield "a parked worker can still be gone back to", not outdated
+
+
+def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    now, live, pause = state.generation, state.roster.live, state.generation.pause
+    if now.number < 0 or now.regrouping:
+        began = (now.commits, now.passes, now.broken_pairs, now.plan, now.held, now.hooks, pause)
+        yield "nothing of a generation counts before all have reported", not any(began)
+    if now.number < 0:
+        yield "nobody reports before the first generation", not now.regrouping and not now.reports
+    elif not now.regrouping:
+        yield "all have reported", now.reports.keys() == live
+        yield "a generation has been resumed", state.has_resumed
+    else:
+        yield "a report is awaited", now.reports.keys() < live
+    yield "live workers commit", now.commits.keys() < live
+    yield "a commit that was answered is over", all(one.step > now.committed for one in now.commits.values())
+    yield "live workers pass steps and hold layers", now.passes | now.held <= live
+    yield "layers are held when they are to move", bool(now.becomes) >= bool(now.held)
+    yield "no step runs while layers are under way", not (now.becomes and (pause or now.commits))
+    yield "broken pairs are of live workers, in order", all(a < b and {a, b} <= live for a, b in now.broken_pairs)
+    yield "members of live positions are in hooks", now.hooks.keys() <= live
+    if pause is not None:
+        yield "pauses are counted", pause.number == now.pauses
+        yield "live workers pause, and one has not arrived", pause.begun.keys() <= live and pause.arrived < live
+        yield "all are asked before the boundary is known", (pause.boundary is not None) == (pause.begun.keys() == live)
+        if pause.boundary is not None:
+            yield "none has begun the step at the boundary", pause.boundary > max(pause.begun.values())
+            yield "the losses before the boundary are known or to come", pause.boundary >= state.steps.summed - 1
+        else:
+            yield "nobody is at a boundary that is not known", not pause.arrived
+
+
+def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    steps, live, checks = state.steps, state.roster.live, state.checks
+    yield "losses and outputs are of the same steps", steps.losses.keys() == steps.outputs.keys()
+    yield "losses that are known are not collected", all(step >= steps.summed for step in steps.losses)
+    yield "facts are of steps that not all have applied", all(step >= steps.version for step in steps.facts)
+    yield "a check is compared once it is over", all(step >= steps.version for step in checks.checksums)
+    yield "an inspection ends with its step", checks.inspects == -1 or checks.inspects >= steps.version
+    yield "a commit has a contribution of each column at most", len(steps.answered[1]) <= state.columns
+    if state.returned is None:
+        yield "no step is applied before its loss is known", max(steps.applied.values(), default=-1) < steps.summed
+        yield "no step counts before its loss is known", steps.version <= steps.summed
+        applied = {rank: steps.applied.get(rank, -1) + 1 for rank in live}
+        yield "a step counts once all have applied it", not steps.applied or min(applied.values()) <= steps.version
+        least = steps.version - (state.members > 1)  # who was parked may be a step behind
+        yield "all have applied the steps that count", all(not count or count >= least for count in applied.values())
+        passed = (rank for rank in range(steps.passed) if rank in live)
+        yield (
+            "those that are passed by have applied the newest step",
+            all(applied[rank] > steps.version for rank in passed),
+        )
+
+
+def _agreement_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    open_ones, stop, saves = state.collectives.open, state.collectives.stop_round, state.saves
+    heard = state.roster.live.union(state.roster.parked)
+    yield "a collective that was answered is over", all(number >= state.collectives.next for number in open_ones)
+    for arrived in open_ones.values():
+        yield "all do the same in a collective", len({one.name for one in arrived.values()}) == 1
+        yield "a collective is answered once all have arrived", not state.roster.live <= arrived.keys()
+        of_generation = {one.generation for one in arrived.values()} - {None}
+        yield (
+            "what counts in one generation is of this one",
+            not of_generation or of_generation == {state.generation.number},
+        )
+    if stop is not None and not stop.is_over:
+        yield "some have asked to stop, and not all", bool(stop.wanted & heard) and not state.roster.live <= stop.wanted
+        yield "all that ask are answered alike", not stop.agreed
+    indices = set(range(len(saves.paths)))
+    yield "checkpoints are those of the batch", saves.announced.keys() | saves.ended.keys() <= indices
+    yield (
+        "a checkpoint without a name was announced, and is complete",
+        saves.unnamed.keys() <= saves.announced.keys() & saves.ended.keys(),
+    )
+    if state.returned is None:
+        yield "the writer of a checkpoint lives", saves.is_over or saves.writer in state.roster.live
+    cuts, wanted = state.layout.cuts, state.layout.wanted
+    yield "another layout is wanted", wanted is None or wanted.cuts != cuts
+    yield (
+        "each stage has layers",
+        all(len(one) in (0, state.grid.stages + 1) for one in (cuts, state.generation.becomes)),
+    )
+
+
+def _rules_of_change(before: MembershipState, state: MembershipState) -> Iterator[tuple[str, bool]]:
+    yield "the run was not over", before.outcome is None
+    yield "generations are numbered upwards", state.generation.number >= before.generation.number
+    yield "a step stays committed", state.steps.version >= before.steps.version
+    yield "a loss stays known", state.steps.summed >= before.steps.summed
+    yield "an answer stays given", state.collectives.next >= before.collectives.next
+    yield (
+        "a stop stays decided",
+        state.steps.after_step is before.steps.after_step or before.steps.after_step is not AfterStep.END,
+    )
+    if state.generation.number == before.generation.number:
+        yield (
+            "the roster changes with a generation",
+            state.generation.number < 0 or state.returned is not None or state.roster.live == before.roster.live,
+        )
+        yield "who has resumed has resumed", state.generation.regrouping <= before.generation.regrouping
+    if before.returned is None and before.roster.leader in state.roster.live - state.roster.joining:
+        yield (
+            "the leader stays while it lives",
+            state.roster.leader == before.roster.leader or before.generation.number < 0,
+        )

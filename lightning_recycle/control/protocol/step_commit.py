@@ -152,6 +152,9 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     """
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
+    applied = {**state.steps.applied, event.rank: event.step}
+    if event.step < state.steps.version:  # it is parked, and the others have been compared
+        return state.with_steps(applied=applied), ()
     if state.roster.newcomers:
         reported = _with_facts(state, event)
     else:
@@ -160,7 +163,6 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
             return end(state, _differ(event.step, difference))
     facts = {**state.steps.facts, event.step: reported}
     state = fault_attribution.add_checked(state, event)
-    applied = {**state.steps.applied, event.rank: event.step}
     state, commands = count_steps(state.with_steps(facts=facts, applied=applied))
     if not state.roster.newcomers or state.outcome is not None:
         return state, commands
