@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.messages import (
+    Activity,
     Applied,
     Commit,
     Losses,
@@ -44,6 +46,46 @@ def feed(state: MembershipState, *events: MembershipEvent) -> tuple[MembershipSt
         state, commands = transition(state, event)
         caused += commands
     return state, caused
+
+
+class Scene:
+    """A state and what the newest events have caused: ``given(state, *events).when(*events).then(*commands)``."""
+
+    def __init__(self, state: MembershipState, *events: MembershipEvent) -> None:
+        self.state, self.commands = feed(state, *events)
+
+    def when(self, *events: MembershipEvent) -> Scene:
+        self.state, self.commands = feed(self.state, *events)
+        return self
+
+    def then(self, *expected: Any, no: type | None = None) -> Scene:
+        """The commands, or messages to workers, of each kind among ``expected`` are these; there is none of ``no``."""
+        for kind in {*map(type, expected), *([no] if no else [])}:
+            found = messages(self.commands, kind) or [c for c in self.commands if type(c) is kind]
+            assert found == [one for one in expected if type(one) is kind]
+        return self
+
+
+given = Scene
+
+_PLAIN = {
+    "int": 0,
+    "float": 0.0,
+    "str": "",
+    "bool": False,
+    "Mapping": {},
+    "tuple": (),
+    "Activity": Activity(0, "F", "", 0.0),
+}
+
+
+def dummy(kind: type, **fields: Any) -> Any:
+    """A message of ``kind`` with ``fields``, and plain values where it has no default and the test does not care."""
+    for field in dataclasses.fields(kind):
+        if field.name not in fields and field.default is field.default_factory is dataclasses.MISSING:
+            name = str(field.type).partition("[")[0]
+            fields[field.name] = None if "None" in str(field.type) else _PLAIN[name]
+    return kind(**fields)
 
 
 def _with_losses(state: MembershipState, newest: int) -> MembershipState:

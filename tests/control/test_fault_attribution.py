@@ -13,7 +13,9 @@ from membership_feed import (
     GRID,
     all_losses,
     applied,
+    dummy,
     feed,
+    given,
     messages,
     records,
     report,
@@ -112,7 +114,7 @@ def test_a_peer_that_raises_at_the_same_work_is_told_that_it_is_the_users_own() 
     state, _ = feed(running(), raised(2, step=0), s.Lost(2, ""), *reports((0, 1, 3), 1))
     state, commands = feed(state, raised(0, 1, step=0))
     assert commands == [s.Send((0,), m.Judged(1, own=True))]
-    _state, commands = feed(state, m.Crash(0, False, "OSError", None, ""))
+    _state, commands = feed(state, dummy(m.Crash, rank=0))
     assert isinstance(commands[0], s.Crashed)
 
 
@@ -122,8 +124,7 @@ def test_the_last_holder_of_a_stage_does_the_work_again_in_a_new_generation_of_t
     assert commands[0] == s.Send((0,), m.Judged(1, own=False))
     assert records(commands, "retried")[0].rank == 0
     assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
-    _state, commands = feed(state, *reports((0, 1, 3), 2), raised(0, 2, step=0))
-    assert messages(commands, m.Judged) == [m.Judged(2, own=True)]
+    given(state).when(*reports((0, 1, 3), 2), raised(0, 2, step=0)).then(m.Judged(2, own=True))
 
 
 def test_a_worker_that_raised_before_it_saw_a_new_generation_needs_no_other() -> None:
@@ -135,9 +136,7 @@ def test_a_worker_that_raised_before_it_saw_a_new_generation_needs_no_other() ->
 
 
 def test_before_the_workers_have_met_an_exception_is_the_users_own() -> None:
-    state, _ = feed(s.initial_state(GRID), *map(s.Joined, ALL))
-    _state, commands = feed(state, raised(2, 0))
-    assert messages(commands, m.Judged) == [m.Judged(0, own=True)]
+    given(s.initial_state(GRID), *map(s.Joined, ALL)).when(raised(2, 0)).then(m.Judged(0, own=True))
 
 
 # ---------------------------------------------------------------------- broken connections without a death
@@ -197,8 +196,7 @@ def test_disturbances_are_forgotten_after(relief: str) -> None:
 
 def test_after_a_loss_nobody_checks_its_links() -> None:
     state, _ = disturb(running())
-    _, commands = feed(state, s.Lost(3, "gone"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 2), 1)]
+    given(state).when(s.Lost(3, "gone")).then(m.Regroup(2, (0, 1, 2), 1))
 
 
 @pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])

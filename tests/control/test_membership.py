@@ -10,7 +10,9 @@ from membership_feed import (
     all_losses,
     applied,
     commits,
+    dummy,
     feed,
+    given,
     messages,
     records,
     report,
@@ -97,9 +99,7 @@ def test_survivors_hear_of_a_loss_before_they_hear_what_it_settles() -> None:
 def test_a_worker_that_is_past_a_point_is_past_all_points_before_it() -> None:
     """It heard of the point where a lost worker wanted to stop, and answers after another round has begun."""
     state, _ = feed(running(), m.StopWish(2, 6, True), s.Lost(2, "killed"))
-    state, _ = feed(state, m.StopWish(3, 5, True))
-    _, commands = feed(state, m.StopWish(0, 6, False))
-    assert messages(commands, m.StopVerdict) == [m.StopVerdict(5, False)]
+    given(state, m.StopWish(3, 5, True)).when(m.StopWish(0, 6, False)).then(m.StopVerdict(5, False))
 
 
 def test_survivors_resume_together_with_what_the_decision_says() -> None:
@@ -148,7 +148,7 @@ def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
     [
         report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), report(3, 1),
         m.Commit(3, 1, 0, None), m.Applied(3, 0, {}), m.Losses(3, 0, {0: 1.0}), m.Arrive(3, 0, "barrier", None),
-        m.Broken(3, 1, "reset"), m.Crash(3, False, "ValueError", None, ""), s.Joined(3), s.Lost(3, "again"),
+        m.Broken(3, 1, "reset"), dummy(m.Crash, rank=3), s.Joined(3), s.Lost(3, "again"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -208,8 +208,7 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
 @pytest.mark.parametrize("who", [(), (2,), (0, 2)])
 def test_all_learn_whether_somebody_has_stepped_on_a_guess(who: tuple[int, ...]) -> None:
     events = [m.Commit(rank, 0, 0, f"payload of {rank}", guesses=rank in who) for rank in range(4)]
-    _, commands = feed(running(), *events)
-    assert messages(commands, m.Committed) == [m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}, bool(who))]
+    given(running()).when(*events).then(m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}, bool(who)))
 
 
 def test_a_wrong_guess_begins_a_generation_with_the_same_workers_once() -> None:
@@ -335,8 +334,9 @@ def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> Non
 
 
 def test_a_collective_before_the_first_generation_is_answered_too() -> None:
-    _state, commands = feed(s.initial_state(GRID), *(m.Arrive(rank, 0, "setup", None) for rank in ALL))
-    assert messages(commands, m.Answer) == [m.Answer(0, dict.fromkeys(ALL), 1, m.SaveStatus((0, 1)))]
+    given(s.initial_state(GRID)).when(*(m.Arrive(rank, 0, "setup", None) for rank in ALL)).then(
+        m.Answer(0, dict.fromkeys(ALL), 1, m.SaveStatus((0, 1)))
+    )
 
 
 def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
@@ -348,7 +348,7 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
 
 
 def beat(rank: int, begun: int) -> m.Heartbeat:
-    return m.Heartbeat(rank, 0, m.Activity(begun, "F", "", 0.0), begun=begun)
+    return dummy(m.Heartbeat, rank=rank, begun=begun)
 
 
 def test_a_worker_that_has_begun_a_later_step_than_those_who_wait_for_it_ends_the_run() -> None:

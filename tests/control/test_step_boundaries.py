@@ -8,6 +8,7 @@ from membership_feed import (
     all_losses,
     applied,
     feed,
+    given,
     messages,
     records,
     report,
@@ -98,9 +99,7 @@ def test_who_is_ready_before_the_first_generation_or_in_a_regroup_waits_for_its_
 
 
 def test_workers_that_have_begun_nothing_stop_at_the_first_step() -> None:
-    state, _ = feed(running_without_3(), m.Ready(3))
-    _, commands = feed(state, *paused(THREE, 1, -1))
-    assert messages(commands, m.Boundary) == [m.Boundary(1, 0)]
+    given(running_without_3(), m.Ready(3)).when(*paused(THREE, 1, -1)).then(m.Boundary(1, 0))
 
 
 def test_a_generation_with_who_is_ready_begins_when_all_wait_at_the_boundary() -> None:
@@ -148,8 +147,7 @@ def test_who_becomes_ready_while_another_one_gets_its_state_waits_for_that() -> 
     state, _ = feed(state, *reports((0, 1), 3, 1), without_state(3, 3))
     state, commands = feed(state, m.Ready(2))
     assert commands == []
-    _, commands = feed(state, entered(3, 3))
-    assert messages(commands, m.Pause) == [m.Pause(3)]
+    given(state).when(entered(3, 3)).then(m.Pause(3))
 
 
 # ---------------------------------------------------------------------- who speaks
@@ -171,8 +169,7 @@ def test_a_worker_without_its_state_does_not_become_leader() -> None:
     live = frozenset({0, 1, 2})
     roster = s.Roster(live, joined=live, leader=2, joining=frozenset({0}))
     state = s.MembershipState(grid, roster, s.Generation(1), s.Steps(applied={1: 0, 2: 0}, summed=1))
-    _, commands = feed(state, s.Lost(2, "gone"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1), 1)]
+    given(state).when(s.Lost(2, "gone")).then(m.Regroup(2, (0, 1), 1))
 
 
 # ---------------------------------------------------------------------- leaving
@@ -246,8 +243,9 @@ def test_the_new_process_enters_although_the_one_that_was_to_move_dies() -> None
     state, commands = feed(state, *wide_reports((0, 2, 5), 2))
     assert messages(commands, m.Pause) == [m.Pause(2)]
     ranks = (0, 2, 5)
-    _, commands = feed(state, *applied(ranks, 0), *paused(ranks, 2, 0), *arrived(ranks, 2, 1))
-    assert messages(commands, m.Regroup) == [m.Regroup(3, (0, 2, 3, 5), 5)]
+    given(state).when(*applied(ranks, 0), *paused(ranks, 2, 0), *arrived(ranks, 2, 1)).then(
+        m.Regroup(3, (0, 2, 3, 5), 5)
+    )
 
 
 # ---------------------------------------------------------------------- losses meanwhile
@@ -262,9 +260,7 @@ def test_a_candidate_lost_during_the_pause_is_not_let_in() -> None:
 
 
 def test_a_candidate_lost_before_the_pause_begins_is_forgotten() -> None:
-    state, _ = feed(running(), s.Lost(3, "gone"), m.Ready(3), s.Lost(3, "gone"))
-    _, commands = feed(state, *reports(THREE, 1))
-    assert messages(commands, m.Pause) == []
+    given(running(), s.Lost(3, "gone"), m.Ready(3), s.Lost(3, "gone")).when(*reports(THREE, 1)).then(no=m.Pause)
 
 
 STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
