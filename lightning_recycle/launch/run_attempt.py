@@ -154,7 +154,7 @@ class RunAttempt:
             try:
                 self._coordinator.start(self._start_workers())
                 group.attend(self._coordinator)
-                monitor.show(self._coordinator)
+                monitor.show(self._coordinator.view)
                 outcome = self._await_end()
             finally:
                 with self._signals.shielded():

@@ -187,7 +187,7 @@ def test_a_place_with_too_long_a_path_is_passed_over(runtime: Path, monkeypatch:
 def shown(plane: ControlPlane | None, name: str = "train.py", http: bool = True) -> Iterator[int]:
     """Serves a run; gives the port."""
     monitor = Monitor(name, samples_per_step=12)
-    monitor.show(None if plane is None else plane.coordinator)
+    monitor.show(None if plane is None else plane.coordinator.view)
     with served(monitor, ("127.0.0.1", 0) if http else None) as server:
         assert server is not None
         yield server._listeners[-1].getsockname()[1] if http else 0

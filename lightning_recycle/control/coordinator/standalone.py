@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    serving = Serving(reception, given, journal, monitor.show)
+    serving = Serving(reception, given, journal, lambda run: monitor.show(None if run is None else run.view))
     finished = serving.statuses
 
     was_last = threading.Event()

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status
 from lightning_recycle.control.network.addresses import machine_name
@@ -36,12 +36,6 @@ class NothingToShow(ControlPlaneError):
     """There is no run, no plan, or it is too large to be drawn."""
 
 
-class Viewed(Protocol):
-    """A coordinator, as far as a monitor needs it."""
-
-    def view(self, timeout: float = 2.0) -> RunView: ...
-
-
 class Monitor:
     """Shows the runs of this process, one after the other.
 
@@ -56,13 +50,13 @@ class Monitor:
         self._name = name
         self._samples = samples_per_step
         self._place = ProcessLocation(machine_name(), os.getpid())
-        self._viewed: Viewed | None = None
+        self._ask: Callable[[], RunView] | None = None  # how the run is
         self._lock = threading.Lock()  # computing something twice at the same time is of no use
         self._kept: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
 
-    def show(self, viewed: Viewed | None) -> None:
-        """From now on shows this run, which has been started; None between two runs."""
-        self._viewed = viewed
+    def show(self, ask: Callable[[], RunView] | None) -> None:
+        """From now on shows the run that ``ask`` asks, which has been started; None between two runs."""
+        self._ask = ask
         with self._lock:
             self._kept.clear()
 
@@ -101,11 +95,11 @@ class Monitor:
         return drawn
 
     def _view(self) -> RunView:
-        if self._viewed is None:
+        if self._ask is None:
             if self.awaits_runs:
                 raise NothingToShow("No run is going on: it waits for workers.")
             raise NothingToShow("No run is going on: the workers are starting, or the run has ended.")
-        return self._viewed.view()
+        return self._ask()
 
     def _of_plan(self, what: str, view: RunView, most: int, make: Callable[[Schedule], Made]) -> Made | None:
         """Predictions of the plan with measured times; None without one, or if it is too large."""
