@@ -81,7 +81,7 @@ def test_a_worker_that_is_told_to_end_leaves_at_a_step_boundary_and_its_process_
 
 def test_what_is_left_of_a_position_ends_so_that_it_is_started_again() -> None:
     """Its state is out of date by then, but the run is not over."""
-    with ControlPlane(Grid(2, 1, 2), of_position=2) as plane:
+    with ControlPlane(Grid(2, 1, 1), of_position=2) as plane:
         members = plane.members()
         die(plane, members[0])
         results(run_to(3, members[2:]))

@@ -57,10 +57,10 @@ def test_without_a_step_an_event_is_of_the_present_version(recorder: Recorder) -
 def test_a_suspicion_that_is_waited_out_is_recorded_and_logged_with_its_limit_and_reason(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waited = ("it was silent for more than 5 s", 5.125, 300.0, "no other worker that holds stage 0 is well")
-    recorder.history.suspect(2, *waited, STATE)
+    cause, reason = "it was silent for more than 5 s", "no other worker that holds stage 0 is well"
+    recorder.history.suspect(2, cause, 5.125, 300.0, reason, STATE)
     recorder.history.clear(2, 8.25, STATE)
-    details = {"cause": waited.cause, "seconds": 5.125, "limit": 300.0, "waits": waited.reason}
+    details = {"cause": cause, "seconds": 5.125, "limit": 300.0, "waits": reason}
     assert recorder.history.events == [
         Event("suspected", 1000.0, 4, 7, (1, 0), None, details),
         Event("cleared", 1000.0, 4, 7, (1, 0), 8.25, {}),

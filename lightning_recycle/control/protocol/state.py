@@ -334,7 +334,7 @@ class Remembered:
         rank: the worker that raised it.
         generation: its generation then; a worker raises at most once in a generation.
         stage: its stage.
-        place: the step (:data:`OUTSIDE` of steps) and the operation.
+        place: the step (:data:`~.messages.OUTSIDE` of steps) and the operation.
         version: the number of steps that all workers had applied then.
     """
 
