@@ -53,18 +53,20 @@ class Perceptron(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def train(run: L.Trainer, model: L.LightningModule, loader: Any) -> dict[str, Tensor]:
-    run.fit(model, loader)
+def train(run: L.Trainer, model: L.LightningModule, loader: Any, val: Any = None) -> dict[str, Tensor]:
+    run.fit(model, loader, val)
     return model.state_dict()
 
 
 def on_workers(loader: Loader, model: Any = Perceptron, killed: bool = False, **options: Any) -> tuple[Any, L.Trainer]:
     """The trained weights and the Trainer of a run on two workers, the second of which may be killed and replaced."""
+    val = options.pop("val", lambda size: None)
     faults = [Fault("kill", 1, 0, KILLED_AT)] if killed else []
     callbacks = [*options.pop("callbacks", []), *([AwaitReplacement([ENTERS_AT])] if killed else [])]
     strategy = {"max_restarts": 1 if killed else 0, **options.pop("strategy", {})}
     run = grid_trainer(PIPELINES, 1, faults, strategy, max_epochs=2, callbacks=callbacks, **options)
-    return train(run, model(), loader(GLOBAL_BATCH // PIPELINES)), run
+    size = GLOBAL_BATCH // PIPELINES
+    return train(run, model(), loader(size), val(size)), run
 
 
 def check(loader: Loader, model: Any = Perceptron, judge: Loader | None = None, **options: Any) -> None:
@@ -73,9 +75,11 @@ def check(loader: Loader, model: Any = Perceptron, judge: Loader | None = None, 
     Args:
         judge: the loader of the one device.
     """
-    expected = train(on_one_device(max_epochs=2, **options), model(), (judge or loader)(GLOBAL_BATCH))
+    val = options.pop("val", lambda size: None)
+    data = (judge or loader)(GLOBAL_BATCH), val(GLOBAL_BATCH)
+    expected = train(on_one_device(max_epochs=2, **options), model(), *data)
     for killed in (False, True):
-        weights, run = on_workers(loader, model, killed, **options)
+        weights, run = on_workers(loader, model, killed, val=val, **options)
         assert failures(run) == rejoined(run) == [(1, 0)] * killed
         assert difference(weights, expected) < TOLERANCE
 
