@@ -8,6 +8,8 @@ import small_training as small
 import torch
 from support.scripts import output_of
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 
 

@@ -17,6 +17,8 @@ from lightning_recycle import ReCycleError
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.planning.grid import Grid
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchdata_stateful_dataloader(num_workers: int) -> None:
@@ -154,23 +156,20 @@ def test_monai_cache_dataset(num_workers: int) -> None:
     small.check(lambda size: monai.DataLoader(data, batch_size=size, num_workers=num_workers))
 
 
-def random_transforms() -> Any:
-    from monai.transforms import Compose, EnsureTyped, RandScaleIntensityd
-
-    kind = torch.float64
-    return Compose([EnsureTyped(["x", "y"], dtype=kind), RandScaleIntensityd("x", 0.5, prob=1.0, dtype=kind)])
-
-
 def test_monai_random_transforms() -> None:
     """They draw from generators of their own, which a warning names, unless they are seeded for each sample."""
     monai = pytest.importorskip("monai.data")
-    from seeded_cache import SeededCache
+    from monai.transforms import Compose, EnsureTyped, RandScaleIntensityd
+    from seeded_samples import Seeded
 
-    for kind, varies in ((monai.CacheDataset, True), (SeededCache, False)):
-        data = kind(small.as_rows(), random_transforms(), progress=False)
+    typed = EnsureTyped(["x", "y"], dtype=torch.float64)
+    scaled = RandScaleIntensityd("x", 0.5, prob=1.0, dtype=torch.float64)
+    unseeded = monai.CacheDataset(small.as_rows(), Compose([typed, scaled]), progress=False)
+    seeded = Seeded(monai.CacheDataset(small.as_rows(), typed, progress=False), scaled)
+    for data, varies in ((unseeded, True), (seeded, False)):
         with warnings.catch_warnings(record=True) as caught:
-            loader = MicrobatchLoader(monai.DataLoader(data, batch_size=6), Grid(2, 1, 2), seed=0, pipeline=0)
+            loader = MicrobatchLoader(monai.DataLoader(data, batch_size=6), Grid(2, 1, 2), 0, 7)
             loader.enter_epoch(0, small.STEPS)
             loader.facts()
         assert any("gives another sample" in str(warning.message) for warning in caught) == varies
-    small.check_drawn(lambda size: monai.DataLoader(data, batch_size=size))
+    small.check_drawn(lambda size: monai.DataLoader(seeded, batch_size=size))

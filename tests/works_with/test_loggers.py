@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault
 
+pytestmark = pytest.mark.long
+
 Rows = dict[tuple[str, int], float]
 """Values by name and step."""
 

@@ -11,6 +11,8 @@ import torch
 from support.training import on_one_device
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.long
+
 
 def loader(size: int) -> DataLoader[Any]:
     return DataLoader([small.as_tensors(row) for row in small.as_rows()], batch_size=size)
@@ -44,7 +46,9 @@ def test_muon(model: Any) -> None:
 
 
 def test_metric_collection_with_compute_groups() -> None:
-    expected = small.train(run := on_one_device(max_epochs=2), known.Grouped(), loader(small.GLOBAL_BATCH), loader(small.GLOBAL_BATCH))
+    expected = small.train(
+        run := on_one_device(max_epochs=2), known.Grouped(), loader(small.GLOBAL_BATCH), loader(small.GLOBAL_BATCH)
+    )
     assert len(run.callback_metrics) == 8
     for killed in (False, True):
         weights, grid = small.on_workers(loader, known.Grouped, killed, val=loader)
