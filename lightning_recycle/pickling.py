@@ -339,22 +339,23 @@ def _namespace() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def import_of_main(wanted: bool) -> Iterator[None]:
-    """Within the block, processes that this thread starts import the ``__main__`` of this one only if ``wanted``."""
-    if wanted:
-        yield
-        return
+    """Within the block, processes that this thread starts import the ``__main__`` of this one only if ``wanted``. Their
+    default start method is that of this process, unless only this process knows it, as those of joblib do.
+    """
     thread = threading.get_ident()
     with _lock:
         prepare = spawn.get_preparation_data
 
-        def without_main(name: str) -> dict[str, Any]:
+        def for_worker(name: str) -> dict[str, Any]:
             data: dict[str, Any] = prepare(name)
             if threading.get_ident() == thread:
-                for key in ("init_main_from_name", "init_main_from_path"):
+                for key in () if wanted else ("init_main_from_name", "init_main_from_path"):
                     data.pop(key, None)
+                if data["start_method"] not in multiprocessing.get_all_start_methods():
+                    del data["start_method"]
             return data
 
-        spawn.get_preparation_data = without_main
+        spawn.get_preparation_data = for_worker
         try:
             yield
         finally:

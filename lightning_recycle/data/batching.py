@@ -187,6 +187,12 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
         return
     if is_stream(dataloader):
         _check_stream(dataloader, training=microbatches is not None)
+    elif isinstance(dataloader.dataset, IterableDataset) and getattr(dataloader.dataset, "shuffle", None) is True:
+        raise UnsupportedFeatureError(
+            f"{type(dataloader.dataset).__name__}(shuffle=True) shuffles in its own iterator, which is not used, as its"
+            " samples are read by index. Set shuffle=False, and let the DataLoader shuffle:"
+            " torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, range(len(dataset))), shuffle=True, ...)."
+        )
     batch_size, sampler = batching_of(dataloader)
     if is_integer(getattr(sampler, "num_replicas", None), 2) or is_integer(
         getattr(getattr(sampler, "sampler", None), "num_replicas", None), 2

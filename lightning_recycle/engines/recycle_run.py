@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _in_slurm(options, command, task)
         place = _appointment(options, os.environ)
         agent = _agent(options, command, place)
+        if place.hosts_it:
+            print(f"recycle-run: {_invitation(place, os.environ)}", file=sys.stderr, flush=True)
         with _scalable(agent, least=int(place.hosts_it)):
             return agent.run()
     except ConfigurationError as error:
@@ -87,6 +90,22 @@ def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> _Ru
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
     key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
     return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
+
+
+def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
+    """Where the coordinator listens, and the command by which another machine joins the run."""
+    listens = f"the coordinator listens at {shown(place.address)}"
+    key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
+    if place.address[0] == _HOST or key is None:
+        return (
+            f"{listens}, for this machine's workers. Others join a run that was started with --coordinator HOST:PORT"
+            " and RECYCLE_KEY_FILE."
+        )
+    value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
+    return (
+        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={shown(place.address)} {key}={value} recycle-run"
+        " --nproc-per-node N PROGRAM"
+    )
 
 
 def _own_address(given: str | None) -> tuple[str, int]:

@@ -28,10 +28,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.run_summary import summary
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.engines.discovery import Discovered, check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.launch.outcome import error_of, summary
+from lightning_recycle.launch.outcome import error_of
 from lightning_recycle.launch.outside_worker import run_outside
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left

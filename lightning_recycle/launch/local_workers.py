@@ -243,9 +243,9 @@ class LocalWorkerGroup(WorkerGroup):
         super().__init__()
         self._target = target
         self._context = process_context()
-        self._environment = dict(os.environ)
         self._main = main_module()
         self.payload = WorkerPayload(payload, self._main)
+        self._environment = dict(os.environ)  # a pickled logger may have added where its service listens
 
     @override
     def start(self, argument: Any, name: str) -> LocalWorker:

@@ -310,7 +310,7 @@ class TrainingSteps:
         }
         inputs: dict[str, float] = {}
         if digest_of_data := self._handle.loader.digest(self._handle):
-            inputs["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
+            inputs["the digest of the samples read so far (seed each shuffle of the data)"] = digest_of_data
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.run_summary import summary
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.launch.outcome import summary
 from lightning_recycle.planning.grid import Grid
 
 POSITIONS = Positions(Grid(2, 2, 4))
