@@ -6,8 +6,8 @@
 
 A group of two per directed pair of neighbours in a ring and a group of all, connected eagerly and without blocking. The
 last worker is killed while the others are in a sum; they abort all groups at the same time, each from a thread of its
-own, and connect again without it, if they are two or more. Printed are the seconds of both connections and of the abort, the device's memory
-that was taken meanwhile, and a tensor's way to the next worker, by size. What raises an error is printed as such.
+own, and connect again without it, if they are two or more. Printed are the seconds of both connections and of the
+abort, the device's memory that was taken meanwhile, and a tensor's way to the next worker, by size; or the error.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ def measure(count: int, kind: str) -> None:
         reported(ours, "connected, s")
         reported(ours, "memory, MiB")
         for size, seconds in reported(ours, "messages")[0].items():
-            console.print(f"{size:>13,} bytes: {1e6 * seconds:9.1f} us {size / seconds / 1e9:7.2f} GB/s", highlight=False)
+            console.print(
+                f"{size:>13,} bytes: {1e6 * seconds:9.1f} us {size / seconds / 1e9:7.2f} GB/s", highlight=False
+            )
         for parent in ours:
             parent.send("go")
         processes[-1].join()
