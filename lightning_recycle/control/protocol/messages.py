@@ -50,7 +50,7 @@ class RunRequest:
             :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
         members: the processes of each position of the grid.
-        device: the kind of device that the worker computes on: "cpu", "cuda", ...; empty if it does not say.
+        device: the kind of device that the worker computes on, by torch's name; empty if it does not say.
     """
 
     entry: str
