@@ -465,7 +465,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            self._session.loaders.close()
+            self._session.close()
         with moved_in_place(self.root_device, self.lightning_module):
             super().teardown()
 

@@ -310,6 +310,12 @@ class Session:
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
 
+    def close(self) -> None:
+        """The module may leave its device: no data is read any more, and nobody refers to its weights."""
+        self.loaders.close()
+        if hasattr(self, "_recorder"):
+            self._recorder.side_effects.forget_values()
+
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""
         if self.grid.stages == 1:
