@@ -156,7 +156,7 @@ def moved_in_place(device: torch.device, module: nn.Module | None, shards: bool 
 
     Args:
         device: where it is, or comes.
-        module: the module; one that has parameters without a shape gets others.
+        module: the module; parameters without a shape, which no device has, make torch raise an error otherwise.
         shards: whether FSDP2 may move it.
     """
     if not is_registered_from_outside(device) or module is None or any(map(is_lazy, module.parameters())):

@@ -47,7 +47,7 @@ from lightning_recycle.session.configuration import OTHER_NAMES, CheckpointOptio
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,
-    autocast_on,
+    lower_on,
     set_device_mesh,
 )
 from lightning_recycle.session.optimizer_states import stepping_on_shards
@@ -155,6 +155,7 @@ class ReCycleStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.parallel_devices:
             check_transport(self.options.communication.transport, self.root_device)
+            lower_on(self.precision_plugin, self.root_device)
         self._launcher = SupervisorLauncher(self)  # type: ignore[assignment]  # not of a private class
 
     @property
@@ -360,7 +361,6 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        autocast_on(self.precision_plugin, self.root_device)
         self.session.keep_log_files()
         self.session.prepare_data_once()
         self.session.weights.await_stage()
@@ -465,7 +465,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            self._session.loaders.close()
+            self._session.close()
         with moved_in_place(self.root_device, self.lightning_module):
             super().teardown()
 

@@ -174,4 +174,5 @@ def _run_request(run: PreparedRun) -> RunRequest:
         settings=settings,
         needs_launcher=(*options.planning.needing_launcher(), *options.recovery.needing_launcher(), *objects),
         members=run.setup.positions.members,
+        device=trainer.strategy.root_device.type,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
+from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
@@ -220,6 +220,7 @@ class RunAttempt:
             setup=pack(self._setup),
             members=self._setup.positions.members,
             grows=self._run.options.is_remote,
+            objection=lambda hello: other_device(self._run.call.trainer.strategy.root_device.type, hello.wants),
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:

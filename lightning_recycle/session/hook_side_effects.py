@@ -174,7 +174,7 @@ class HookSideEffects:
     def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
         self._module, self._alone, self._microbatches = module, alone, microbatches
         self._internal = frozenset(dir(RecordedModule))
-        self._tree, self._shallow = ValueTree(module, self._internal), ValueTree(module, self._internal, whole=False)
+        self.forget_values()
         self.slots: BySlot = {}
         self.slot: int | None = None
         self.names: set[str] = set()
@@ -186,6 +186,11 @@ class HookSideEffects:
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
         self._step = self._ended = -1
         self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
+
+    def forget_values(self) -> None:
+        """Keeps nothing of the module, nor weak references to its weights, until it is looked at again."""
+        self._tree = ValueTree(self._module, self._internal)
+        self._shallow = ValueTree(self._module, self._internal, whole=False)
 
     # ------------------------------------------------------------------ a micro-batch in training
 

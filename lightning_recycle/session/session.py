@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn.parameter import is_lazy
 
 from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
@@ -183,7 +182,6 @@ class Session:
         spare_moves()
         quicken()
         build_layers(context, self.parts, self.weights)
-        _check_shapes(module)
         self._recorder = self._make_recorder()
         self.loaders.setup(module)
         ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
@@ -312,6 +310,12 @@ class Session:
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
 
+    def close(self) -> None:
+        """The module may leave its device: no data is read any more, and nobody refers to its weights."""
+        self.loaders.close()
+        if hasattr(self, "_recorder"):
+            self._recorder.side_effects.forget_values()
+
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""
         if self.grid.stages == 1:
@@ -379,16 +383,6 @@ class Session:
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]
-
-
-def _check_shapes(module: RecordedModule) -> None:
-    """Raises UnsupportedFeatureError for a lazy layer that has not seen its input."""
-    lazy = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if is_lazy(tensor)]
-    if lazy:
-        raise UnsupportedFeatureError(
-            f"{lazy[0]} of {type(module).__name__} gets its shape from the first input, and workers need all shapes"
-            " before: give its size, or run a batch through the model before fit()."
-        )
 
 
 def _refuse_norms(*_: Any) -> list[Any]:

@@ -50,6 +50,7 @@ class RunRequest:
             :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
         members: the processes of each position of the grid.
+        device: the kind of device that the worker computes on, by torch's name; empty if it does not say.
     """
 
     entry: str
@@ -58,6 +59,7 @@ class RunRequest:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     needs_launcher: tuple[str, ...] = ()
     members: int = 1
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
