@@ -185,8 +185,8 @@ class MicrobatchState:
             part.put(self._values[name])
 
     def __exit__(self, *_: object) -> None:
+        self._values = {name: part.get() for name, part in self._parts.items()}
         for name, part in self._parts.items():
-            self._values[name] = part.get()
             part.put(self._outside[name])
         self._outside = {}
 
