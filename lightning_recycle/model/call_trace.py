@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -28,7 +29,14 @@ from lightning_recycle.model.chains import Chain
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.side_values import LARGEST, SideValue, active_recorder
 from lightning_recycle.randomness import draw_for_layer
-from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
+from lightning_recycle.torch_internals import (
+    buffers_of,
+    make_subclass,
+    modules_of,
+    parameters_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 _REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with the result of the previous layer,"
@@ -124,6 +132,40 @@ _KNOWN = {
 }
 
 
+class _PastLayers(torch.autograd.Function):
+    """What layers of other stages made of ``inputs``: it changes with these, and only there is known how."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.count = len(inputs)
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if _tracer is not None:  # the step differentiates; the backward of the stage comes when the step is over
+            raise _tracer.error(
+                "takes a derivative by an input of the layers, as torch.autograd.grad(energy, positions) does: it goes"
+                " through layers that are on another stage, so it does not exist here",
+                "Use pipeline_parallel_size=1.",
+            )
+        return grad, *[None] * ctx.count
+
+
+def _differentiates_inputs(value: Tensor) -> bool:
+    """Whether autograd follows ``value`` back to a tensor that is no parameter."""
+    todo, seen = [get_gradient_edge(value).node], set()
+    while todo:
+        if (node := todo.pop()) in seen:
+            continue
+        seen.add(node)
+        if not isinstance(getattr(node, "variable", None), (nn.Parameter, type(None))):
+            return True
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
 def _flat(value: Any) -> list[Any]:
     return [item for part in value for item in _flat(part)] if isinstance(value, (tuple, list)) else [value]
 
@@ -162,6 +204,7 @@ class ChainTracer:
     _next: int = 0
     _fresh: set[tuple[str, str]] = field(default_factory=set)  # lists and dicts that the newest layer has made
     _stand_ins: list[tuple[Any, RemoteTensor]] = field(default_factory=list)  # and the list or dict of each
+    _inputs: list[Tensor] = field(default_factory=list)  # that layers of other stages got, if the user differentiates
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -223,7 +266,9 @@ class ChainTracer:
         value, shape = RemoteTensor.of(f"what layer {path!r} returned"), self._shape
         if self.received is not None:
             entering, shape = self.received
-            value = entering if index == self.edge - 1 else value
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            self._inputs += [t for t in tensors if not isinstance(t, RemoteTensor) and _differentiates_inputs(t)]
+            value = self._past_layers(entering) if index == self.edge - 1 else value
             self._fresh.clear()
             for side_value in self.side_values.get(index, ()):
                 self._deliver(side_value)
@@ -236,6 +281,14 @@ class ChainTracer:
         self.leave(index, output)
         return output
 
+    def _past_layers(self, value: Any) -> Any:
+        """``value`` of another stage, of which no derivative by the inputs of the layers can be taken."""
+        if not self._inputs:
+            return value
+        return tree_map_only(
+            Tensor, lambda t: _PastLayers.apply(t, *self._inputs) if t.is_floating_point() else t, value
+        )
+
     def _deliver(self, side: SideValue) -> None:
         """Puts a side value of another stage where the layer has put it there."""
         assert self.module is not None
@@ -246,7 +299,7 @@ class ChainTracer:
             self._fresh.add(place)
         holder: Any = attributes if side.key is None else attributes[side.name]
         key = side.name if side.key is None else side.key
-        value: Tensor | RemoteTensor | None = side.value
+        value: Tensor | RemoteTensor | None = self._past_layers(side.value)
         if value is None:
             value = RemoteTensor.of(f"{side}, of more than {LARGEST:,} bytes")
             self._stand_ins.append((holder, value))
@@ -273,8 +326,8 @@ class ChainTracer:
         left = self.chain.paths[self._next :]
         return f", before it calls layer {left[0]!r}" if left else ""
 
-    def error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.step} {what}. {self.remedy}")
+    def error(self, what: str, remedy: str = "") -> ConfigurationError:
+        return ConfigurationError(f"{self.step} {what}. {remedy or self.remedy}")
 
 
 @contextmanager

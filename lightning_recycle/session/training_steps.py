@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -335,6 +336,10 @@ class TrainingSteps:
         loss = self.as_loss(self._newest_loss)
         self._newest_step.again(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
 
+    @cached_property
+    def _hooks_change_gradients(self) -> bool:
+        return may_change_gradients(self._trainer, self._module)
+
     @property
     def _clip_val(self) -> float:
         assert self._trainer.gradient_clip_val is not None
@@ -350,7 +355,7 @@ class TrainingSteps:
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
         norm = self._gradient_norm
-        if mesh is None and may_change_gradients(self._trainer, self._module):
+        if mesh is None and self._hooks_change_gradients:
             norm = norm_of_all(self._trainer, plugin.main_params(optimizer))
         scale = clip_factor(clip_val, norm)
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]

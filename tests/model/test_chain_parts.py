@@ -575,6 +575,47 @@ def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
     assert all(word in told for word in [*words, f"{model.__name__}.training_step()", "pipeline_parallel_size=1"]), told
 
 
+class Forces(Transformer):
+    """Its loss has the derivative of its output by what enters, which the head sees, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        output = self(x) + x.sin()
+        (forces,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return self.loss(output + forces, batch)
+
+
+class ForcesOfParts(Transformer):
+    """Differentiates by what follows from the input, which reaches the loss by the layers alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        moved = batch[0].requires_grad_() + 1
+        (forces,) = torch.autograd.grad(self(moved).sum(), moved, create_graph=True, allow_unused=True)
+        return self.loss(forces, batch)
+
+
+class ForcesOfTheHead(Transformer):
+    """Differentiates its head only, which is here, while an input is differentiable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.requires_grad_()) + self.position
+        for block in self.blocks:
+            h = block(h)
+        output = self.head(self.norm(h))
+        return output + torch.autograd.grad(output.square().sum(), h, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("model", [Forces, ForcesOfParts])
+def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model: type[Model], num_stages: int) -> None:
+    words = (
+        rf"{model.__name__}.training_step\(\) takes a derivative by an input of the layers.*pipeline_parallel_size=1"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        gradients(made(model), num_stages)
+    assert_equal(gradients(made(ForcesOfTheHead), num_stages), whole(made(ForcesOfTheHead)))
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(
     num_stages: int, monkeypatch: pytest.MonkeyPatch
