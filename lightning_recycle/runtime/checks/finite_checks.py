@@ -1,15 +1,13 @@
 """Losses and gradients that are not finite, which peers compute again.
 
-Concept: a worker that gets a loss, or a stage a gradient, that is not finite reports it before the step can be
-committed (:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again, and *inspected*: a
-worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute
-that. A peer that gets finite values shows that it was the device; otherwise the step is run once more and taken as it
-is: the value is the model's own.
+A worker that gets a loss, or a stage a gradient, that is not finite reports it before the step can be committed
+(:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again and *inspected*: a worker that
+makes such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute that. A peer
+that gets finite values shows that it was the device; otherwise the step is run once more and the value is the model's
+own.
 
-Contract: looking costs nothing but in inspected steps: losses, and norms where they are needed, are known anyway; sums
-over gradients are for devices for which no worker has to wait.
-
-Must not know: what follows for whom, schedules.
+Outside of inspected steps this costs nothing: losses, and norms where they are needed, are known anyway; sums over
+gradients are for devices for which no worker has to wait.
 """
 
 from __future__ import annotations
@@ -36,13 +34,9 @@ _VERDICT_TIMEOUT = 600.0  # seconds until a generation begins in which the step 
 
 
 class FiniteChecks:
-    """One worker's part.
+    """One worker's part in the checks of losses and gradients.
 
     Args:
-        client: the connection to the coordinator.
-        stage: the layers of this stage.
-        recompute: computes micro-batches of this stage once more.
-        verifier: asks for a vote on a record.
         possible: whether values that are not finite may show a broken device: not where some are expected, as those of
             a scaled loss are, nor without peers.
     """
@@ -58,7 +52,7 @@ class FiniteChecks:
         self._was_finite = True  # the loss of the newest step
 
     def follow(self, inspected: int, excused: int) -> None:
-        """In this generation the step ``inspected`` is, and steps up to ``excused`` are what they are."""
+        """Takes over the step to inspect, and up to which steps values are accepted."""
         self._inspected, self._excused = inspected, excused
 
     def begin(self, step: int) -> None:
@@ -67,7 +61,7 @@ class FiniteChecks:
 
     @property
     def inspects(self) -> bool:
-        """Whether this attempt is inspected: nothing of others may be in the gradients then."""
+        """Whether this attempt is inspected; gradients then hold nothing of other workers."""
         return self._inspects
 
     def applied(self, loss: float) -> None:
@@ -77,7 +71,7 @@ class FiniteChecks:
     # ------------------------------------------------------------------ looking
 
     def losses(self, step: int, losses: Mapping[int, float]) -> None:
-        """The losses of this worker's micro-batches.
+        """Checks the losses of this worker's micro-batches.
 
         Raises:
             Interrupted: if one of them is to be looked into, in a newer generation.
@@ -87,7 +81,7 @@ class FiniteChecks:
             self._ask(step, wrong)
 
     def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
-        """The reduced gradient of the stage is complete. ``squared_norm``: its own if that is known.
+        """Checks the reduced gradient; ``squared_norm``: its own if that is known.
 
         Raises:
             Interrupted: if it is to be looked into, in a newer generation.
@@ -120,7 +114,7 @@ class FiniteChecks:
             self._recorders[task.index] = recorder
 
     def adds_gradients(self, task: Task) -> None:
-        """``task``, which adds weight gradients, begins: they are those of the step, as it is undone anyway."""
+        """Nothing: the gradients stay in those of the step, which is undone anyway."""
 
     def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
         """The forward of ``task`` gave ``output`` and on the last stage ``loss``.
@@ -168,7 +162,7 @@ class FiniteChecks:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Whether all of them are, by their sum, which costs less than to look at each."""
+    """Whether the sum of all numbers is finite, which costs less than to test each."""
     # A sum of many finite numbers may be too large for a float16.
     total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
     return bool(torch.isfinite(total))

@@ -1,21 +1,14 @@
 """Workers of a stage check each other's computations.
 
-Concept: in a step with checks each worker records one micro-batch, drawn from the step: what its stage was given, and
-checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
-only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
-tells the coordinator and goes no further, so the step cannot be committed. Then all workers of the stage compute the
-record twice, and vote. If several get other bits each time, it is the layers that do, and nothing is compared any more;
-a single one has a broken device.
-Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
-its own once more instead, which shows errors that do not come again.
+In a step with checks each worker records one micro-batch, drawn from the step: its inputs, and checksums of the output,
+of the gradient of the input, and of the weight gradients. It sends the record to a peer, which computes the same at its
+CHECK and compares. If it gets other bits, it reports that and goes no further, so the step cannot be committed. Then
+all workers of the stage compute the record twice, and vote. If several get other bits each time, the layers are not
+deterministic, and nothing is compared any more; a single one has a broken device. Machines of other kinds may round in
+another way: they have no say, and a worker whose record comes from one computes its own once more instead.
 
-A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
+A wrong result has been handed on to other stages. So all report that they have nothing against a step
 (:class:`~lightning_recycle.control.protocol.messages.Milestone`), and no worker applies it before.
-
-Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
-the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
-
-Knows the stage, but neither schedules nor why a step is run.
 """
 
 from __future__ import annotations
@@ -63,15 +56,6 @@ _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
 class Verifier:
     """One worker's part in the checks of its stage.
 
-    Args:
-        client: the connection to the coordinator.
-        communicator: the connection to the other workers.
-        stage: the layers of this stage.
-        recompute: computes micro-batches of this stage once more.
-        grid: the grid of the run.
-        device: the name of this worker's device, by which its machine knows it.
-        possible: whether computations of this stage can be repeated at all.
-
     Attributes:
         tasks: what this worker runs in the attempt that begins, with a CHECK if it has one.
     """
@@ -104,12 +88,12 @@ class Verifier:
     # ------------------------------------------------------------------ being checked
 
     def follow(self, program: Program) -> None:
-        """From now on this worker runs ``program``."""
+        """Takes over ``program``."""
         self._program = program
         self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
     def begin(self, step: int, whole: bool) -> None:
-        """An attempt at ``step`` begins; ``whole``: this worker does all of it, and no stage has done so before."""
+        """Begins an attempt at ``step``; ``whole``: all of it, done by no stage before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._recorder = self._own = self._disputed = self._incoming = None
         self._target = self._checks = self._checked_by = None
@@ -129,16 +113,16 @@ class Verifier:
 
     @property
     def target(self) -> Task | None:
-        """The operation that completes the micro-batch that this worker is checked on, and adds all its gradients."""
+        """The operation that completes the micro-batch that this worker is checked on."""
         return self._target
 
     @property
     def needs_last_gradients(self) -> bool:
-        """Whether what the last micro-batch completes may not be summed before it is :meth:`completed`."""
+        """Whether the last micro-batch's gradients must wait for :meth:`completed`."""
         return self._target is not None and self._target is self._completing[-1]
 
     def leaves_open(self, step: int) -> bool:
-        """Whether the results of the newest attempt at ``step`` have not been passed by all. They may all be wrong."""
+        """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
         return step == self._open and not self._client.knows_loss(step)
 
     def _pass(self) -> None:
@@ -178,7 +162,7 @@ class Verifier:
                 self._apart.end()
 
     def completed(self, task: Task) -> None:
-        """The weight gradients of ``task`` are complete: if this worker is checked on it, its peer gets the record."""
+        """Sends the peer the record, once the weight gradients of ``task`` are complete."""
         if self._recorder is None or task is not self._target or self._checked_by is None:
             return
         self._recorder.completed(self._recompute.gradients())
@@ -215,8 +199,9 @@ class Verifier:
         self._pass()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
-        """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
-        No worker has to if it is this worker's own, and it got something else at first.
+        """Has all workers of the stage compute ``record``; this worker got ``sums``.
+
+        ``other`` is the rank that made it; if that is this worker, it got something else at first.
 
         Raises:
             Interrupted: a new generation begins, before the step can be committed.
@@ -261,8 +246,9 @@ class Verifier:
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
     def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
-        """Nothing if ``record`` gives ``sums`` again; else the first layer whose output differs between two more
-        forwards, or the results that do.
+        """The first layer, or the results, that differ when ``record`` is computed again.
+
+        Empty if the sums are ``sums`` again.
         """
         again = self._recompute(record)
         if again == sums:
@@ -272,7 +258,7 @@ class Verifier:
         return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
 
     def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
-        """The checksum of what each layer without parts gives in a forward, with its name."""
+        """The checksum of the output of each layer without parts in a forward, by name."""
         seen: list[tuple[str, bytes]] = []
 
         def summed(output: Any) -> bytes:
@@ -311,7 +297,7 @@ def _from_message(message: Any) -> MicrobatchRecord:
 
 
 def _machine() -> str:
-    """The properties of a worker that must be equal for two workers to get the same bits."""
+    """A digest of the properties that two workers need in common to get the same bits."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = _processor() if kind is None else hardware_name(kind)
     facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())

@@ -36,11 +36,6 @@ class Communicator:
         timeout: limit of any single operation, in seconds.
         transport: what carries payloads, the same kind on all workers; by default Gloo.
         mesh: the mesh of the worker's position, if that has several members.
-
-    Attributes:
-        connections: those of the current generation.
-        messages: the values between stages.
-        sums: the collectives of the stage and its ties.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class Communicator:
         reductions the workers of its stage.
 
         Args:
-            generation: the generation.
             neighbours: ranks of the grid that this worker exchanges messages with; its own does not matter.
             stage_roster: ranks of the workers of its stage, itself included.
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
@@ -133,7 +127,6 @@ class Communicator:
         """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once.
 
         Args:
-            generation: the generation that ends.
             in_hook: if all members of the position are among them, its collectives in hooks go on.
         """
         self.connections.abort(generation, in_hook)

@@ -57,14 +57,6 @@ class Connections:
             transport connects that takes long.
         waiting: the context of a wait for the other members of this worker's position.
         lose_sibling: called when a collective of the position fails that must not end with the generation.
-        channels: the groups for messages between stages.
-        rosters: Gloo's groups for collectives, of the stage and of its ties, by name.
-        stage_name: the name of the stage's.
-        small_allreduce: sums small tensors over the stage, if it has peers and not too many.
-        generation: the one that is connected.
-        seconds_for_siblings: what collectives of the position have taken so far.
-        translated: the context of an operation, in which errors of peers and of the network become a
-            CommunicationError.
     """
 
     def __init__(

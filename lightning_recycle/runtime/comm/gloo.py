@@ -1,25 +1,20 @@
 """Gloo's process groups over connections that were made by others.
 
-Concept: Gloo connects its processes by itself. Its listening sockets take anybody who sends the next of some
-consecutive numbers for the process that is expected, and end the whole process if they run out of descriptors (torch
-2.13: ``haveConnection`` and ``handleEvents`` in its ``transport/tcp/listener.cc``). So they are *muted* here: nothing
-reaches them. Instead Gloo connects to ports of its own process, where nothing listens
-(:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and what it holds then is exchanged, under the same
+Gloo connects its processes by itself. Its listening sockets accept anyone who sends the next of some consecutive
+numbers for the process that is expected, and end the whole process if they run out of descriptors (torch 2.13:
+``haveConnection`` and ``handleEvents`` in its ``transport/tcp/listener.cc``). So they are *muted* here: nothing reaches
+them. Instead Gloo connects to ports of its own process, where nothing listens
+(:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and these connections are exchanged, under the same
 descriptors, for connections that are known to lead to the right peers.
 
 How: the addresses that Gloo reads from its store are this process's own, with the port of a doorbell per peer. They are
 lower than that of Gloo's device, and the process with the higher address dials. Once the group exists, the events of
-Gloo's epoll instance (``/proc/self/fdinfo``) say what it is waiting for on each descriptor; ``dup2`` puts the other
-connection in place, and the same event is registered again. A group at rest has nothing in flight: it was
-only just created.
-
-Contract: :class:`Device` raises :class:`UnsupportedError` where any of this is not as expected, before anything relies
-on it.
+Gloo's epoll instance (``/proc/self/fdinfo``) show what it waits for on each descriptor; ``dup2`` puts the other
+connection in place, and the same event is registered again. :class:`Device` raises :class:`UnsupportedError` where any
+of this is not as expected, before anything relies on it.
 
 Private API used here: ``ProcessGroupGloo`` and its ``_Options``, a ``Store`` in Python, the layout of the address that
 Gloo stores, its use of epoll.
-
-Must not know: generations, channels, who is on the other side.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 class UnsupportedError(RuntimeError):
-    """Gloo or the system is not as this module expects it: groups cannot be created over given connections."""
+    """Gloo or the system is not as expected: groups cannot use given connections."""
 
 
 class Device:
@@ -79,7 +74,7 @@ class Device:
             raise UnsupportedError(str(error)) from error
 
     def _mute(self, opened: Iterable[str]) -> int:
-        """Lets nothing reach the listening socket of the device; returns the descriptor of its epoll instance."""
+        """Mutes the device's listening socket; returns its epoll instance's descriptor."""
         for epoll in map(int, opened):
             try:
                 events = _events(epoll)
@@ -99,7 +94,7 @@ class Device:
             self.create_group(0, 2, {1: ours})
 
     def create_group(self, rank: int, size: int, links: Mapping[int, socket.socket]) -> tuple[Any, dict[int, int]]:
-        """Creates the group of ``size`` processes in which this one has the number ``rank``.
+        """Creates a group of ``size`` processes, in which this one has number ``rank``.
 
         Args:
             links: the connection to each of the others, by its number in the group. They are Gloo's afterwards, and
@@ -138,7 +133,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 class _Neighbours(Store):
-    """The store of a group whose other processes all seem to be doorbells of this one: peer -> port."""
+    """The store of a group whose other processes all seem to be doorbells here."""
 
     def __init__(self, rank: int, ports: Mapping[int, int]) -> None:
         super().__init__()
@@ -186,14 +181,14 @@ class _Event:
 
 
 def _events(epoll: int) -> dict[int, _Event]:
-    """The events that the epoll instance ``epoll`` waits for, by descriptor; none if it is no such instance."""
+    """The events that an epoll instance waits for, by descriptor."""
     with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
         return {int(fd): _Event(int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
-    """The socket behind ``descriptor``, still owned by its owner; None if there is none."""
+    """The socket behind ``descriptor``, which keeps its owner; None if there is none."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:  # closed, or something else
@@ -212,7 +207,7 @@ def _listens_for_gloo(sock: socket.socket) -> bool:
 
 
 def _dialed_port(sock: socket.socket) -> int:
-    """The port of the doorbells' address to which ``sock`` is connected; 0 if it is connected elsewhere or not."""
+    """The doorbell's port that ``sock`` is connected to; 0 if there is none."""
     with contextlib.suppress(OSError):  # not connected
         if sock.family == socket.AF_INET:
             host, port = sock.getpeername()
@@ -221,7 +216,7 @@ def _dialed_port(sock: socket.socket) -> int:
 
 
 def _exchange(epoll: int, descriptor: int, event: _Event, link: socket.socket) -> None:
-    """Puts ``link`` under ``descriptor``, where ``epoll`` waits for the same event on it."""
+    """Puts ``link`` under ``descriptor``, with the same event in ``epoll``."""
     link.setblocking(False)
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

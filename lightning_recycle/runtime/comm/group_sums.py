@@ -30,7 +30,6 @@ class Reduction:
     """A sum over one stage or several, or a broadcast, that is under way.
 
     Args:
-        group: of Gloo.
         parts: each a view of the tensor, what Gloo exchanges, and its work.
         carried: what the transport has begun instead.
     """

@@ -1,20 +1,13 @@
 """Process groups of a generation, and the rendezvous of their processes.
 
-Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. A worker connects with those
-who share a group with it and asks for their addresses alone, so what it costs does not grow with the number of workers.
-A *meshed* group connects all of its members with each other, as collectives need it. A group that is not meshed serves
-messages between two workers: each has its own set of others in it, and numbers them by itself, as Gloo's messages do
-not tell by which number their sender goes. Before a byte of Gloo's passes, each connection has proved that it leads to
-a worker of this run (:mod:`~lightning_recycle.runtime.comm.peer_auth`), and then it is handed to Gloo
-(:mod:`~lightning_recycle.runtime.comm.gloo`), which would take any dialer if it connected by itself.
+A worker connects with those that share a group with it and asks for their addresses alone, so the costs do not grow
+with the number of workers. A *meshed* group connects all of its members with each other, as collectives need it. A
+group that is not meshed serves messages between two workers: each has its own set of others in it, and numbers them by
+itself. Before a byte of Gloo's passes, each connection has proved that it leads to a worker of this run
+(:mod:`~lightning_recycle.runtime.comm.peer_auth`); then it is handed to Gloo.
 
-The workers find each other through a :class:`Rendezvous`, whose waits can be interrupted. If it is in
-doubt whether all can reach each other, they check before they connect
+If it is in doubt whether all can reach each other, they check before they connect
 (:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side of a pair may notice.
-
-A worker may also have plain links to the members of a group, and no group over them (:class:`GroupPlan`).
-
-Must not know: what the groups and links are for.
 """
 
 from __future__ import annotations
@@ -47,12 +40,12 @@ class UnreachableError(CommunicationError):
 
 
 class Rendezvous(Protocol):
-    """Where workers of a generation find each other: a place to publish addresses and wait for those of others."""
+    """Where the workers of a generation publish and look up addresses."""
 
     def publish(self, key: str, value: bytes) -> None: ...
 
     def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        """The values of ``keys``, once all are there; raises to stop connecting, soon after ``cancelled`` is set."""
+        """The values of ``keys``, once all are there; raises after ``cancelled`` is set."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,6 @@ class GroupPlan:
     """A process group to create.
 
     Args:
-        name: the same on all members.
         ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
             own.
         loop: the number of its event loop; None for links between its members that stay what they are, and no process
@@ -79,7 +71,6 @@ class Group:
     """A process group, or the links of a plan without one.
 
     Attributes:
-        process_group: that of Gloo; None without other members.
         whole: the same for collectives; None if the group is not meshed.
         places: the number of each member in it.
         links: for each other member, by its number, or by its rank if the group is not meshed, a connection that does
@@ -96,10 +87,6 @@ class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
 
     Args:
-        rank: rank of this worker in the grid.
-        host: address at which other workers reach this one.
-        rendezvous: where workers find each other.
-        key: what only the workers of this run know; they prove it to each other.
         loops: number of event loops; a message does not wait behind those of another loop.
 
     Raises:
@@ -128,10 +115,7 @@ class GroupFactory:
         """The groups of ``plans`` that have other members, by name.
 
         Args:
-            generation: distinguishes the groups from earlier ones.
-            plans: groups that this worker is in; their other members create them at about the same time.
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
-            cancelled: ends creating the groups, soon after it is set.
             sockets: what gets the sockets of a plan's group, each as soon as it is Gloo's.
 
         Raises:

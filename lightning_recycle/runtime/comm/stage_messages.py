@@ -159,7 +159,6 @@ class StageMessages:
         """Waits for a posted value. It may share memory with the posted buffer: see :meth:`post_receive`.
 
         Args:
-            incoming: the posted receive.
             to_device: whether tensors that come by way of the host are moved to the device.
         """
         inbox = incoming.inbox

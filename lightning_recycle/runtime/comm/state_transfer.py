@@ -1,8 +1,7 @@
 """Transfers of any object between workers, as a pickle and tensors beside it.
 
-Concept: the bytes of all tensors, one after another, travel as values between stages
-(:mod:`~lightning_recycle.runtime.comm.stage_messages`) of some megabytes, each of which is checked and acknowledged.
-Several are under way at a time. They all arrive on the CPU, so neither side needs room for them on its device.
+The bytes of all tensors, one after another, travel as values between stages of some megabytes, each of which is checked
+and acknowledged. Several are under way at a time. They arrive on the CPU, so neither side needs room on its device.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
-    """Receives an object that rank ``source`` sends with :func:`send_object`; tensors arrive on the CPU.
+    """Receives an object from rank ``source``; tensors arrive on the CPU.
 
     Raises:
         CommunicationError: if the generation is aborted, or something arrives otherwise than it was sent.
@@ -59,7 +58,7 @@ def receive_object(communicator: Communicator, source: int) -> Any:
 
 
 def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
-    """Sends the bytes of contiguous ``tensors`` to rank ``destination``; returns when they have arrived."""
+    """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
     connections, messages = communicator.connections, communicator.messages
     by_device = connections.transport.carries(destination)
     answers: deque[Any] = deque()
@@ -79,7 +78,7 @@ def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: in
 
 
 def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """Fills contiguous ``tensors`` of the CPU with the bytes that rank ``source`` sends with :func:`_send`."""
+    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send`."""
     messages = communicator.messages
     parts = _parts(tensors)
     posted = deque(messages.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _TAGS[: len(parts)])
@@ -95,7 +94,7 @@ def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int)
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The memory of contiguous ``tensors`` in pieces, as bytes, of which some are sent at once; both sides agree."""
+    """The bytes of contiguous ``tensors`` in pieces, grouped into messages."""
     found: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

@@ -90,10 +90,6 @@ Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
 class Transport:
     """Carries the payloads of one worker as messages of Gloo, generation after generation.
 
-    Args:
-        timeout: limit of any single operation.
-        memory: of the host.
-
     Attributes:
         connect_seconds: how long :meth:`connect` may take without anybody being able to tell what it waits for.
     """
@@ -127,11 +123,7 @@ class Transport:
         """Connects with the workers that ``groups`` lead to, until ``cancelled`` is set; that ends everything later.
 
         Args:
-            generation: which generation.
-            rosters: of the groups that do something together.
             groups: created as :meth:`plans` asks, with those of the channels.
-            rendezvous: where workers find each other.
-            cancelled: set when the generation is aborted.
 
         Raises:
             CommunicationError: if it is set: the next generation may be connected by now, and stays so.
@@ -233,7 +225,6 @@ class HostMemory:
         """A copy of ``tensor`` on the device, or itself on a CPU.
 
         Args:
-            tensor: on the host, or on the device already.
             is_reused: whether its memory is written again. If not, the copy need not be complete: torch keeps the
                 memory until it is.
         """

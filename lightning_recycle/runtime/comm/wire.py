@@ -1,12 +1,10 @@
 """Values between stages as bytes: a header with the layout, the tensors, and sums.
 
 Every message carries its layout, so no shapes need to be agreed beforehand. The tensors are packed behind it, or
-separate. Behind the layout the header has room for two sums, of the layout and of the tensors: the 64-bit words of a
-message are added up, by its sender and by its receiver. A flipped bit, or any other change within one word, shows;
-changes in several words cancel with a probability of about 2^-64 if they are random. TCP has a sum of 16 bits of its
-own, which misses one change in 65,536, and has none where a message never leaves the machine.
-
-Contract: only memory of the host is summed, so no sum waits for a device. 0 stands for a message that has no sum.
+separate. The header has room for two sums, of the layout and of the tensors: the 64-bit words of a message, added up by
+its sender and by its receiver. Any change within one word shows; changes in several words cancel with a probability of
+about 2^-64 if they are random. (TCP's own sum has 16 bits, and there is none within a machine.) Only memory of the host
+is summed; 0 stands for a message that has no sum.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class ValueLayout:
     """The structure of a value.
 
     Args:
-        is_tuple: whether the value is a tuple, even of one tensor.
         tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
         has_note: whether the last of them are bytes that the sender has noted, and no part of the value.
     """
@@ -95,7 +92,7 @@ class ValueLayout:
 
     @classmethod
     def parse(cls, header: bytes) -> tuple[ValueLayout, bool]:
-        """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
+        """The layout in ``header``, and whether the tensors are packed behind it."""
         form, packed, count, *numbers = _HEADER.unpack(header)
         tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
         cursor = 0
@@ -125,7 +122,7 @@ class ValueLayout:
         return [None if item is None else allocate(item[1], item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The value with these tensors, which require a gradient where the sender wants it back."""
+        """The value with these tensors, which require a gradient where it is wanted."""
         for tensor, item in zip(tensors, self.tensors, strict=True):
             if tensor is not None and item is not None:
                 tensor.requires_grad_(item[2])
@@ -161,7 +158,7 @@ def sum_of_bytes(data: bytes | np.ndarray) -> int:
 
 
 def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
-    """The sum of the bits of all tensors, whatever their shapes; 0 if one is not in memory of the host."""
+    """The sum of the bits of all tensors; 0 if one is not in memory of the host."""
     total = 0
     for tensor in tensors:
         if tensor is None:

@@ -1,11 +1,11 @@
 """The executor: a worker's steps, evaluations and recoveries.
 
 :meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.executor.step_runner`) until
-this worker has applied it. When a generation is announced, whatever the executor is doing ends with
-:class:`Interrupted` or :class:`CommunicationError`. It then reports what it holds, reconnects, brings itself to the
-committed version, and runs its step again or, if its own part is done, serves others that do. None of that shows
-outside :meth:`Executor.run_step`. What a fault of this machine may explain is judged by the coordinator: this worker
-does the same again, is evicted, or the exception is the user's own and is raised.
+this worker has applied it. When a generation is announced, the current attempt ends with :class:`Interrupted` or
+:class:`CommunicationError`. The worker then reports what it holds, reconnects, brings itself to the committed version,
+and runs its step again or, if its own part is done, serves others that do. None of that shows outside. An exception
+that a fault of this machine may explain is judged by the coordinator: this worker does the same again, is evicted, or
+the exception is raised as the user's own.
 """
 
 from __future__ import annotations
@@ -61,12 +61,7 @@ _LAYERS_TIMEOUT = 1800.0  # seconds for others to get the layers that they lack;
 
 
 class Executor:
-    """The steps, evaluations and recoveries of one worker.
-
-    Args:
-        runner: runs its part of steps.
-        layers: changes the layers that this worker has; None if they stay.
-    """
+    """The steps, evaluations and recoveries of one worker."""
 
     def __init__(self, runner: StepRunner, layers: LayerKeeper | None = None) -> None:
         self.worker, self.grid = runner.worker, runner.grid
@@ -84,7 +79,7 @@ class Executor:
 
     @property
     def version(self) -> int:
-        """The number of steps applied to the parameters; with gradient accumulation, of batches."""
+        """The number of steps applied to the parameters (batches, with accumulation)."""
         return self._runner.version
 
     @version.setter
@@ -97,11 +92,11 @@ class Executor:
         return self._runner.gradients
 
     def train(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on the layers have these parameters; for a single stage."""
+        """Replaces the parameters of the layers; for a single stage."""
         self._runner.train(parameters)
 
     def statistics(self, step: int) -> Sequence[Tensor]:
-        """The sums over all micro-batches of ``step``, the newest, of what they have added to running statistics."""
+        """The sums added to running statistics by micro-batches of the newest ``step``."""
         return self._runner.gradients.statistics(step)
 
     def reseed(self, seed: int) -> None:
@@ -110,7 +105,7 @@ class Executor:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the parameters are what they will be."""
+        """Whether the parameters are final, and no guess may be corrected."""
         return self._runner.is_settled
 
     @property
@@ -145,9 +140,7 @@ class Executor:
         """Runs step :attr:`version` until this worker has applied it.
 
         Args:
-            handle: the step's data.
             apply: called exactly once, with the gradients in place; steps the optimizer if ``share`` ends a step of it.
-            share: what the step is of a step of the optimizer.
         """
         number = self.version
         step = Step(handle, apply, share)
@@ -173,18 +166,16 @@ class Executor:
         return step.result
 
     def settle_newest(self) -> None:
-        """Returns when the parameters are what they will be. To be called before anything looks at them."""
+        """Waits until the parameters are final, before anything looks at them."""
         if not self.is_settled:
             self._retried(self._runner.settle)
 
     # ------------------------------------------------------------------ attempts
 
     def _retried(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
-        """Returns ``attempt()``; when a failure ends it, this worker takes part in the recovery and attempts it again.
+        """Returns ``attempt()``, made again after each failure and recovery.
 
-        Args:
-            attempt: a function that may end with :class:`Interrupted` or :class:`CommunicationError`.
-            recover: whether a recovery is due at once.
+        ``recover``: whether a recovery is due first.
         """
         with self._runner.attempt.computing(True):
             self._client.leave_hook()
@@ -210,7 +201,7 @@ class Executor:
                     return result
 
     def _is_undone(self) -> bool:
-        """Whether a new generation drops what this worker has computed, which may have followed from a wrong guess."""
+        """Whether a new generation drops this worker's results, as of a wrong guess."""
         try:
             if not self._runner.attempt.is_past:
                 self._runner.settle()
@@ -227,13 +218,10 @@ class Executor:
             self._client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
     def _is_own(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
-        """Whether ``error`` is the user's own, which the coordinator decides if a fault of the machine may explain it.
-        Does not return if this worker is evicted.
+        """Whether ``error`` is the user's own; does not return if this worker is evicted.
 
-        Args:
-            error: the exception.
-            place: the step and the operation to which it belongs.
-            exact: whether this worker can do the same again.
+        ``place``: the step and operation that raised it; ``exact``: whether this worker can do the same again. The
+        coordinator decides if a fault of the machine may explain the error.
         """
         if not self._has_own_exception:
             self._has_own_exception = not self._callbacks.is_suspect(error) or self._client.is_own(
@@ -263,11 +251,9 @@ class Executor:
     def evaluate(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
-        """Runs the batch ``handle`` forward through the pipelines, once more if a worker fails meanwhile.
+        """Runs the batch ``handle`` forward through the pipelines, despite failures.
 
         Args:
-            handle: the batch.
-            split: turns a collated micro-batch into (input, target) on the device.
             record: called on the last stage with (output, target, number of samples) of each micro-batch.
 
         Returns:
@@ -295,7 +281,7 @@ class Executor:
         return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
     def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
-        """The parts of all workers of the generation; a failure before they are complete ends with Interrupted."""
+        """The parts of all workers of the generation; Interrupted if it ends before."""
         attempt = self._runner.attempt
         before, attempt.is_past = attempt.is_past, True  # with this part the others may have all parts, and go on
         try:
@@ -307,11 +293,11 @@ class Executor:
         return parts
 
     def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
-        """Runs ``value`` forward through one worker of each stage, once more if a worker fails meanwhile. All workers
-        call it at the same place outside of steps, or in the hooks of STEP.
+        """Runs ``value`` through one worker of each stage, despite failures.
+
+        All workers call it at the same place outside of steps, or in the hooks of STEP.
 
         Args:
-            value: input of the first layer; several are a tuple. It is also the target where layers take one.
             draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
             deliver: called with the output of the last layer where it was computed.
 
@@ -338,8 +324,9 @@ class Executor:
     # ------------------------------------------------------------------ collectives of the position in hooks
 
     def _enters_hook(self) -> bool:
-        """Before a collective of this worker's position: whether it is that of a hook, which cannot be run again. Then
-        its siblings have come there, too.
+        """Whether the next collective of the position is that of a hook.
+
+        A hook cannot be run again. Its siblings have come there, too, when this returns.
         """
         if self._runner.attempt.computes or self._joining or self._client.joining:
             return False
@@ -347,8 +334,9 @@ class Executor:
         return True
 
     def _lose_sibling(self, error: CommunicationError) -> NoReturn:
-        """Does not return from a hook whose collective has ended with ``error``: a sibling is gone. This worker waits
-        like any that is parked, and ends when it is to go on.
+        """Ends this worker in a hook whose collective broke, as a sibling is gone.
+
+        It waits like any that is parked, and ends when it is to go on.
         """
         self._await_verdict(error)
         while self._client.rank not in self._client.enter_generation().roster:
@@ -359,11 +347,11 @@ class Executor:
     # ------------------------------------------------------------------ a failure
 
     def announce_fault(self, fault: messages.FaultInjected) -> None:
-        """Reports to the coordinator that this worker is about to fail on purpose, for the record."""
+        """Reports to the coordinator that this worker is about to fail on purpose."""
         self._client.send(fault)
 
     def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
-        """The next value that this worker sends to another stage is what ``alter`` makes of it. For fault injection."""
+        """Sends the next value to another stage as ``alter`` changes it (a fault)."""
         self._communicator.messages.alter_next = alter
 
     def join(self) -> None:
@@ -373,18 +361,19 @@ class Executor:
         self.regroup()
 
     def regroup(self) -> None:
-        """Takes part in the announced generation, and in any that follows before this worker has done its part."""
+        """Takes part in the announced generation, and in any that follows before the end."""
         self._retried(lambda: None, recover=True)
 
     def settle(self, error: Exception) -> None:
-        """Returns if ``error``, which was raised outside of steps, is the user's own. Does not return if a fault of the
-        machine may explain it and others go on without this worker.
+        """Returns if ``error``, raised outside of steps, is the user's own.
+
+        Does not return if a fault of the machine may explain it and others go on without this worker.
         """
         with readers_may_die():
             self._is_own(error, (OUTSIDE, place_of(error)), exact=False)
 
     def _recover(self) -> None:
-        """Enters the announced generation: reports, connects, and does what the decision asks of this worker."""
+        """Enters the announced generation, and does what its decision asks."""
         runner = self._runner
         runner.before_recovery()
         announced = self._client.enter_generation()
@@ -431,7 +420,7 @@ class Executor:
 
     @property
     def _positions(self) -> Positions:
-        """Which worker is which member of which position, in the generation that this one has entered."""
+        """The assignment of workers to positions in the generation that was entered."""
         return replace(self._runner.positions, moved=self._client.member.moved)
 
     @property
@@ -445,15 +434,14 @@ class Executor:
         return frozenset(column // members for column in columns if column % members == plane)
 
     def _in_plane(self, program: Program) -> Program:
-        """``program``, which is that of a position, between the members of this worker's plane."""
+        """``program`` of a position, between the members of this worker's plane."""
         positions, plane = self._positions, self._positions.member(self._client.rank)
         if positions.members == 1:
             return program
         return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane), *self._communicator.parts)
 
     def _get_ready(self, resume: messages.Resume) -> None:
-        """Exchanges layers with the workers of other stages; ends with another generation, which has the layout that
-        these are for, or has lost a worker.
+        """Exchanges layers with other stages, and waits for the generation that uses them.
 
         Raises:
             Interrupted: then.
@@ -465,7 +453,7 @@ class Executor:
         raise Interrupted
 
     def _connect(self, resume: messages.Resume, announced: messages.Regroup) -> None:
-        """Connects this worker with those that it needs in the generation; from now on its schedule holds."""
+        """Connects this worker for the generation, and follows its program."""
         program = resume.program
         assert program is not None, "the coordinator adds it"
         positions, plane = self._positions, self._positions.member(self._client.rank)
@@ -500,7 +488,7 @@ class Executor:
         self._client.send(messages.Reached(self._client.rank, resume.generation, messages.Milestone.CONNECTED))
 
     def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
-        """Does one of the actions of a recovery; ``commits``: the payloads by which a step is applied."""
+        """Does one action of a recovery; ``commits``: the payloads to apply a step by."""
         match action:
             case Give():
                 with self._client.busy("taking a snapshot"):

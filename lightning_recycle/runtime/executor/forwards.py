@@ -1,10 +1,4 @@
-"""Forwards without a backward: evaluations, and self(x) in hooks.
-
-Concept: both are attempts. A failure ends one with :class:`Interrupted` or :class:`CommunicationError`, wherever it is;
-the executor then recovers and makes another one. Nothing of an attempt remains but what it returns.
-
-Must not know: what an attempt is for, or how often it is made.
-"""
+"""Forwards without a backward: evaluations, and self(x) in hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ from lightning_recycle.runtime.executor.step_runner import StepRunner
 
 
 class Forwards:
-    """The forwards of one worker, by the program, layers and connections of its ``runner``."""
+    """The forwards of one worker, each an attempt that leaves nothing but its result."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -34,8 +28,7 @@ class Forwards:
     def run_batch(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
     ) -> dict[int, bytes]:
-        """Runs the forwards of this worker's program; micro-batches without samples are skipped. Arguments as of
-        :meth:`~lightning_recycle.runtime.executor.executor.Executor.evaluate`; returns what ``record`` returned here.
+        """Runs the forwards of this worker's program, but for empty micro-batches.
 
         Workers that compute parts of a micro-batch run all or none of them: the layers exchange parameters. One whose
         own part has no samples runs another's, and drops the result.
@@ -79,7 +72,7 @@ class Forwards:
         return recorded
 
     def _alternatives(self, microbatch: Microbatch) -> Iterator[Microbatch]:
-        """``microbatch``, then those that the other workers of its position compute at the same time."""
+        """``microbatch``, then those of the other workers of its position."""
         first = microbatch.pipeline - self._part
         for shift in range(self._parts):
             yield replace(microbatch, pipeline=first + (self._part + shift) % self._parts)
@@ -90,12 +83,7 @@ class Forwards:
         return self._is_last and self._runner.stage_leaders[self._runner.worker.stage] == self._client.rank
 
     def run_value(self, value: Any, draw: int) -> Any:
-        """Runs this stage on ``value``, if this worker speaks for it, and passes the output on. Arguments as of
-        :meth:`~lightning_recycle.runtime.executor.executor.Executor.forward_whole`.
-
-        Returns:
-            The output of the stage; None if another worker speaks for it.
-        """
+        """Runs this stage on ``value``, if this worker speaks for it, and passes it on."""
         stage, leads = self._runner.worker.stage, self._runner.stage_leaders
         if leads[stage] != self._client.rank:
             return None

@@ -1,14 +1,9 @@
 """Commits between stages before they step, and steps on a guess about the norm.
 
-Concept: a worker that is REDUCED reports to all others what its stage's gradient adds to the whole. If nothing but the
-norm of the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
-*unsettled* until all have reported.
-
-Contract: all workers of a generation find the same answer right or wrong. If it proves a guess wrong, each worker that
-learns of it ends in the generation that is begun for that, whether it has guessed or not: what it has received may
-follow from the guess of another.
-
-Must not know: optimizers, and how a step is corrected.
+A worker that is REDUCED reports to all others what its stage's gradient adds to the whole. If nothing but the norm of
+the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
+*unsettled* until all have reported. All workers of a generation find the same answer right or wrong; if a guess was
+wrong, each worker that learns of it ends in the generation that is begun for that, whether it has guessed or not.
 """
 
 from __future__ import annotations
@@ -29,8 +24,6 @@ class CommitRules:
     """Needs of a step: the knowledge that stages must have of each other before it.
 
     Args:
-        norm: whether each step needs the norm of all gradients.
-        overflow: whether each step needs to know of infinities and NaNs among all gradients.
         staggered: whether a stage may step before the others hold their gradients.
         presumes: norm of all gradients -> whether a step is what it is without knowing the norm. With it a stage steps
             on the guess that it is, unless what is known says otherwise; without it all stages know the norm first.
@@ -48,7 +41,6 @@ class CommitPayload:
 
     Args:
         squared_norm: the squared norm of its gradient; NaN if it is not needed.
-        overflow: whether its gradient has an infinity or a NaN; False if it is not needed.
     """
 
     squared_norm: float = math.nan
@@ -61,13 +53,9 @@ def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
 
 
 class SpeculativeCommits:
-    """A worker's guesses, and what it knows.
+    """A worker's guesses, and the reports that it knows.
 
     Args:
-        client: the connection to the coordinator.
-        column: the column of this worker: its stage, and its member of that
-            (:mod:`~lightning_recycle.control.protocol.positions`).
-        columns: how many there are.
         hold: norm of all gradients -> whether a step is what it is without knowing the norm.
 
     Attributes:
@@ -82,8 +70,9 @@ class SpeculativeCommits:
         self._told_in = (-1, -1)  # the generation and the step in which this worker has told
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a guess will hold, by the reports of other stages of the step before; the same in all workers of a
-        column.
+        """Whether a guess will hold, by the other stages' reports of the step before.
+
+        The same in all workers of a column.
         """
         others = {column: payload for column, payload in self.known.items() if column != self._column}
         enough = len(others) == self._columns - 1
@@ -94,7 +83,7 @@ class SpeculativeCommits:
         return self._hold(norm_of(known))
 
     def tell(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
-        """Reports ``step``, once in a generation; ``guesses``: whether this worker does not wait for the others."""
+        """Reports ``step`` once in a generation; ``guesses``: and does not wait."""
         if self._told_in != (self._client.generation, step):
             self._told_in = (self._client.generation, step)
             self._client.tell(step, own, guesses)

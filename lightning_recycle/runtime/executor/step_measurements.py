@@ -3,21 +3,16 @@
 Every operation is timed. :class:`FirstSteps` measures the rest in the first steps that a worker runs with its layers;
 none of it changes a result.
 
-- *Memory*, in the second step, on every micro-batch: what it holds after F is what autograd saves (or, on a device,
-  what its allocator gave out meanwhile, and the input of the stage); after B it is what the queued weight gradients
-  hold; after an F that is computed again it would be the stage's input. The allocator also knows what an operation
-  takes while it runs, by its peak. Every backward of that step is split, also where the plan fuses it, so that both are
-  known.
-- *What splitting a backward costs*, in four steps from the third on: of the micro-batches whose backward the plan
-  fuses, every other one is split, B and W one after the other. So both are measured side by side, under the same load.
-  On a CPU an operation's seconds are those of the clock without those in which its thread waited for a core
-  (``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least its own processor time.
-  It keeps the machine busy for the processor time of its process, all threads included. On another device both are the
-  time between two events.
-- *The profile of the stage*, if the run is profiled, after the ninth step; :class:`StepMeasurements` measures its link
-  to the next stage before the first one.
-
-Must not know: peers, and what follows from a measurement.
+- *Memory*, in the second step, on every micro-batch: after F it holds what autograd saves (or, on a device, what its
+  allocator gave out meanwhile, and the input of the stage); after B what the queued weight gradients hold; after an F
+  that is computed again the stage's input. Every backward of that step is split, so that both kinds are known.
+- *The cost of splitting a backward*, in four steps from the third on: every other fused backward is split, B and W one
+  after the other, so both are measured under the same load. On a CPU an operation's seconds are those of the clock
+  without those in which its thread waited for a core (``/proc/thread-self/schedstat``; where there is none, waiting
+  counts). It keeps the machine busy for the processor time of its process. On another device both are the time between
+  two events.
+- *The profile of the stage*, if the run is profiled, after the ninth step, and its link to the next stage before the
+  first one.
 """
 
 from __future__ import annotations
@@ -72,9 +67,7 @@ class FirstSteps:
     """The measurements of one worker in its first steps with the layers that it has.
 
     Args:
-        device: where the tensors are.
         held: returns the tensors that the worker holds between two steps; None if the memory is not to be measured.
-        tries_splitting: whether it is measured what it costs to split backwards.
     """
 
     def __init__(
@@ -107,8 +100,6 @@ class FirstSteps:
 
         Args:
             step: the step; one that runs again counts once. None: only a part of a step, in which nothing is measured.
-            program: the tasks of the step.
-            split_backward: whether the plan may split backwards.
             buffers: those for messages, which are counted by the size of the messages.
         """
         self._split, self._measures = {}, False
@@ -131,7 +122,7 @@ class FirstSteps:
         return (self._measures and self._may_split) or self._split.get(index, False)
 
     def part(self, kind: OpKind, index: int, stage: Stage, inputs: Any = None) -> AbstractContextManager[None]:
-        """The context of an F, R, BW, B or W of the micro-batch; ``inputs``: what the F is given."""
+        """The context of an F, R, BW, B or W; ``inputs``: of the F."""
         if self._measures:
             return self._memory(kind, index, stage, inputs)
         if index not in self._split:
@@ -196,7 +187,7 @@ class FirstSteps:
         )
 
     def profile(self, seconds: dict[str, float]) -> StageProfile:
-        """The stage's profile; ``seconds`` by name of the operation (a fused backward counts as half B, half W)."""
+        """The stage's profile; in ``seconds`` a fused backward is half B, half W."""
         fused = seconds.get("BW", 0.0) / 2
         return StageProfile(
             forward=seconds.get("F", 0.0),
@@ -253,16 +244,8 @@ class StepMeasurements:
     """The measurements of one worker.
 
     Args:
-        client: the connection to the coordinator.
-        device: where the tensors are.
-        profiles: whether the stage is profiled.
         held: returns the tensors that this process holds between two steps besides those of the stage; None if the
             memory is not to be measured.
-        tries_splitting: whether it is measured in the first steps what it costs to split backwards.
-
-    Attributes:
-        timings: seconds by kind of operation.
-        first: what is measured in the first steps; None when all is known.
     """
 
     def __init__(
@@ -281,7 +264,7 @@ class StepMeasurements:
         self._latency = self._bandwidth = 0.0
 
     def hold(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
-        """The worker has other layers; ``of_stage``: returns the tensors that it holds for them between two steps."""
+        """Begins the first steps anew with other layers, which hold ``of_stage``."""
         held = self._held
         of_all = None if held is None else lambda: chain(of_stage(), held())
         self.first = FirstSteps(self._device, of_all, self._tries_splitting)
@@ -289,11 +272,11 @@ class StepMeasurements:
         self._end_if_known()
 
     def measure_links(self, stage: int, is_last: bool, exchange: Callable[[int, int, bool], None]) -> None:
-        """Measures the link to the next stage, if the run is profiled: even stages begin, then odd ones.
+        """Measures the link to the next stage, if the run is profiled.
+
+        Even stages begin, then odd ones.
 
         Args:
-            stage: of this worker.
-            is_last: whether no stage follows.
             exchange: called with a number of stages further, a number of bytes, and whether to send first.
         """
         for parity in (0, 1) if self._profiles else ():
@@ -355,8 +338,9 @@ def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
 
 
 def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[str, float]:
-    """The processors of this process on ``device``, by a name, and their number: the cores that it may
-    use, as many of them as its control group (v2) pays for; or the accelerator.
+    """The name and number of this process's processors on ``device``.
+
+    The cores that it may use, as many of them as its control group (v2) pays for; or the accelerator.
     """
     if is_accelerator(device):
         return device_place(device), 1.0

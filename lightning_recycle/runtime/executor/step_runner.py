@@ -7,10 +7,8 @@ the next STEP. If stages must know something of each other before they step, or 
 coordinator comes first. If that is the norm of the whole gradient, a stage may step on the guess that it is small, and
 again if it was wrong.
 
-Contract: an attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is
-announced; :mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
-
-Must not know: who is in the generation, and how it came about.
+An attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
+:mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
 """
 
 from __future__ import annotations
@@ -78,7 +76,6 @@ class Attempt:
     Attributes:
         place: the step and the operation to which an exception belongs.
         is_past: whether it is past the point up to which it can do the same again.
-        reads_from: the data that it reads.
         computes: whether it is in an attempt, and not in a hook of the user's that is called only once.
     """
 
@@ -101,31 +98,15 @@ class StepRunner:
     """Runs one worker's part of steps.
 
     Args:
-        worker: the worker's position.
-        grid: the grid of the run.
-        client: the connection to the coordinator.
-        communicator: the connection to the other workers.
-        bundle: the layers of this stage, and what belongs to them.
-        callbacks: answers what is not the executor's business.
         rules: what stages must know of each other before they step; with ties they all commit a step together.
-        measurements: of the operations; by default only their seconds.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
-        device_name: the name of its device, by which its machine knows it.
-        members: the number of workers in a position.
 
     Attributes:
-        positions: which worker is which member of which position.
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
-        reduced: whether the gradient of step :attr:`version` is reduced.
         payload: what other stages must know of it; that of an unsettled step stays.
-        gradients: those that parameters hold between steps, and those of each step.
-        steps: the steps that may run.
-        attempt: how far this worker has come.
         stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
-        before_operation: called with (step, operation) before each operation.
-        after_operation: called with (step, operation) after each operation.
         stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
             counts as computing. For fault injection.
     """
@@ -183,7 +164,7 @@ class StepRunner:
         self._hold(bundle)
 
     def _hold(self, bundle: StageBundle) -> None:
-        """From now on this worker has these layers. Nothing is under way."""
+        """Sets up this worker for the layers of ``bundle``. Nothing is under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
         self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
@@ -212,7 +193,7 @@ class StepRunner:
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
     def take_up(self, bundle: StageBundle) -> None:
-        """This worker has other layers from now on, which are set as those before."""
+        """Replaces this worker's layers, set as those before."""
         self.gradients.give_back()
         for parameter, grad in bundle.left.items():
             parameter.grad = grad
@@ -222,7 +203,7 @@ class StepRunner:
         self.forget()
 
     def train(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on the layers have these parameters; for a single stage, which needs no shadow."""
+        """Replaces the parameters of the layers; for a single stage, without a shadow."""
         assert self._shadow is None
         self.gradients.give_back()
         self._parameters = self.gradients.parameters = self._recompute_again.parameters = list(parameters)
@@ -230,13 +211,13 @@ class StepRunner:
     # ------------------------------------------------------------------ a step
 
     def follow(self, program: Program) -> None:
-        """Follows ``program`` from now on."""
+        """Takes over ``program``."""
         self._whole_program = program
         self.program, self._idle_peer = program.tasks, program.idle_peer
         self.verifier.follow(program)
 
     def run_program(self, step: int) -> None:
-        """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
+        """Runs the program for ``step``, or the part that other stages still need."""
         self.communicator.meet_siblings()  # none of them is left behind in a step that others can complete
         self.client.leave_hook(together=True)
         siblings_done = self.siblings_done if step == self.ahead[0] else False
@@ -356,8 +337,9 @@ class StepRunner:
             self.communicator.messages.send(_channel(task.op), output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
-        """The losses of the micro-batches, and what hooks did with their outputs. Of micro-batches that this worker
-        computes parts of: the mean losses, and the outputs of all parts.
+        """The losses of the micro-batches, and what hooks did with their outputs.
+
+        Of micro-batches that this worker computes parts of: the mean losses, and the outputs of all parts.
         """
         losses = {index: float(loss) for index, loss in self._losses.items()}
         _, parts = self.communicator.parts
@@ -408,7 +390,7 @@ class StepRunner:
             self.gradients.look_for_changes(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
-        """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
+        """The ranks that give others sums of shared weights, by stages that hold them."""
         again, ahead = self.ahead
         givers = self.ties.givers(ahead) if step == again else {}
         return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
@@ -432,8 +414,9 @@ class StepRunner:
             self.apply({})
 
     def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
-        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage. ``guesses``:
-        whether they are not known yet.
+        """Steps the optimizer with the reduced gradient of step :attr:`version`.
+
+        ``payloads``: by stage; ``guesses``: whether they are not known yet.
         """
         number = self.version
         step = self.steps[number]
@@ -473,7 +456,7 @@ class StepRunner:
     # ------------------------------------------------------------------ steps on a guess
 
     def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
-        """Reports this stage's gradient, and applies it now if a guess may do; else when all stages have reported."""
+        """Applies this stage's gradient on a guess if it may, else after all reports."""
         assert self.payload is not None
         on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
         guesses.tell(step, self.payload, on_a_guess)
@@ -483,8 +466,9 @@ class StepRunner:
             self.apply(guesses.await_known(step))
 
     def settle(self, waits: bool = True) -> None:
-        """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
-        ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
+        """Learns whether a guess was right; without ``waits`` only if that is known.
+
+        Nothing that follows from a guess may be reduced, or leave the executor.
 
         Raises:
             Interrupted: when a generation was announced, in which a wrong guess is corrected.
@@ -496,16 +480,16 @@ class StepRunner:
 
     @property
     def has_shadow(self) -> bool:
-        """Whether this worker can compute with the parameters that it had before its newest step."""
+        """Whether this worker holds the parameters from before its newest step."""
         return self._shadow is not None and self._shadow_of == self.version - 1
 
     @property
     def is_settled(self) -> bool:
-        """Whether the parameters are what they will be."""
+        """Whether the parameters are final, and no guess may be corrected."""
         return self.guesses is None or not self.guesses.unsettled
 
     def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
-        """Settles ``step``, which this worker applied on a guess; ``known``: what all stages have reported of it."""
+        """Settles ``step``, applied on a guess; ``known``: the reports of all stages."""
         assert self.guesses is not None
         self.guesses.unsettled, self.payload = False, None
         if not self.guesses.are_right(known):
@@ -523,14 +507,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Takes over the reduced gradient of ``step`` from rank ``donor``, or gives its own to those that lack it.
-
-        Args:
-            step: which step.
-            donor: the rank that gives it, of this stage.
-            lacks: whether this worker has none.
-            is_committed: whether all stages have done the step.
-        """
+        """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
                 self.communicator.sums.broadcast(buffer, donor)
@@ -547,7 +524,7 @@ class StepRunner:
         self._incoming = {}
 
     def drop_reductions(self) -> None:
-        """Forgets the sums that were begun, once the connections of their generation are closed."""
+        """Forgets begun sums, once the connections of their generation are closed."""
         self._reduction.drop()
 
     def measure_links(self) -> None:

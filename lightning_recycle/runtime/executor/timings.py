@@ -1,8 +1,4 @@
-"""Seconds of a worker's operations by kind: smoothed, and in the newest step alone.
-
-On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not wait
-for it: it prepares the next operation meanwhile. Such measurements count as soon as the device has come that far.
-"""
+"""Seconds of a worker's operations by kind: smoothed, and in the newest step."""
 
 from __future__ import annotations
 
@@ -23,7 +19,11 @@ _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
 
 @dataclass
 class Timings:
-    """Smoothed seconds by kind of operation. REDUCE keeps its minimum, since the rest is waiting for peers."""
+    """Smoothed seconds by kind of operation; of REDUCE, mostly waiting, the minimum.
+
+    On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
+    wait for it. Such measurements count as soon as the device has come that far.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     _step: dict[str, list[float]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Timings:
     _events: list[Any] = field(default_factory=list)  # that can be used again
 
     def take_step(self) -> dict[str, float]:
-        """Mean seconds of the measurements since the previous call, as far as the device has done them."""
+        """Mean seconds of the measurements since the previous call."""
         self._collect()
         measured, self._step = self._step, {}
         return {name: sum(values) / len(values) for name, values in measured.items()}
@@ -60,11 +60,10 @@ class Timings:
         return _Stopwatch(self, kind, device, stretch)
 
     def await_device(self, progressed: Callable[[], None]) -> None:
-        """Waits until the device has done all that was measured: who then waits for others has no work of its own left
-        that may be stuck.
+        """Waits until the device has done all that was measured.
 
-        Args:
-            progressed: called after each operation that it has waited for.
+        A worker that then waits for others has no work of its own left that may be stuck. ``progressed`` is called
+        after each operation.
 
         Raises:
             RuntimeError: if the device is lost.

@@ -1,31 +1,21 @@
 """Sums and broadcasts over groups, on devices: the order of their launches.
 
-Concept: a collective occupies a member's device until all members are in it, and does so for ever if one never comes.
-NCCL has no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it
-is *ready* for its next one, once its device has computed what it contributes; the leader, once all are, tells them to
-*start*, and everybody launches. The order of a group is that in which its members were asked, which must be the same
-for all of them; what they were asked for is compared before anything is launched.
+A collective occupies a member's device until all members are in it, and does so for ever if one never comes. NCCL has
+no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it is
+*ready* for its next one, once its device has computed what it contributes; the leader, once all are, tells them to
+*start*, and all launch. The order of a group is that in which its members were asked, the same for all of them.
 
-Why nobody waits in a circle: a worker is ready only for what it was asked for first, and what follows that in the same
-group. All workers are asked in orders that agree with one order of all collectives, so the first of these that has not
-ended becomes ready everywhere, and every member launches it, or has done so: nothing else of this module is on its
-device, as one collective is under way at a time. Transfers between two workers are on other streams, and each that was
-launched ends without any collective (:mod:`~lightning_recycle.runtime.nccl.payloads`).
-
-What that takes of the device: room for three of NCCL's kernels at a time, a send, a receive and a collective, on three
-streams. NCCL's documentation asks for one order of all operations of all communicators on all devices, because kernels
-that wait for others may leave no room for those ("Using multiple NCCL communicators concurrently"). Between pipelines
-there is no such order that does not make transfers wait for sums. Here a kernel waits for nothing but what is being
-launched elsewhere, there are at most three of them, and kernels that compute end by themselves. Nothing is queued
-behind a kernel that waits, so it does not matter which queue of the hardware CUDA puts a stream into. A kernel takes
-one multiprocessor per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not been tried on a device.
+Why no workers wait in a circle: a worker is ready only for what it was asked for first, and what follows that in the
+same group. All workers are asked in orders that agree with one order of all collectives, so the first of these that has
+not ended becomes ready everywhere, and every member launches it, or has done so. Transfers between two workers are on
+other streams, and each that was launched ends without any collective. The device needs room for three of NCCL's kernels
+at a time: a send, a receive and a collective. NCCL's documentation asks for one order of all operations of all
+communicators, because kernels that wait for others may leave no room for those ("Using multiple NCCL communicators
+concurrently"); between pipelines there is no such order that does not make transfers wait for sums. A kernel takes one
+multiprocessor per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not been tried on a device.
 
 The same bits everywhere: NCCL adds each part of a tensor in one place, and passes the sum on (rings, trees, and sums
 within a switch). It would add in several places only in memory that is registered as a symmetric window, which none is.
-
-Contract: as :mod:`~lightning_recycle.runtime.nccl.payloads`. A sum that was aborted leaves its tensor undefined.
-
-Must not know: threads, sockets, CUDA, what is summed.
 """
 
 from __future__ import annotations
@@ -51,7 +41,6 @@ class Collective:
     """Replaces ``tensor``, contiguous, once ``ready`` is done.
 
     Args:
-        group: the number of the group, the same on all members.
         tensor: what is replaced: by the sum over all members, if ``root`` is None, else by that of rank ``root``.
     """
 
@@ -80,21 +69,12 @@ class _State:
 
 
 class GroupPayloads:
-    """The collectives of one worker in one generation.
+    """The collectives of one worker in one generation; an aborted sum is undefined.
 
     Args:
-        rank: of this worker.
-        generation: which generation.
-        library: NCCL.
-        streams: of the device.
-        comms: its communicators, among them those of groups.
         groups: which of these each of its groups has, by number; who founds that leads the group.
-        device: where tensors are.
-        tell: sends a note to a worker.
-        on_change: called when something has finished.
 
     Attributes:
-        connected: whether each group has summed something.
         lost: workers that can be told nothing any more; nothing is launched with them.
     """
 
@@ -155,7 +135,7 @@ class GroupPayloads:
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now. Returns whether to call it again soon, since the device does not call.
+        """Does what can be done now; returns whether to call it again soon.
 
         Raises:
             NcclError: if something has failed, or members mean different things.
@@ -193,8 +173,9 @@ class GroupPayloads:
         return value
 
     def _tell_ready(self) -> bool:
-        """Tells that this worker is ready for the first that it was asked for, and what follows that in its group;
-        returns whether the device has computed all of those.
+        """Reports readiness for the first collectives of a group, as far as computed.
+
+        Returns whether the device has computed all of those.
         """
         for collective in self._asked:
             state = self._states[collective.group]
@@ -256,6 +237,6 @@ class GroupPayloads:
     # the end
 
     def drop(self) -> None:
-        """Lets go of what the device may have been using until its communicators were aborted."""
+        """Releases the tensors, once the communicators were aborted."""
         self._under_way = None
         self._asked.clear()

@@ -1,18 +1,14 @@
 """NCCL's communicators of a generation, and a reserve for the next one.
 
-Concept: to begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
+To begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
 generation goes well its workers begin, in the background, what the next one may need: each pair once more, and each
 group once more, as it is and without any one of its members. When a generation ends, what of this *reserve* is complete
-is kept, as nothing was ever launched on it; all else is aborted together. The next generation uses what all members of
-a communicator have kept (:func:`kept_by_all`), and begins the rest.
+is kept, as nothing was ever launched on it; all else is aborted together, as an abort by itself would wait for what is
+on the device. The next generation uses what all members of a communicator have kept (:func:`kept_by_all`), and begins
+the rest.
 
-The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. Nobody waits
+The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. No worker waits
 for a communicator before all that are wanted are begun, as others may begin them in another order.
-
-Contract: one thread calls everything here. A reserve that fails harms nobody: it is aborted with all else, as an abort
-by itself would wait for what is on the device.
-
-Must not know: threads, sockets, what is sent.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ def pair(sender: int, receiver: int) -> Place:
 
 
 def group_places(rosters: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Those of groups, by name; the same on all members, of which each knows its own groups."""
+    """The communicators of groups, by name; the same on all members."""
     count: Counter[tuple[int, ...]] = Counter()
     places = {}
     for name, roster in sorted(rosters.items()):
@@ -79,13 +75,7 @@ def group_places(rosters: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
 
 
 def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[int, ...]]) -> list[Place]:
-    """What worker ``rank`` may need in the next generation: if nobody is lost whom it has a group with, and if one is.
-
-    Args:
-        rank: of this worker.
-        peers: whom it exchanges payloads with.
-        rosters: its groups.
-    """
+    """Communicators that the next generation may need, with all workers or one less."""
     found = {place for peer in peers for place in (pair(rank, peer), pair(peer, rank))}
     found |= set(group_places(rosters).values())
     small = {name: roster for name, roster in rosters.items() if len(roster) <= _MOST_WITHOUT}
@@ -98,11 +88,9 @@ def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[in
 def kept_by_all(
     wanted: Iterable[Place], kept: Mapping[Place, Kept], told: Mapping[int, Mapping[str, int]]
 ) -> dict[Place, Kept]:
-    """What of ``kept`` all members have kept as well.
+    """The communicators of ``kept`` that all of their members have kept.
 
     Args:
-        wanted: what is needed.
-        kept: by this worker.
         told: the digests that each member, this one included, tells of what it has kept, by names of places.
     """
     return {
@@ -113,14 +101,7 @@ def kept_by_all(
 
 
 class _Batch:
-    """Communicators that are begun together.
-
-    Args:
-        rank: of this worker.
-        library: NCCL.
-        channel: of the invitations.
-        tell: sends a note to a worker.
-    """
+    """Communicators that are begun together."""
 
     def __init__(self, rank: int, library: NcclLibrary, channel: int, tell: Callable[[int, Note], None]) -> None:
         self._rank, self._library, self._channel, self._tell = rank, library, channel, tell
@@ -172,11 +153,6 @@ class Comms:
     """The communicators of one worker in one generation.
 
     Args:
-        rank: of this worker.
-        library: NCCL.
-        tell: sends a note to a worker.
-        wanted: those that the generation uses.
-        kept: which of these there are already.
         outdated: what was kept and is not needed; it is aborted before anything is begun.
     """
 
@@ -250,9 +226,7 @@ class Comms:
             log.debug("A communicator for the next generation cannot begin: %s", error)
 
     def abort(self) -> dict[Place, Kept]:
-        """Ends everything but what of the reserve is complete, which is returned. Returns when the device uses nothing
-        of the others any more.
-        """
+        """Ends all but the complete reserve, which is returned, once the device is done."""
         kept = {place: reserved for place, reserved in self._reserve.comms.items() if self._is_complete(reserved)}
         used = [each.comm for each in self._wanted.comms.values()]
         incomplete = [each.comm for place, each in self._reserve.comms.items() if place not in kept]
@@ -267,7 +241,7 @@ class Comms:
 
 
 def abort_together(library: NcclLibrary, comms: Iterable[NcclComm]) -> None:
-    """Aborts ``comms``. The end of one waits for the device, so the others must have been told to end before."""
+    """Aborts ``comms`` at once: the end of one waits for the kernels of all."""
     library.group_start()
     for comm in comms:
         library.abort(comm)

@@ -1,23 +1,14 @@
 """NCCL's C library through ``ctypes``, and streams of a device and their events.
 
-Concept: to end a transfer in milliseconds, its communicator must be at hand. torch's ``ProcessGroupNCCL`` hides it
-behind a watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the library that
-torch has loaded, called directly, with communicators that never block.
+To end a transfer in milliseconds, its communicator must be at hand. torch's ``ProcessGroupNCCL`` hides it behind a
+watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the library that torch has
+loaded, called directly, with communicators that never block.
 
-Contract of :class:`NcclLibrary`: a communicator is created and used without blocking. A call on it may leave it *in
-progress*; until :meth:`NcclLibrary.in_progress` says otherwise nothing else may be called with it, and what was asked
-for is not on its stream yet. Only :meth:`NcclLibrary.abort` is allowed at any time. One thread calls at a time.
-Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``:
-the end of one waits for the device, and so for the kernels of those that are not aborted yet. None is destroyed: that
-waits for the others.
-
-What is enqueued on a stream runs in order. An event is *done* once all that was on its stream when it was recorded has
-run; asking does not block. An imitation of a device has the same three classes (tests/support/fake_nccl.py).
-
-Not tried: :class:`Libnccl` and :class:`CudaStreams` have never run with a device, as there was none. What is above them
-has run over an imitation.
-
-Must not know: who is at the other end, and why something is sent.
+A call on a communicator may leave it *in progress*; until :meth:`NcclLibrary.in_progress` denies that, nothing but
+:meth:`NcclLibrary.abort` may be called with it, and the request is not on its stream yet. One thread calls at a time.
+Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``. None
+is destroyed: that waits for the others. An imitation of a device has the same three classes
+(tests/support/fake_nccl.py).
 """
 
 from __future__ import annotations
@@ -38,7 +29,7 @@ class Event(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
-        """Whether all before it has run; raises a RuntimeError ("CUDA error") if the device is lost."""
+        """Whether all before it has run; a lost device is a RuntimeError."""
 
 
 class Stream(Protocol):
@@ -56,7 +47,7 @@ class Streams(Protocol):
     """The streams of one device."""
 
     def use(self) -> None:
-        """Makes it the device of the calling thread, which owns streams of its own and computes nothing."""
+        """Makes it the device of the calling thread, which has streams of its own."""
 
     @property
     def current(self) -> Stream:
@@ -66,12 +57,13 @@ class Streams(Protocol):
         """A new stream, which waits for no other."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new tensor for the calling thread to compute with, whose memory nothing that is enqueued uses. Another
-        stream may write to it at once, if whoever makes it do so keeps the tensor meanwhile.
+        """A new tensor for the calling thread, whose memory nothing that is enqueued uses.
+
+        Another stream may write to it at once, if the caller keeps the tensor meanwhile.
         """
 
     def check(self) -> None:
-        """Waits for all that is enqueued; raises a RuntimeError ("CUDA error") if the device is lost."""
+        """Waits for all that is enqueued; a lost device is a RuntimeError ("CUDA error")."""
 
 
 class CudaStream:
@@ -122,13 +114,11 @@ class CudaStreams:
 
 
 def ignore_recordings(path: str = "libcuda.so.1") -> bool:
-    """Lets the calling thread go on while another one records a CUDA graph; returns whether that could be done.
+    """Lets this thread go on while another records a CUDA graph; whether it can.
 
     By default ``torch.cuda.graph`` records in the mode "global", in which no thread may ask whether an event is done,
-    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same.
-
-    Args:
-        path: of the library of CUDA's driver.
+    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same. ``path`` is
+    that of CUDA's driver.
     """
     try:
         exchange = ctypes.CDLL(path).cuThreadExchangeStreamCaptureMode
@@ -157,14 +147,14 @@ SUMMED = frozenset(_TYPES)
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL, or something that it did in the background, failed: a peer or the network is gone."""
+    """A call of NCCL, or its work in the background, failed: a peer is gone."""
 
 
 class NcclLibrary(Protocol):
     """What is needed of NCCL."""
 
     def unique_id(self) -> bytes:
-        """The name of a new communicator, which one of its members makes and all must have."""
+        """The name of a new communicator, made by one member and given to all."""
 
     def init(self, unique_id: bytes, size: int, rank: int) -> NcclComm:
         """Begins to connect member ``rank`` of ``size`` on the current device."""
@@ -178,18 +168,19 @@ class NcclLibrary(Protocol):
         """
 
     def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
-        """Enqueues sending the contiguous ``tensor`` to member ``peer``. It must live until that is done."""
+        """Enqueues sending the contiguous ``tensor``, which must live until that is done."""
 
     def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
-        """Enqueues filling the contiguous ``tensor`` by member ``peer``. It must live until that is done."""
+        """Enqueues filling the contiguous ``tensor``, which must live until that is done."""
 
     def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
-        """Enqueues replacing the contiguous ``tensor``, of a dtype of SUMMED, by its sum over all members, the same
-        bits on all of them. It must live until that is done.
+        """Enqueues replacing ``tensor`` by its sum, the same bits on all members.
+
+        It is contiguous, of a dtype of SUMMED, and must live until that is done.
         """
 
     def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
-        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``. It must live until that is done."""
+        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``."""
 
     def group_start(self) -> None:
         """What is called from now on happens together, at :meth:`group_end`."""
@@ -205,7 +196,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` of NCCL 2.14; later versions add fields, and fill those that an older version lacks."""
+    """``ncclConfig_t`` of NCCL 2.14; newer versions fill the fields that it lacks."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -216,10 +207,7 @@ class _Config(ctypes.Structure):
 
 
 class Libnccl:
-    """NCCL as torch ships it.
-
-    Args:
-        path: of the library; by default the one that torch has loaded into this process.
+    """NCCL as torch ships it; ``path``: by default the library that torch has loaded.
 
     Raises:
         ConfigurationError: if there is none, or one that cannot be relied on.

@@ -1,22 +1,12 @@
 """Payloads, sums and broadcasts from device to device, by NCCL; experimental.
 
-"gloo", the default transport, is Gloo on every device. "nccl" is NCCL between CUDA devices, tried in each generation
-before anything depends on it. Pairs and groups of workers where it does not work use Gloo, and the log says why.
-Nothing else of this room is used from outside.
-
-Concept: a thread per generation (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`) owns everything of NCCL. The main
-thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted transfer has
-left behind is ever computed with.
-
-Contract: as :class:`~lightning_recycle.runtime.comm.transports.Transport`. Two workers use NCCL if each has a device of
-its own, a link leads from one to the other, and something has gone over all of their communicators; a group does if
-that holds for all members. Else Gloo does it. All sides decide that from what all have published. So they do about the
-communicators that an earlier generation has begun for this one: one is used if all of its members have kept it. If
-these turn out not to work all connect once more, without them.
+NCCL is tried in each generation before anything depends on it. Two workers use it if each has a device of its own, a
+link leads from one to the other, and something has gone over all of their communicators; a group does if that holds for
+all members. Else Gloo does it, and the log says why. All sides decide that from what all have published. A communicator
+that an earlier generation has begun for this one is used if all of its members have kept it; if these turn out not to
+work all connect once more, without them. Nothing else of this room is used from outside.
 
 Not tried with a device: see docs/gpu.md.
-
-Must not know: schedules, and what a payload or a sum is for.
 """
 
 from __future__ import annotations
@@ -74,9 +64,6 @@ class _Agreement:
     """What a worker does by NCCL in a generation.
 
     Args:
-        rank: of this worker.
-        neighbours: the workers that it exchanges payloads with.
-        rosters: of its groups, by name.
         obstacles: why not with others.
         kept: the digests of what each worker has kept of the generation before, by rank and name of a place.
     """
@@ -108,14 +95,9 @@ class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
     Args:
-        rank: of this worker.
-        device: where payloads are received.
         library: NCCL; a text that says why this worker has none.
-        streams: of the device.
         name: of the device; no two workers have one of the same name if each has its own.
-        gloo: for workers that cannot be reached by NCCL.
         required: whether that is an error instead.
-        reserves: whether communicators for the next generation are begun while one goes well.
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
@@ -248,9 +230,7 @@ class NcclTransport(Transport):
         """Connects; returns why it does not work, if Gloo can do it instead.
 
         Args:
-            thread: which connects.
             uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
-            cancelled: set if the generation is aborted.
 
         Raises:
             CommunicationError: if the generation is aborted, or all should connect again.
@@ -277,8 +257,9 @@ class NcclTransport(Transport):
     def _decide(
         self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
     ) -> None:
-        """What goes by NCCL, now that all have tried it: what works for all who take part in it. A worker for which it
-        does not work does not try again in later generations.
+        """Uses NCCL where it works for all who take part, now that all have tried it.
+
+        A worker for which it does not work does not try again in later generations.
         """
         is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
         mine = "" if failure is None else str(failure)
@@ -387,7 +368,7 @@ class NcclTransport(Transport):
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where this worker and ``others`` tell each other something, in a generation."""
+    """Exchanges between this worker and ``others``, in a generation."""
 
     generation: int
     rank: int
@@ -403,7 +384,7 @@ class _Meeting:
 
 
 def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: Sequence[int]) -> str:
-    """Why workers ``ranks`` cannot have a communicator, or an empty text. ``hub`` must have links to ``linked``."""
+    """Why ``ranks`` cannot have a communicator; ``hub`` needs links to ``linked``."""
     without = [rank for rank in ranks if cards[rank]["device"] is None]
     if without:
         return f"worker {without[0]}: {cards[without[0]]['why']}"

@@ -1,26 +1,16 @@
 """Payloads between two workers, on devices: the order of their launches.
 
-Concept: NCCL has no tags, a transfer occupies its stream until both sides are in it, and one whose other side never
-comes occupies it until it is aborted. So nothing is launched before it is certain that the other side does the same.
-The sender *offers* a payload once the device has computed it. The receiver, which knows from the header what comes and
-has memory for it, answers with a *go*, one at a time, and launches its receive; the sender launches payloads in
-the order in which it is told to. Offers and goes are notes of some bytes between processors.
+NCCL has no tags, and a transfer occupies its stream until both sides are in it. So nothing is launched before it is
+certain that the other side does the same. The sender *offers* a payload once the device has computed it. The receiver,
+which knows from the header what comes and has memory for it, answers with a *go*, one at a time, and launches its
+receive; the sender launches payloads in the order of the goes. Offers and goes are notes of some bytes between
+processors.
 
-Why nobody waits in a circle: a worker has one receive under way, which is at the head of its stream, and one send, to
-a worker whose receive is under way. So each send that was launched ends, and after it the one behind it in the queue.
-Streams of their own for several receives would not do: each kernel occupies one, and CUDA may put two streams in one
-queue of the hardware.
-
-Why the order is the same on both sides: each directed pair of workers has a communicator of its own, and on it both
-sides follow the receiver's goes. One communicator for both directions would not do: it runs its kernels in the order of
-their launches, and a send of each side would wait for the receive behind the other's.
-
-Contract: one thread calls :meth:`Payloads.advance` and everything else here, again and again while it returns True.
-What was received counts once :attr:`Receiving.finished` is set, which happens after the device has said that it is
-there. Tensors live as long as the device may use them; :meth:`Payloads.drop` lets go of them once all communicators
-are aborted (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`).
-
-Must not know: threads, sockets, CUDA, what a payload is for.
+Why no workers wait in a circle: a worker has one receive under way, at the head of its stream, and one send, to a
+worker whose receive is under way. So each send that was launched ends, and after it the one behind it. Streams of their
+own for several receives would not do: CUDA may put two streams in one queue of the hardware. The order is the same on
+both sides, as each directed pair of workers has a communicator of its own; one for both directions would run its
+kernels in the order of their launches, and a send of each side would wait for the receive behind the other's.
 """
 
 from __future__ import annotations
@@ -54,7 +44,7 @@ class Sending:
 
 @dataclass(eq=False)
 class Receiving:
-    """A payload to receive: into ``tensors``, contiguous, whose memory nothing that is enqueued uses."""
+    """A payload to receive into contiguous ``tensors``, whose memory nothing uses yet."""
 
     peer: int
     key: Key
@@ -64,18 +54,7 @@ class Receiving:
 
 
 class Payloads:
-    """The payloads of one worker in one generation.
-
-    Args:
-        rank: of this worker.
-        generation: which generation.
-        library: NCCL.
-        streams: of the device.
-        comms: its communicators, among them those of pairs.
-        peers: whom it may send to and receive from.
-        device: where tensors are.
-        tell: sends a note to a worker.
-        on_change: called when something has finished.
+    """The payloads of one worker in one generation, driven by one thread.
 
     Attributes:
         connected: whether something has gone over every communicator, so that the next payload finds it connected.
@@ -141,7 +120,7 @@ class Payloads:
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now. Returns whether to call it again soon, since the device does not call.
+        """Does what can be done now; returns whether to call it again soon.
 
         Raises:
             NcclError: if something has failed.
@@ -234,5 +213,5 @@ class Payloads:
     # the end
 
     def drop(self) -> None:
-        """Lets go of what the device may have been using until its communicators were aborted."""
+        """Releases the tensors, once the communicators were aborted."""
         self._sending = self._receiving = None

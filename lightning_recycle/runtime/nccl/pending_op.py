@@ -1,9 +1,4 @@
-"""Operations of NCCL on a device, and the notes by which workers agree on them.
-
-A :class:`PendingOp` launches one call for each of its tensors, each when the one before has ended: a kernel behind one
-that waits for others would hold up what CUDA puts into the same queue of the hardware, which may be what those wait
-for. Before that, workers exchange notes, as bytes.
-"""
+"""Operations of NCCL on a device, and the notes by which workers agree on them."""
 
 from __future__ import annotations
 
@@ -20,13 +15,14 @@ from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, Event, 
 
 @dataclass(eq=False)
 class PendingOp:
-    """``tensors`` that are launched one after the other. They live as long as this does.
+    """``tensors`` that are launched one after the other, and live as long as this.
+
+    Each is launched when the one before has ended: a kernel behind one that waits for others would hold up what CUDA
+    puts into the same queue of the hardware, which may be what those wait for.
 
     Args:
         comm: the communicator. Each call may leave it in progress, and then nothing may be called.
-        tensors: what the calls are for, contiguous.
         launch: the call, with one of them.
-        stream: where it enqueues them.
     """
 
     comm: NcclComm
@@ -37,7 +33,7 @@ class PendingOp:
     end: Event | None = None  # behind the newest of them
 
     def proceed(self, library: NcclLibrary) -> bool:
-        """Launches what can be launched; returns whether the device is done with all of it.
+        """Launches what can be launched; returns whether the device has done all of it.
 
         Raises:
             NcclError: if the communicator has failed.
@@ -74,14 +70,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Note:
-    """What workers tell each other of a payload.
+    """A message between workers about a payload, a collective or a communicator.
 
     Args:
-        kind: what is said.
-        key: of the payload.
-        number: of the payload, among those of its sender or its group.
         digest: tells its layout from others; all sides must mean the same.
-        body: of an invitation, UNIQUE_ID_BYTES.
     """
 
     kind: Kind
@@ -96,7 +88,7 @@ class Note:
 
     @classmethod
     def decode_all(cls, data: bytearray) -> list[Note]:
-        """The notes at the beginning of ``data``, which are taken from it; what is left is part of one.
+        """Takes the complete notes from the beginning of ``data``.
 
         Raises:
             ValueError: for bytes that are no note.

@@ -1,10 +1,9 @@
-"""Layers that FSDP2 has sharded (``fully_shard``), and their state between two attempts at a step.
+"""Layers that FSDP2 has sharded, and their state between attempts.
 
-Concept: such a layer gathers its parameters before its forward and its backward, and sums their gradients over the
-members of the position at the end of each backward. An attempt that is aborted leaves parameters gathered, which later
-changes of the shards do not reach, and gradients that the next backward would add to its own.
-
-``reset_iter_state`` is there from torch 2.13 on.
+Such a layer gathers its parameters before its forward and its backward, and sums their gradients over the members of
+the position at the end of each backward. An attempt that is aborted leaves parameters gathered, which later changes of
+the shards do not reach, and gradients that the next backward would add to its own. ``reset_iter_state`` is there from
+torch 2.13 on.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unsharded_class(kind: type[Any]) -> type[Any]:
-    """The class that an object of ``kind`` had before ``fully_shard`` gave it one that derives from it."""
+    """The class of an object of ``kind`` before ``fully_shard`` changed it."""
     bases = kind.__bases__
     return bases[1] if len(bases) == 2 and bases[0] is _fsdp_module() else kind
 
 
 def _fsdp_module() -> type[Any] | None:
-    """The class of sharded modules if there are any: it takes long to import, which ``fully_shard`` has done."""
+    """FSDP's class of sharded modules, if it was imported; importing it takes long."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
@@ -54,7 +53,7 @@ class FullyShardedLayers:
         return bool(self._modules)
 
     def reset(self) -> None:
-        """Between two attempts: parameters are shards, and nothing of a forward or backward is left."""
+        """Drops gathered parameters, and the rest of a forward or backward."""
         for module in self._modules:
             if is_fsdp_root(module):  # known from the first forward on
                 module.reset_iter_state()

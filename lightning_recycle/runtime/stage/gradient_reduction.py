@@ -1,31 +1,21 @@
 """The reduction of gradients in buckets, each as soon as it is complete.
 
-Concept: a worker's last W (or BW) of a step completes one gradient after the other, those of the last layers first. A
-bucket whose gradients are all complete is summed over its *group* in the background, while the next ones are computed;
-REDUCE begins what is left and waits for all. The group is the workers of the stage, or of all stages that hold those
-weights (:mod:`~lightning_recycle.runtime.stage.stage_bundle`).
+A worker's last W (or BW) of a step completes one gradient after the other, those of the last layers first. A bucket
+whose gradients are all complete is summed over its *group* in the background, while the next ones are computed; REDUCE
+begins the rest and waits for all. The group is the workers of the stage, or of all stages that hold those weights. In a
+W the queue of weight gradients knows what it holds; everything else is complete. In a BW autograd reports each gradient
+that it has added, and it may add several to one parameter (reentrant activation checkpointing). So only those
+parameters count as complete before the end that got exactly one in each backward before, and none does where the user's
+code runs the backward. Weights of several stages are complete once the last operation has ended that adds to what these
+stages hold in common; whether that holds is seen in the first step, as a loss may use the parameters of a layer that
+its micro-batch was not run through here.
 
-What several stages hold is often complete before: layers that neighbours share are run by some of the micro-batches
-only. It is once the last operation has ended that adds to what these stages hold in common, so none of them waits for
-what another one computes after that. Whether that is so is seen in the first step: a loss may use the parameters of a
-layer that its micro-batch was not run through here. Then they are complete once all operations have ended.
-
-Why there is no circle of waits: the buckets and their order follow from the parameters alone, so all workers of a group
-begin the same ones in the same order, whichever completes when. So they do with those of several stages, by the numbers
-of the stages, and no worker waits before it has begun all of its own. Which of the two comes first may differ between
-workers where groups do not wait for each other (Gloo); elsewhere those of several stages come last, and the orders of
-all workers agree with one order of all sums.
-
-Contract: nothing counts before :meth:`BucketedReduction.finish` has returned. What an attempt that ended before has
-begun is dropped: its sums are computed again, in other memory if a sum may still write to it. Where some of several
-stages have finished an attempt before, and others have not, nothing is summed: one that has it gives the sum.
-
-When a gradient is complete: in a W the queue of weight gradients says what it holds; everything else is. In a BW
-autograd says when it has added a gradient, and it may add several to one parameter: with reentrant activation
-checkpointing, parts of the backward are backward passes of their own. So only those parameters count as complete before
-the end that got exactly one in each of those watched before, and none does where the user's code runs the backward.
-
-Must not know: why an attempt ends, and what is done with the sums.
+There is no circle of waits: the buckets and their order follow from the parameters alone, so all workers of a group
+begin the same ones in the same order, and no worker waits before it has begun all of its own. Buckets of several stages
+follow the numbers of the stages; where groups wait for each other (NCCL), they come last. An attempt that ended before
+:meth:`BucketedReduction.finish` is dropped: its sums are computed again, in other memory if a sum may still write to
+it. Where some of several stages have finished an attempt before, and others have not, nothing is summed: one that has
+it gives the sum.
 """
 
 from __future__ import annotations
@@ -50,13 +40,9 @@ _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 
 
 class BucketedReduction:
-    """The reduction of one worker, step after step. With one bucket, or without peers, all of it is in REDUCE.
+    """The reduction of one worker, step after step.
 
-    Args:
-        sums: those of the groups of this worker.
-        gradients: the gradients of the stage.
-        stage: its layers.
-        may_begin: whether a bucket may leave before REDUCE.
+    With one bucket, or without peers, all of it is in REDUCE.
     """
 
     def __init__(
@@ -89,7 +75,6 @@ class BucketedReduction:
         """Empties the gradients of ``step``, at which an attempt begins.
 
         Args:
-            step: its number.
             program: what this worker runs in it; nothing if nothing may leave before REDUCE.
             givers: by the stages that hold weights in common, the rank that gives the sum of an attempt before.
             adds_to_all: an operation that adds to all gradients, whatever it runs.
@@ -122,7 +107,7 @@ class BucketedReduction:
                 self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
-        """The callback of the W of ``task``, for each parameter that has its gradient; None if there is none."""
+        """The callback of the W of ``task``, for each complete parameter, or None."""
         if task is not self._last:
             return None
         self._expect(self._stage.waiting_parameters(task.index))
@@ -228,7 +213,7 @@ class BucketedReduction:
         self._end()
 
     def give(self, step: int) -> None:
-        """Gives the sums of an attempt at ``step`` that this stage has finished before to stages that have not."""
+        """Gives the sums of a finished attempt at ``step`` to stages that lack them."""
         for bucket in self._gradients.buckets(step):
             if bucket.stages in self._givers:
                 self._begin(bucket)
@@ -240,7 +225,7 @@ class BucketedReduction:
         self._begun = []
 
     def drop(self) -> None:
-        """Forgets what was begun. To be called once the connections of its generation are closed."""
+        """Forgets begun sums, once the connections of their generation are closed."""
         begun, self._begun = self._begun, []
         are_free = [self._sums.abandon(reduction) for reduction in begun]
         if not all(are_free):

@@ -1,30 +1,22 @@
-"""Gradients of a stage: those that parameters hold, and flat buffers in which a step adds them up.
+"""Gradients of a stage: those of parameters, and flat buffers that a step adds up.
 
-Outside of the operations of a step ``parameter.grad`` is the truth, as on one device: it holds what hooks, the
-optimizer and earlier batches left. When a step begins that is *put aside*, and backward accumulates into a buffer, of
-which each ``parameter.grad`` is a view; nothing is copied. Once the sum over all workers is there, what was put aside
-comes back, the user's zeroing changes it or not, and the sum is added to it as autograd adds: so gradients accumulate
-over batches, and what an override of ``optimizer_zero_grad`` leaves counts, on every worker of the stage alike. A
-failure costs one batch, however many are accumulated; what earlier batches have added is held by all peers.
+Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. When a step begins that is *put
+aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. Once the
+sum over all workers is there, what was put aside comes back, the user's zeroing changes it or not, and the sum is added
+to it as autograd adds: so gradients accumulate over batches, and what an override of ``optimizer_zero_grad`` leaves
+counts.
 
 A bucket is a part of a buffer, with whole gradients: those of the last layers are the first bucket, since a backward
-completes them first. What several stages hold is in buckets of its own, which are laid out alike in all of them. Behind
-its gradients a bucket has a number for each of them: in how many workers a backward wrote it. A parameter that no
-micro-batch used has no gradient (None), as on one device, so an optimizer leaves it alone.
+completes them first. Weights of several stages are in buckets of their own, which are laid out alike in all of them.
+Behind its gradients a bucket has a number for each of them: in how many workers a backward wrote it. A parameter that
+no micro-batch used has no gradient (None), as on one device. Beside gradients there are *statistics*: tensors of
+floating-point numbers to which each micro-batch adds, summed as gradients are. Of a DTensor the buffers hold the
+gradient of this process's shard.
 
 There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
 the next begins, so a peer that lost its part of an all-reduce can adopt it. That is so with a single stage, too: its
-workers do not wait for each other between REDUCE and the next step, so the first backward of step t+1 may write to the
-buffers of a worker while a peer still lacks the sum of step t, and then loses the worker that was to pass it on.
-
-Which parameters there are, and which require a gradient, may change between two steps. Each set is laid out for the
-step that begins in it, so the older one is still what peers expect.
-
-Beside gradients a set has *statistics*: tensors of floating-point numbers to which each micro-batch adds, summed over
-the workers of the stage as gradients are.
-
-Of a parameter that is a DTensor the buffers hold the gradient of this process's shard, which may be empty, and
-``parameter.grad`` is a DTensor over it.
+workers do not wait for each other between REDUCE and the next step. Each set is laid out for the step that begins in
+it, as parameters may change between two steps.
 """
 
 from __future__ import annotations
@@ -56,8 +48,6 @@ class Share:
 
     Args:
         batches: the number of batches by which the sum of their gradients is divided.
-        begins: whether it is the first of them.
-        ends: whether the optimizer steps after it.
     """
 
     batches: int = 1
@@ -66,11 +56,9 @@ class Share:
 
 
 class Bucket:
-    """The gradients of some parameters: a part of a flat buffer, and a view into it for each.
+    """The gradients of some parameters: a part of a flat buffer, and views into it.
 
     Attributes:
-        buffer: the part.
-        parameters: the parameters; none where there are statistics alone.
         views: their gradients, of sharded ones this process's part; each knows how often it was written.
         grads: the same, of sharded ones as DTensors.
         stages: those that hold the parameters, if not this one alone. The sum is over all of their workers.
@@ -106,7 +94,7 @@ class Bucket:
         self._clean = self._versions()
 
     def count(self) -> None:
-        """Notes behind the gradients which of them backwards have written, before they are summed."""
+        """Notes behind the gradients which of them were written, before they are summed."""
         written = [version > clean for version, clean in zip(self._versions(), self._clean, strict=True)]
         self._counts.copy_(torch.tensor(written, dtype=self._counts.dtype))
 
@@ -116,8 +104,9 @@ class Bucket:
 
 
 class _Set:
-    """Gradients of ``parameters`` in one flat buffer per dtype, and per set of stages that hold them. A bucket has up
-    to ``bucket_bytes``, or one of them. Statistics lie in the bucket that is complete last.
+    """Gradients in one flat buffer per dtype, and per set of stages that hold them.
+
+    A bucket has up to ``bucket_bytes``, or one gradient. Statistics lie in the bucket that is complete last.
     """
 
     def __init__(
@@ -164,7 +153,7 @@ class _Set:
             yield from zip(bucket.parameters, bucket.grads, bucket.views, strict=True)
 
     def written(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter that some micro-batch used, with its gradient, once they are summed."""
+        """Each parameter that some micro-batch used, with its summed gradient."""
         for bucket in self.buckets:
             pairs = zip(bucket.parameters, bucket.grads, strict=True)
             yield from itertools.compress(pairs, bucket.written())
@@ -186,7 +175,7 @@ def _views(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
-    """Cuts the list of ``sizes`` from its end, into ranges (first, end) that add up to ``most`` or have one item."""
+    """Cuts ``sizes`` from the end into ranges (first, end) of at most ``most``."""
     end, total = len(sizes), 0
     for index in range(len(sizes) - 1, -1, -1):
         if total and total + sizes[index] > most:
@@ -198,23 +187,17 @@ def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
 
 
 class GradientBuffers:
-    """Gradients of those of ``parameters`` that require one when a step begins, in buckets of ``bucket_bytes``.
+    """Gradients of the parameters that require one when a step begins, in buckets.
 
     After a failure others may want the reduced gradient of a step that this worker has applied. So where hooks or the
     optimizer change gradients in place, they get copies.
 
     Args:
-        parameters: the parameters.
-        device: their device.
-        bucket_bytes: the size of a bucket.
         lends_copies: whether gradients may be changed in place. If a change is seen, copies are lent from then on.
         holders: for each parameter that other stages hold as well, all stages that do; in the same order in all of
             them.
         statistics: returns tensors of the shapes and dtypes of the statistics, when a step begins; the same on all
             workers of the stage.
-
-    Attributes:
-        parameters: the parameters; those that require a gradient when a step begins get one.
     """
 
     def __init__(
@@ -246,17 +229,15 @@ class GradientBuffers:
         return self._sets[step % 2].buffers
 
     def buckets(self, step: int) -> list[Bucket]:
-        """The buckets of ``step``; none if nothing is trained. Those of this stage alone come first, in the order in
-        which a backward completes them.
-        """
+        """The buckets of ``step``; those of this stage alone first, as completed."""
         return self._sets[step % 2].buckets
 
     def statistics(self, step: int) -> list[Tensor]:
-        """The sums of the statistics of ``step``: of this worker's micro-batches, and once reduced of all."""
+        """The statistics of ``step``: of this worker's micro-batches, once reduced of all."""
         return self._sets[step % 2].statistics
 
     def renew(self, step: int) -> None:
-        """Takes other memory for the gradients of ``step``, since a sum may still write to what they have."""
+        """Takes other memory for ``step``, as a sum may still write to the old."""
         self._sets[step % 2] = self._like(self._sets[step % 2])
 
     def _like(self, chosen: _Set) -> _Set:
@@ -280,9 +261,7 @@ class GradientBuffers:
     # ------------------------------------------------------------------ in a step
 
     def begin(self, step: int) -> None:
-        """Puts aside what parameters hold, empties the buffers of ``step`` and makes each ``parameter.grad`` a view
-        into them.
-        """
+        """Puts gradients aside, and makes ``parameter.grad`` views of empty buffers."""
         if self._left is None:
             for parameter, grad, _ in self._sets[step % 2].pairs():
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
@@ -300,7 +279,7 @@ class GradientBuffers:
             parameter.grad = grad
 
     def check(self, step: int) -> None:
-        """Raises UnsupportedFeatureError if a gradient left its buffer, as a hook has replaced it."""
+        """Raises UnsupportedFeatureError if a gradient has left its buffer."""
         for parameter, grad, _ in self._sets[step % 2].pairs():
             if parameter.grad is not grad:
                 kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
@@ -325,7 +304,7 @@ class GradientBuffers:
 
     @torch.no_grad()
     def add(self, step: int, share: Share) -> None:
-        """Adds the sum of ``step`` to what parameters hold, as a backward of the whole batch does on one device."""
+        """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._own() if held else set()
         for parameter, grad in held:
@@ -343,7 +322,7 @@ class GradientBuffers:
         self._versions = [bucket.version for bucket in chosen.buckets]
 
     def _handed_over(self, step: int) -> _Set:
-        """The gradients of ``step`` for hooks and the optimizer: copies, where they may be changed."""
+        """The gradients of ``step`` for the optimizer; copies if they are changed."""
         chosen = self._sets[step % 2]
         if not self._lends_copies:
             return chosen
@@ -354,7 +333,7 @@ class GradientBuffers:
         return self._lent
 
     def hand_over_again(self, step: int) -> None:
-        """Gives parameters that held nothing before the gradients of ``step`` again, with what was changed of them."""
+        """Gives parameters that held nothing before the gradients of ``step`` once more."""
         chosen = self._lent if self._lends_copies and self._lent is not None else self._sets[step % 2]
         for parameter in self.parameters:
             parameter.grad = None
@@ -362,7 +341,7 @@ class GradientBuffers:
             parameter.grad = grad
 
     def look_for_changes(self, step: int) -> None:
-        """If the gradients of ``step`` have been changed since they were added, copies are handed over from now on."""
+        """Hands over copies from now on, if gradients of ``step`` were changed in place."""
         if self._lends_copies or not self._versions:
             return
         if self._versions != [bucket.version for bucket in self.buckets(step)]:
@@ -377,15 +356,16 @@ class GradientBuffers:
 
     @torch.no_grad()
     def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:
-        """The sum of squares of the gradients that an optimizer gets if it steps after ``step``, except those of the
-        parameters ``without``. What an override of ``optimizer_zero_grad`` leaves does not count.
+        """The squared norm of the optimizer's gradients, but of ``without``.
+
+        What an override of ``optimizer_zero_grad`` leaves does not count.
         """
         counted = self._after(step, share, without)
         return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
 
     @torch.no_grad()
     def is_finite(self, step: int, share: Share, without: Collection[nn.Parameter] = ()) -> bool:
-        """Whether the gradients that an optimizer gets if it steps after ``step`` are finite."""
+        """Whether the gradients that an optimizer gets after ``step`` are finite."""
         counted = self._after(step, share, without)
         return not counted or bool(torch.stack([torch.isfinite(grad).all() for grad in counted]).all())
 

@@ -1,19 +1,11 @@
 """One pipeline stage: layers, run as F, R, B, W or BW on micro-batches.
 
 The stage holds what a micro-batch needs between its operations: after F the inputs and the graph (or, if R will make
-the graph, the inputs alone), after B the queued weight gradients.
-
-Where a forward is computed again (R), its first run is a usual one, with autograd, so the output is the same and knows
-whether it needs a gradient; but whatever autograd saves in it is dropped at once. The second run begins with what the
-first one began with (:class:`SavedInput`):
-
-- *the input*: the first run gets copies of the tensors, as layers may write into their inputs;
-- *randomness*, autocast and the values that layers change (running statistics, the vectors of spectral norm) are the
-  caller's: they follow from the micro-batch, not from the moment.
-
-Hooks of layers run twice, as with ``torch.utils.checkpoint``.
-
-Must not know: schedules, peers, failures.
+the graph, the inputs alone), after B the queued weight gradients. Where a forward is computed again (R), its first run
+is a usual one, with autograd, so the output is the same; but whatever autograd saves is dropped at once. The second run
+begins with the same *input* (:class:`SavedInput`: the first run gets copies, as layers may write into their inputs);
+*randomness*, autocast and the values that layers change follow from the micro-batch. Hooks of layers run twice, as with
+``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -78,18 +70,9 @@ class Stage:
     """The layers of one stage.
 
     Args:
-        layers: the stage's layers, in order.
-        first_layer: index of the first of them in the whole model.
-        seed: seed of the run.
-        device: device of the layers.
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
-        forward_context: context entered around every forward (from the precision plugin).
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
-        forward_layers: what :meth:`run` runs instead of ``layers``, likewise.
-        loss_name: the user's function that computes the loss, for errors.
-        loss_backward: the user's backward of the loss, if there is one.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
-        scale_loss: what makes of a loss the one that is differentiated.
         takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
             the target elsewhere.
         sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
@@ -145,8 +128,9 @@ class Stage:
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
-        """Within the block, gradients are on and the modules are in the recorded modes: a training step can be redone
-        during validation.
+        """The context with gradients on and the modules in their recorded modes.
+
+        A training step can be redone during validation.
         """
         now = [(module, module.training) for module, _ in self._modes]
         self._set_modes(self._modes)
@@ -178,12 +162,8 @@ class Stage:
         """F: runs the layers on ``value`` and keeps the graph.
 
         Args:
-            step: optimizer step, for the randomness.
-            microbatch: global index of the micro-batch.
             value: input of the first layer, or the message of the previous stage; the gradient of what requires one
                 there is sent back.
-            target: of the micro-batch, on the last stage.
-            split_backward: whether weight gradients will be computed in a separate W.
             recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
 
         Returns:
@@ -236,15 +216,12 @@ class Stage:
                 )
 
     def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:
-        """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
+        """Runs the layers without gradients; arguments as of :meth:`forward`."""
         with self._forward_context():
             return self._without_backward(self._evaluation_layers, step, microbatch, value, target)
 
     def run(self, step: int, draw: int, value: Any, target: Any = None) -> Value:
-        """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
-
-        Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
-        """
+        """Runs the layers for a hook of the user's, in the context of the caller."""
         return self._without_backward(self._forward_layers, step, draw, value, target, is_one=False)
 
     def _without_backward(
@@ -259,7 +236,7 @@ class Stage:
     def _run(
         self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...], is_one: bool = True
     ) -> Any:
-        """Runs those of ``layers`` that ``microbatch`` runs here; of a whole batch all micro-batches do the same."""
+        """Runs the layers that ``microbatch`` runs here; not ``is_one``: all of them."""
         value: Any = inputs
         first = self._first_layer
         if self._sharing is not None:
@@ -280,7 +257,7 @@ class Stage:
         return microbatch_randomness(self._device, self.seed, step, microbatch)
 
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
-        """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
+        """Computes a micro-batch's loss and ends the graph with its share of the mean.
 
         Returns:
             The micro-batch's loss, detached, a 0-dimensional tensor; zero if it has none.
@@ -311,10 +288,7 @@ class Stage:
         return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
-        """BW: the fused backward.
-
-        Args:
-            grads: gradients of the outputs from the next stage; None on the last stage.
+        """BW: the fused backward; ``grads``: of the outputs, None on the last stage.
 
         Returns:
             Gradients of the inputs, for the previous stage; None on the first stage.
@@ -325,7 +299,7 @@ class Stage:
         return self._input_grads(held)
 
     def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
-        """B: gradients of the inputs; weight gradients that can wait are queued for :meth:`backward_weight`."""
+        """B: gradients of the inputs; those of weights wait for :meth:`backward_weight`."""
         held = self._in_flight[microbatch]
         with held.queue.collecting(), self._randomness(held.step, microbatch):
             self._differentiate(held, grads)
@@ -338,7 +312,7 @@ class Stage:
         self._in_flight.pop(microbatch, None)
 
     def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """W: the weight gradients that B queued; ``done`` is called with each parameter that has its own."""
+        """W: the queued weight gradients; ``done`` is called with each complete parameter."""
         self._in_flight.pop(microbatch).queue.flush(done)
 
     def waiting_parameters(self, microbatch: int) -> list[nn.Parameter]:
@@ -346,7 +320,7 @@ class Stage:
         return self._in_flight[microbatch].queue.parameters()
 
     def untouched(self, microbatch: int) -> set[int]:
-        """The ids of the parameters of those layers that a neighbouring stage runs ``microbatch`` through instead."""
+        """Ids of parameters whose layers a neighbour runs for ``microbatch`` instead."""
         if self._sharing is None:
             return set()
         run, _ = self._sharing(self._layers, microbatch)
@@ -355,7 +329,7 @@ class Stage:
 
     @property
     def differentiates_itself(self) -> bool:
-        """Whether no other code runs the backward of a micro-batch, which is then one pass of autograd."""
+        """Whether a micro-batch's backward is autograd's, and not the user's."""
         return self._loss_backward is None
 
     @property
@@ -402,12 +376,12 @@ class Stage:
 
 
 def _detached(item: Tensor | None) -> Tensor | None:
-    """The tensors that leave the graph of this stage; they require a gradient if that is wanted back."""
+    """A tensor out of this stage's graph; it may want its gradient back."""
     return None if item is None else item.detach().requires_grad_(item.requires_grad)
 
 
 class SavedInput:
-    """The input that one micro-batch keeps, to be computed again: tensors in whatever Lightning moves to a device."""
+    """The input that one micro-batch keeps, to be computed again."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
