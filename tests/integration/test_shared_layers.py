@@ -26,7 +26,7 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.runtime.comm.communicator import CommunicationError
-from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
+from lightning_recycle.runtime.stage.gradients import BucketedReduction
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
@@ -294,7 +294,7 @@ class CountsSums(Callback):
             if op.kind.value == "REDUCE":
                 begun.clear()
 
-        sums = executor._communicator.sums
+        sums = executor._communicator
         for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
             setattr(sums, name, watched(getattr(sums, name)))
         executor.after_operation.append(note)

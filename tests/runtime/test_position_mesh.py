@@ -354,7 +354,7 @@ def communicating(position: Position, mesh: PositionMesh) -> list[float]:
         waits.append(what)
         yield
 
-    communicator.report_waits_to(waiting)
+    communicator.waiting = waiting
     communicator.configure(0, (), [rank], position=range(position.size))
     moment: list[float] = []
 

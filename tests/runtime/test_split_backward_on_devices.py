@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.step_measurements import FirstSteps
-from lightning_recycle.runtime.executor.timings import Timings
+from lightning_recycle.runtime.executor.step_measurements import FirstSteps, Timings
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.stage import Stage
 

@@ -11,7 +11,7 @@ the exception is raised as the user's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -38,12 +38,12 @@ from lightning_recycle.control.protocol.recovery import (
 )
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Op, OpKind
-from lightning_recycle.planning.program import Program
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
+from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.wire import Channel
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
-from lightning_recycle.runtime.executor.forwards import Forwards
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
@@ -71,8 +71,8 @@ class Executor:
         self._moving = LayerMoves(layers, tied, self.grid, self.worker, self._client, self._communicator)
         self._joining = False
         self._has_own_exception = False  # an exception was judged to be the user's own
-        self._communicator.report_progress_to(self._client.progressed)
-        self._communicator.report_waits_to(self._client.waiting)
+        self._communicator.on_progress = self._client.progressed
+        self._communicator.waiting = self._client.waiting
         self._client.on_interrupt = self._communicator.abort  # ends whatever the main thread exchanges with others
         self._client.regroup = self.regroup
         self._communicator.report_hooks_to(self._enters_hook, self._lose_sibling)
@@ -121,7 +121,7 @@ class Executor:
     @property
     def seconds_for_siblings(self) -> float:
         """The time that collectives of the layers have taken so far."""
-        return self._communicator.connections.seconds_for_siblings
+        return self._communicator.seconds_for_siblings
 
     @property
     def stretch_operation(self) -> Callable[[float], None] | None:
@@ -352,7 +352,7 @@ class Executor:
 
     def alter_next_message(self, alter: Callable[[Any], Any]) -> None:
         """Sends the next value to another stage as ``alter`` changes it (a fault)."""
-        self._communicator.messages.alter_next = alter
+        self._communicator.alter_next = alter
 
     def join(self) -> None:
         """Enters a running training at a step boundary, with the state that a peer gives."""
@@ -522,3 +522,87 @@ class Executor:
                 self._runner.forget()
             case Serve():
                 self._runner.serve(action.step)
+
+
+class Forwards:
+    """The forwards of one worker, each an attempt that leaves nothing but its result."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._client, self._communicator = runner.client, runner.communicator
+        self._is_last = runner.worker.stage == runner.grid.stages - 1
+        self._part, self._parts = runner.communicator.parts
+        self._beyond = runner.grid.global_microbatches * self._parts  # tag of messages that belong to no micro-batch
+
+    def run_batch(
+        self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
+    ) -> dict[int, bytes]:
+        """Runs the forwards of this worker's program, but for empty micro-batches.
+
+        Workers that compute parts of a micro-batch run all or none of them: the layers exchange parameters. One whose
+        own part has no samples runs another's, and drops the result.
+        """
+        loader, version = handle.loader, self._runner.version
+        sizes: dict[Task, int] = {}
+        reads: dict[Task, Microbatch] = {}
+        for task in self._runner.program:
+            if task.op.kind is OpKind.FORWARD and task.op.microbatch is not None:
+                sizes[task] = loader.num_samples(handle, task.op.microbatch)
+                for part in self._alternatives(task.op.microbatch):
+                    if loader.num_samples(handle, part):
+                        reads[task] = part
+                        break
+        forwards = list(reads)
+        incoming = {
+            task: self._communicator.post_receive(Channel.ACTIVATIONS, task.source, task.index)
+            for task in forwards
+            if task.source is not None
+        }
+        recorded: dict[int, bytes] = {}
+        for task in forwards:
+            if self._client.interrupted:
+                raise Interrupted
+            self._client.doing(version, f"evaluation {task.label}")
+            inputs = target = None
+            if task.op.stage == 0 or self._is_last:
+                inputs, target = split(loader.fetch(handle, reads[task]))
+            if task.source is not None:
+                with self._client.waiting(f"rank {task.source}"):
+                    inputs = self._communicator.receive(incoming[task])
+            output = self._runner.stage.evaluate(version, task.index, inputs, target)
+            if self._is_last:
+                made = record(output, target, sizes[task])
+                if sizes[task]:
+                    recorded[task.index] = made
+            if task.destination is not None:
+                self._communicator.send(Channel.ACTIVATIONS, output, task.destination, task.index)
+        self._communicator.end_step()
+        self._runner.stage.clear()
+        return recorded
+
+    def _alternatives(self, microbatch: Microbatch) -> Iterator[Microbatch]:
+        """``microbatch``, then those of the other workers of its position."""
+        first = microbatch.pipeline - self._part
+        for shift in range(self._parts):
+            yield replace(microbatch, pipeline=first + (self._part + shift) % self._parts)
+
+    @property
+    def leads_last(self) -> bool:
+        """Whether this worker speaks for the last stage."""
+        return self._is_last and self._runner.stage_leaders[self._runner.worker.stage] == self._client.rank
+
+    def run_value(self, value: Any, draw: int) -> Any:
+        """Runs this stage on ``value``, if this worker speaks for it, and passes it on."""
+        stage, leads = self._runner.worker.stage, self._runner.stage_leaders
+        if leads[stage] != self._client.rank:
+            return None
+        inputs = value
+        if stage > 0:
+            incoming = self._communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._beyond)
+            with self._client.waiting(f"rank {leads[stage - 1]}"):
+                inputs = self._communicator.receive(incoming)
+        output = self._runner.stage.run(self._runner.version, draw, inputs, value)
+        if not self._is_last:
+            self._communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._beyond)
+        self._runner.stage.clear()
+        return output

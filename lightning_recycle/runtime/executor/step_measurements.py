@@ -20,9 +20,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.devices import allocated_bytes, is_accelerator, peak_allocated_bytes
+from lightning_recycle.devices import allocated_bytes, await_stream, is_accelerator, new_event, peak_allocated_bytes
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
@@ -48,9 +49,122 @@ from lightning_recycle.runtime.executor.device_memory import (
     storage_bytes,
     tensor_bytes,
 )
-from lightning_recycle.runtime.executor.timings import Timings
 from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 from lightning_recycle.tensor_memory import local_part
+
+_SMOOTHING = 0.2  # weight of the newest measurement in the operation times
+
+
+@dataclass
+class Timings:
+    """Smoothed seconds by kind of operation; of REDUCE, mostly waiting, the minimum.
+
+    On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
+    wait for it. Such measurements count as soon as the device has come that far.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _step: dict[str, list[float]] = field(default_factory=dict)
+    _on_device: deque[tuple[OpKind, Any, Any]] = field(default_factory=deque)  # events before and after it
+    _events: list[Any] = field(default_factory=list)  # that can be used again
+
+    def take_step(self) -> dict[str, float]:
+        """Mean seconds of the measurements since the previous call."""
+        self._collect()
+        measured, self._step = self._step, {}
+        return {name: sum(values) / len(values) for name, values in measured.items()}
+
+    def add(self, kind: OpKind, seconds: float) -> None:
+        """Takes a measurement into account."""
+        name = kind.value  # takes longer than all that follows
+        self._step.setdefault(name, []).append(seconds)
+        old = self.seconds.get(name)
+        if old is None:
+            self.seconds[name] = seconds
+        elif kind is OpKind.REDUCE:
+            self.seconds[name] = min(old, seconds)
+        else:
+            self.seconds[name] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
+
+    def measure(
+        self, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """A context whose duration is recorded unless it raises, device work included.
+
+        ``stretch`` is called with the seconds at its end and may prolong it; then the host waits for the device.
+        """
+        if is_accelerator(device) and stretch is None:
+            return _DeviceStopwatch(self, kind, device)
+        return _Stopwatch(self, kind, device, stretch)
+
+    def await_device(self, progressed: Callable[[], None]) -> None:
+        """Waits until the device has done all that was measured.
+
+        A worker that then waits for others has no work of its own left that may be stuck. ``progressed`` is called
+        after each operation.
+
+        Raises:
+            RuntimeError: if the device is lost.
+        """
+        while self._on_device:
+            self._on_device[0][2].synchronize()
+            self._take()
+            progressed()
+
+    def _collect(self) -> None:
+        while self._on_device and self._on_device[0][2].query():
+            self._take()
+
+    def _take(self) -> None:
+        kind, before, after = self._on_device.popleft()
+        self.add(kind, before.elapsed_time(after) / 1e3)
+        self._events += (before, after)
+
+    def _record(self, device: torch.device) -> Any:
+        """An event behind all that the current stream was asked to do."""
+        event = self._events.pop() if self._events else new_event(device)
+        event.record()
+        return event
+
+
+class _Stopwatch:
+    """By the clock of the host."""
+
+    __slots__ = ("_device", "_kind", "_started", "_stretch", "_timings")
+
+    def __init__(
+        self, timings: Timings, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None
+    ) -> None:
+        self._timings, self._kind, self._device = timings, kind, device
+        self._stretch = stretch
+
+    def __enter__(self) -> None:
+        await_stream(self._device)
+        self._started = time.perf_counter()
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        await_stream(self._device)
+        if exception_type is None:
+            if self._stretch is not None:
+                self._stretch(time.perf_counter() - self._started)
+            self._timings.add(self._kind, time.perf_counter() - self._started)
+
+
+class _DeviceStopwatch:
+    """By events of the device."""
+
+    __slots__ = ("_before", "_device", "_kind", "_timings")
+
+    def __init__(self, timings: Timings, kind: OpKind, device: torch.device) -> None:
+        self._timings, self._kind, self._device = timings, kind, device
+
+    def __enter__(self) -> None:
+        self._before = self._timings._record(self._device)
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        if exception_type is None:
+            self._timings._on_device.append((self._kind, self._before, self._timings._record(self._device)))
+
 
 _MEMORY = 2  # the step in which memory is measured: the first one compiles, warms up, and creates the optimizer's state
 _TRIAL_STEPS = 4  # in each of which both kinds are measured if a worker has two micro-batches

@@ -35,12 +35,10 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
 from lightning_recycle.runtime.checks.microbatch_records import Recomputation
-from lightning_recycle.runtime.checks.verification import Verifier
+from lightning_recycle.runtime.checks.verification import FiniteChecks, Verifier
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.stage_messages import Incoming
-from lightning_recycle.runtime.comm.transports import Channel
+from lightning_recycle.runtime.comm.wire import Channel, Incoming
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
 from lightning_recycle.runtime.executor.speculative_commit import (
     CommitPayload,
@@ -49,8 +47,7 @@ from lightning_recycle.runtime.executor.speculative_commit import (
     norm_of,
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
-from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.gradients import BucketedReduction, Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
@@ -167,7 +164,7 @@ class StepRunner:
         """Sets up this worker for the layers of ``bundle``. Nothing is under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
-        self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
+        self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_settled)
         # A single column is never ahead of others: what it has applied is what is committed.
         is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
@@ -241,12 +238,12 @@ class StepRunner:
         self._buffers = part.buffers
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
         self._incoming = {
-            task: self.communicator.messages.post_receive(_channel(task.op), task.source, task.index)
+            task: self.communicator.post_receive(_channel(task.op), task.source, task.index)
             for task in program
             if task.source is not None
         }
         if (first := self._measurements.first) is not None:
-            measured, buffers = step if part.reduces else None, self.communicator.messages.buffers()
+            measured, buffers = step if part.reduces else None, self.communicator.buffers()
             first.begin(measured, program, self._whole_program.split_backward, buffers)
         if part.awaits_peers:
             self.await_peers()
@@ -298,7 +295,7 @@ class StepRunner:
                 for watcher in self._watchers:
                     watcher.completed(task)
                 self._reduction.completed(task)
-        self.communicator.messages.end_step()
+        self.communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
@@ -334,7 +331,7 @@ class StepRunner:
             if self._measurements.first is not None:
                 self._measurements.first.sent(output)
             note = values.note(note)
-            self.communicator.messages.send(_channel(task.op), output, task.destination, task.index, note)
+            self.communicator.send(_channel(task.op), output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
         """The losses of the micro-batches, and what hooks did with their outputs.
@@ -374,7 +371,7 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
-            self.communicator.messages.send(_channel(task.op), input_grads, task.destination, task.index)
+            self.communicator.send(_channel(task.op), input_grads, task.destination, task.index)
 
     def _reduce(self, step: int) -> None:
         self.settle()
@@ -510,7 +507,7 @@ class StepRunner:
         """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
-                self.communicator.sums.broadcast(buffer, donor)
+                self.communicator.broadcast(buffer, donor)
         if lacks:
             self.payload, self.reduced = self._commit_payload(step), True
 
@@ -529,13 +526,13 @@ class StepRunner:
 
     def measure_links(self) -> None:
         """Measures the links to the neighbouring stages, if the run is profiled."""
-        rank, pair = self.client.rank, self.communicator.messages.exchange
+        rank, pair = self.client.rank, self.communicator.echo
         self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
 
     def await_peers(self) -> None:
         """Returns when all live workers of this stage have come here."""
         with self.client.waiting("peers"):
-            self.communicator.sums.all_reduce(torch.zeros(1))
+            self.communicator.all_reduce(torch.zeros(1))
 
     def serve(self, step: int) -> None:
         """Runs a step that this worker has applied, with the parameters of that step."""
@@ -562,7 +559,7 @@ class StepRunner:
                 data.handle.loader.read_ahead(data.handle)
                 self.attempt.place = (step, task.label)
         with self.client.waiting(f"rank {task.source}"):
-            value = self.communicator.messages.receive(self._incoming[task])
+            value = self.communicator.receive(self._incoming[task])
         if task.op.kind is OpKind.FORWARD and self._measurements.first is not None:
             self._measurements.first.received(value)
         return value

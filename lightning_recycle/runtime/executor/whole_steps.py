@@ -152,7 +152,7 @@ class WholeStepRunner(StepRunner):
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
         self._run_hooks(step, OpKind.STEP, None)
-        self.communicator.messages.end_step()
+        self.communicator.end_step()
 
     def _read(self, step: int) -> list[WholeStepMicrobatch]:
         """Reads this worker's micro-batches."""
@@ -195,7 +195,7 @@ class WholeStepRunner(StepRunner):
         started = time.perf_counter()
         try:
             with self.client.waiting("peers"):
-                self.communicator.sums.all_reduce(tensor)
+                self.communicator.all_reduce(tensor)
         except Exception as error:
             self._broken = error
             raise

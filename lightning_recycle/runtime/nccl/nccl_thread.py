@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning_recycle.runtime.comm.groups import CommunicationError
-from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
-from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Place
+from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Kind, Note, Place
 from lightning_recycle.runtime.nccl.nccl_library import Streams
-from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
-from lightning_recycle.runtime.nccl.pending_op import Kind, Note
+from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 
 class NcclOps:

@@ -18,7 +18,6 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,18 +25,12 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.transports import (
-    Channel,
-    CommunicationOptions,
-    HostMemory,
-    Rosters,
-    Transport,
-)
-from lightning_recycle.runtime.comm.wire import ValueLayout
-from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
+from lightning_recycle.runtime.comm.transports import CommunicationOptions, Rosters, Transport
+from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Comms,
     Kept,
+    Note,
     Place,
     abort_together,
     group_places,
@@ -47,8 +40,7 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
 )
 from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, Libnccl, NcclLibrary, Streams, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
-from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
-from lightning_recycle.runtime.nccl.pending_op import Note
+from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +101,11 @@ class NcclTransport(Transport):
         library: NcclLibrary | str,
         streams: Streams,
         name: str,
-        gloo: Transport,
         required: bool = False,
         reserves: bool = True,
     ) -> None:
         self._rank, self._device, self._library, self._streams = rank, device, library, streams
-        self._name, self._gloo, self._required, self._reserves = name, gloo, required, reserves
+        self._name, self._required, self._reserves = name, required, reserves
         self._has_explained = False
         self._lock = threading.Lock()
         self._thread: NcclThread | None = None
@@ -135,7 +126,6 @@ class NcclTransport(Transport):
         rendezvous: Rendezvous,
         cancelled: threading.Event,
     ) -> None:
-        self._gloo.connect(generation, rosters, groups, rendezvous, cancelled)
         links = groups.get(_LINKS, Group()).links
         rosters = {name: roster for name, roster in rosters.items() if len(roster) > 1}
         neighbours = {rank for channel in Channel for rank in groups.get(channel.value, Group()).places} - {self._rank}
@@ -284,33 +274,28 @@ class NcclTransport(Transport):
 
     # what is carried
 
-    def _thread_to(self, peer: int) -> NcclThread | None:
-        return self._thread if peer in self._usable.neighbours else None
+    @property
+    def _connected(self) -> NcclThread:
+        assert self._thread is not None, "it carries and takes only while there is one"
+        return self._thread
 
     def packed_bytes(self, peer: int) -> int:
-        return self._gloo.packed_bytes(peer) if self._thread_to(peer) is None else _PACKED_BYTES
+        return _PACKED_BYTES if self.carries(peer) else super().packed_bytes(peer)
 
     def carries(self, peer: int) -> bool:
-        return self._thread_to(peer) is not None
+        return self._thread is not None and peer in self._usable.neighbours
 
     def send(
         self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
-    ) -> list[tuple[Any, Tensor]]:
-        thread = self._thread_to(destination)
-        if thread is None:
-            return self._gloo.send(channel, layout, tensors, destination, tag)
+    ) -> None:
         payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
         ready = self._streams.current.record()
-        thread.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
-        return []  # the thread keeps them
+        self._connected.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
 
     def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
-        thread = self._thread_to(source)
-        if thread is None:
-            return self._gloo.receive(channel, layout, source, tag)
         tensors = layout.empty(self._streams.empty)
         payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
-        thread.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
+        self._connected.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
         return tensors
 
     @property
@@ -323,8 +308,7 @@ class NcclTransport(Transport):
         return roster in self._usable.rosters and is_here and large and tensor.dtype in SUMMED
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
-        thread = self._thread
-        assert thread is not None, "it is taken only while there is one"
+        thread = self._connected
         collective = Collective(_number(roster), tensor, root, self._streams.current.record())
         thread.begin(collective)
         return thread, collective
@@ -357,7 +341,6 @@ class NcclTransport(Transport):
         if thread is not None:
             thread.end()
             self._kept |= thread.kept
-        self._gloo.close()
 
     def end(self) -> None:
         self.close()
@@ -405,9 +388,6 @@ def _digest(layout: ValueLayout) -> int:
     return zlib.crc32(layout.header(packed=False))
 
 
-TIMEOUT_SECONDS = 1800.0  # of any single message
-
-
 def check_transport(option: str, device: torch.device) -> None:
     """Whether ``CommunicationOptions(transport=option)`` is possible with a device.
 
@@ -428,9 +408,8 @@ def transport_for(options: CommunicationOptions, rank: int, device: torch.device
         ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
     """
     check_transport(options.transport, device)
-    gloo = Transport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
     if options.transport == "gloo":
-        return gloo
+        return Transport()
     library = Libnccl()
     return NcclTransport(
         rank,
@@ -438,7 +417,5 @@ def transport_for(options: CommunicationOptions, rank: int, device: torch.device
         library,
         CudaStreams(device),
         device_name(device),
-        gloo,
-        required=False,
         reserves=options.standby_connections,
     )
