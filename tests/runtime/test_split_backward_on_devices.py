@@ -113,10 +113,10 @@ def busy(device: torch.device) -> Tensor:
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_an_operation_that_it_measures() -> None:
-    device, timings = torch.device("cuda"), Timings()
+    device, timings = torch.device("cuda"), Timings(torch.device("cuda"))
     busy(device)
     torch.cuda.synchronize()
-    with timings.measure(OpKind.FORWARD, device):
+    with timings.of[OpKind.FORWARD]:
         busy(device)
     after = torch.cuda.Event()
     after.record()

@@ -126,11 +126,11 @@ class Executor:
     @property
     def stretch_operation(self) -> Callable[[float], None] | None:
         """Called with the seconds that an operation has computed: see StepRunner."""
-        return self._runner.stretch_operation
+        return self._runner.timings.stretch
 
     @stretch_operation.setter
     def stretch_operation(self, stretch: Callable[[float], None] | None) -> None:
-        self._runner.stretch_operation = stretch
+        self._runner.timings.stretch = stretch
 
     # ------------------------------------------------------------------ a step
 

@@ -23,7 +23,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -55,22 +54,37 @@ from lightning_recycle.tensor_memory import local_part
 _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
 
 
-@dataclass
+_COMPUTING = (
+    OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+)  # fmt: skip
+
+
 class Timings:
     """Smoothed seconds by kind of operation; of REDUCE, mostly waiting, the minimum.
 
     On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
     wait for it. Such measurements count as soon as the device has come that far.
+
+    Attributes:
+        of: for each kind the context whose duration is recorded unless it raises, device work included.
+        stretch: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes counts as
+            computing, and the host waits for the device before. For fault injection.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    _step: dict[str, list[float]] = field(default_factory=dict)
-    _on_device: deque[tuple[OpKind, Any, Any]] = field(default_factory=deque)  # events before and after it
-    _events: list[Any] = field(default_factory=list)  # that can be used again
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.stretch: Callable[[float], None] | None = None
+        stopwatch = _DeviceStopwatch if is_accelerator(device) else _Stopwatch
+        self.of: dict[OpKind, AbstractContextManager[None]] = {kind: stopwatch(self, kind) for kind in OpKind}
+        self._device = device
+        self._step: dict[str, list[float]] = {}
+        self._on_device: deque[tuple[OpKind, Any, Any]] = deque()  # events before and after it
+        self._events: list[Any] = []  # that can be used again
 
     def take_step(self) -> dict[str, float]:
         """Mean seconds of the measurements since the previous call."""
-        self._collect()
+        while self._on_device and self._on_device[0][2].query():
+            self._take()
         measured, self._step = self._step, {}
         return {name: sum(values) / len(values) for name, values in measured.items()}
 
@@ -86,17 +100,6 @@ class Timings:
         else:
             self.seconds[name] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
 
-    def measure(
-        self, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None = None
-    ) -> AbstractContextManager[None]:
-        """A context whose duration is recorded unless it raises, device work included.
-
-        ``stretch`` is called with the seconds at its end and may prolong it; then the host waits for the device.
-        """
-        if is_accelerator(device) and stretch is None:
-            return _DeviceStopwatch(self, kind, device)
-        return _Stopwatch(self, kind, device, stretch)
-
     def await_device(self, progressed: Callable[[], None]) -> None:
         """Waits until the device has done all that was measured.
 
@@ -111,59 +114,51 @@ class Timings:
             self._take()
             progressed()
 
-    def _collect(self) -> None:
-        while self._on_device and self._on_device[0][2].query():
-            self._take()
-
     def _take(self) -> None:
         kind, before, after = self._on_device.popleft()
         self.add(kind, before.elapsed_time(after) / 1e3)
         self._events += (before, after)
 
-    def _record(self, device: torch.device) -> Any:
+    def _record(self) -> Any:
         """An event behind all that the current stream was asked to do."""
-        event = self._events.pop() if self._events else new_event(device)
+        event = self._events.pop() if self._events else new_event(self._device)
         event.record()
         return event
 
 
 class _Stopwatch:
-    """By the clock of the host."""
+    """The context of operations of one kind, by the clock of the host."""
 
-    __slots__ = ("_device", "_kind", "_started", "_stretch", "_timings")
-
-    def __init__(
-        self, timings: Timings, kind: OpKind, device: torch.device, stretch: Callable[[float], None] | None
-    ) -> None:
-        self._timings, self._kind, self._device = timings, kind, device
-        self._stretch = stretch
+    def __init__(self, timings: Timings, kind: OpKind) -> None:
+        self._timings, self._kind, self._may_stretch = timings, kind, kind in _COMPUTING
 
     def __enter__(self) -> None:
-        await_stream(self._device)
-        self._started = time.perf_counter()
-
-    def __exit__(self, exception_type: Any, *_: Any) -> None:
-        await_stream(self._device)
-        if exception_type is None:
-            if self._stretch is not None:
-                self._stretch(time.perf_counter() - self._started)
-            self._timings.add(self._kind, time.perf_counter() - self._started)
-
-
-class _DeviceStopwatch:
-    """By events of the device."""
-
-    __slots__ = ("_before", "_device", "_kind", "_timings")
-
-    def __init__(self, timings: Timings, kind: OpKind, device: torch.device) -> None:
-        self._timings, self._kind, self._device = timings, kind, device
-
-    def __enter__(self) -> None:
-        self._before = self._timings._record(self._device)
+        self._began = time.perf_counter()
 
     def __exit__(self, exception_type: Any, *_: Any) -> None:
         if exception_type is None:
-            self._timings._on_device.append((self._kind, self._before, self._timings._record(self._device)))
+            if self._may_stretch and self._timings.stretch is not None:
+                self._timings.stretch(time.perf_counter() - self._began)
+            self._timings.add(self._kind, time.perf_counter() - self._began)
+
+
+class _DeviceStopwatch(_Stopwatch):
+    """By events of the device, unless the operation may be stretched."""
+
+    def __enter__(self) -> None:
+        self._before = None
+        if self._may_stretch and self._timings.stretch is not None:
+            await_stream(self._timings._device)
+            super().__enter__()
+        else:
+            self._before = self._timings._record()
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        if self._before is None:
+            await_stream(self._timings._device)
+            super().__exit__(exception_type)
+        elif exception_type is None:
+            self._timings._on_device.append((self._kind, self._before, self._timings._record()))
 
 
 _MEMORY = 2  # the step in which memory is measured: the first one compiles, warms up, and creates the optimizer's state
@@ -200,7 +195,7 @@ class FirstSteps:
         self._seconds: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
         self._busy: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
         self._waited = self._passed = 0.0
-        self._by_device = {True: Timings(), False: Timings()}
+        self._by_device = {True: Timings(device), False: Timings(device)}
 
     @property
     def count(self) -> int:
@@ -242,7 +237,7 @@ class FirstSteps:
         if index not in self._split:
             return _NOTHING
         if is_accelerator(self._device):
-            return self._by_device[self._split[index]].measure(kind, self._device)
+            return self._by_device[self._split[index]].of[kind]
         return self._by_the_clock((self._split[index], kind))
 
     # ------------------------------------------------------------------ memory
@@ -370,7 +365,7 @@ class StepMeasurements:
         held: Callable[[], Iterable[Tensor]] | None = None,
         tries_splitting: bool = False,
     ) -> None:
-        self.timings = Timings()
+        self.timings = Timings(device)
         self.first: FirstSteps | None = None
         self._client, self._device, self._profiles, self._held = client, device, profiles, held
         self._tries_splitting, self._awaits_memory = tries_splitting, False

@@ -54,6 +54,7 @@ from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 log = logging.getLogger(__name__)
 
 READING = "reading data"
+_ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 
 @dataclass
@@ -104,8 +105,7 @@ class StepRunner:
         stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
-        stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
-            counts as computing. For fault injection.
+        timings: seconds by kind of operation.
     """
 
     def __init__(
@@ -134,10 +134,11 @@ class StepRunner:
         self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
-        self.stretch_operation: Callable[[float], None] | None = None
         self._rules = rules
         self._device = communicator.device
         self._measurements = measurements or StepMeasurements(client, self._device)
+        self.timings = self._measurements.timings
+        self._waits_to_read = is_accelerator(self._device)  # a number of the device
         has_ties = bool(bundle.ties.ties)
         waits = rules.overflow or not rules.staggered or has_ties
         self.guesses = (
@@ -157,7 +158,7 @@ class StepRunner:
         self._losses: dict[int, float | Tensor] = {}  # on a device: reading one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
-        self._buffers = 0  # the step in whose buffers this attempt adds up gradients
+        self._statistics: Sequence[Tensor] = ()  # to which this attempt adds
         self._hold(bundle)
 
     def _hold(self, bundle: StageBundle) -> None:
@@ -235,10 +236,11 @@ class StepRunner:
         checked, inspected = self.verifier.target is not None, self.finite.inspects
         self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
         early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
-        self._buffers = part.buffers
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
+        self._statistics = self.gradients.statistics(part.buffers)
+        post = self.communicator.post_receive
         self._incoming = {
-            task: self.communicator.post_receive(_channel(task.op), task.source, task.index)
+            task: post(_ACTIVATIONS if task.op.kind is OpKind.FORWARD else _GRADIENTS, task.source, task.index)
             for task in program
             if task.source is not None
         }
@@ -247,9 +249,10 @@ class StepRunner:
             first.begin(measured, program, self._whole_program.split_backward, buffers)
         if part.awaits_peers:
             self.await_peers()
-        forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
+        forwards_left = [task.op.kind for task in program].count(OpKind.FORWARD)
+        member = self.client.member
         for task in program:
-            if self.client.interrupted:
+            if member.interrupted:
                 raise Interrupted
             if self.guesses is not None:
                 self.settle(waits=False)
@@ -314,12 +317,12 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
         split, again = task.split_backward or self._tries_split(task), task.recomputed
-        statistics = self.gradients.statistics(self._buffers)
-        with self.callbacks.microbatch(task.index, statistics) as values, self._measured(OpKind.FORWARD, task, inputs):
+        measured = self._measured(OpKind.FORWARD, task, inputs)
+        with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
-                self._losses[task.index] = loss.clone() if is_accelerator(loss.device) else float(loss)
+                self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         values.record = self.callbacks.record_output(output, target, self._samples(step, task))
@@ -331,7 +334,7 @@ class StepRunner:
             if self._measurements.first is not None:
                 self._measurements.first.sent(output)
             note = values.note(note)
-            self.communicator.send(_channel(task.op), output, task.destination, task.index, note)
+            self.communicator.send(_ACTIVATIONS, output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
         """The losses of the micro-batches, and what hooks did with their outputs.
@@ -357,7 +360,7 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.adds_gradients(task)
         if kind is OpKind.BACKWARD and first is not None and self._tries_split(task):
-            with self._measurements.timings.measure(kind, self._device, self.stretch_operation):
+            with self.timings.of[kind]:
                 with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
                     input_grads = self.stage.backward_input(task.index, grads)
                 with first.part(OpKind.BACKWARD_WEIGHT, task.index, self.stage):
@@ -371,12 +374,12 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
-            self.communicator.send(_channel(task.op), input_grads, task.destination, task.index)
+            self.communicator.send(_GRADIENTS, input_grads, task.destination, task.index)
 
     def _reduce(self, step: int) -> None:
         self.settle()
-        self._measurements.timings.await_device(self.client.progressed)
-        with self.client.waiting("peers"), self._measurements.timings.measure(OpKind.REDUCE, self._device):
+        self.timings.await_device(self.client.progressed)
+        with self.client.waiting("peers"), self.timings.of[OpKind.REDUCE]:
             self._reduction.finish()
         payload = self._commit_payload(step)
         self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
@@ -424,7 +427,7 @@ class StepRunner:
         add = partial(self.gradients.add, number, step.share)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next, add)
         self.gradients.give_back()
-        with self._measurements.timings.measure(OpKind.STEP, self._device):
+        with self.timings.of[OpKind.STEP]:
             if self._shadow is not None:
                 self._shadow.update()
                 self._shadow_of = number
@@ -566,7 +569,7 @@ class StepRunner:
 
     def _measured(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
         """The context of an F, R, BW, B or W; ``inputs``: what the F is given."""
-        timed = self._measurements.timings.measure(kind, self._device, self.stretch_operation)
+        timed = self.timings.of[kind]
         first = self._measurements.first
         return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))
 
@@ -584,7 +587,3 @@ class StepRunner:
 def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _channel(op: Op) -> Channel:
-    return Channel.ACTIVATIONS if op.kind is OpKind.FORWARD else Channel.GRADIENTS

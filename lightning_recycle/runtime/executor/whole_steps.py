@@ -139,9 +139,7 @@ class WholeStepRunner(StepRunner):
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
-        self._measurements.timings.add(
-            OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches)
-        )
+        self.timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
         self.reduced, self.payload = True, CommitPayload()
         way.add("the end of the step")

@@ -42,7 +42,7 @@ from lightning_recycle.planning.program import Task
 from lightning_recycle.runtime.comm.communicator import Communicator, Reduction
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import foreach_add_, foreach_norm, version_of
+from lightning_recycle.torch_internals import foreach_add_, foreach_norm, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Bucket:
         begin = sum(_aligned(view.numel()) for view in views)
         self._counts = buffer[begin : begin + len(views)]
         self._clean: list[int] = []
+        self._has_shards = any(grad is not view for grad, view in zip(self.grads, self.views, strict=True))
 
     @property
     def is_in_place(self) -> bool:
@@ -91,9 +92,9 @@ class Bucket:
         return sum(self._versions())
 
     def _versions(self) -> list[int]:
-        # An operation of a DTensor counts as a write of that alone, others write to the shard. Of plain tensors both
-        # are the same object.
-        return [*map(add, map(version_of, self.grads), map(version_of, self.views))]
+        # An operation of a DTensor counts as a write of that alone, others write to the shard.
+        versions = versions_of(self.grads)
+        return [*map(add, versions, versions_of(self.views))] if self._has_shards else versions
 
     def clear(self) -> None:
         """Empties it; no gradient is written."""
@@ -153,17 +154,15 @@ class _Set:
         # Each is complete once its first parameter is, which a backward reaches last.
         place = {id(parameter): number for number, parameter in enumerate(ordered)}
         self.buckets = sorted(buckets, key=lambda b: (b.stages, -place[id(b.parameters[0])] if b.parameters else 1))
+        # Each parameter with its gradient, and this process's part of that.
+        self.pairs = [pair for b in self.buckets for pair in zip(b.parameters, b.grads, b.views, strict=True)]
 
-    def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Each parameter with its gradient, and this process's part of that."""
-        for bucket in self.buckets:
-            yield from zip(bucket.parameters, bucket.grads, bucket.views, strict=True)
-
-    def written(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def written(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter that some micro-batch used, with its summed gradient."""
+        found: list[tuple[nn.Parameter, Tensor]] = []
         for bucket in self.buckets:
-            pairs = zip(bucket.parameters, bucket.grads, strict=True)
-            yield from itertools.compress(pairs, bucket.written())
+            found += itertools.compress(zip(bucket.parameters, bucket.grads, strict=True), bucket.written())
+        return found
 
 
 def _layout(parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -249,8 +248,8 @@ class GradientBuffers:
 
     def _like(self, chosen: _Set) -> _Set:
         """Other memory of the same layout."""
-        held = {id(p) for p, _, _ in chosen.pairs()}
-        ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs())) if id(p) in held]
+        held = {id(p) for p, _, _ in chosen.pairs}
+        ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs)) if id(p) in held]
         return self._empty(list(dict.fromkeys(ordered)), chosen.statistics)
 
     def tensors(self) -> list[Tensor]:
@@ -263,14 +262,14 @@ class GradientBuffers:
     def _own(self) -> set[int]:
         """The ids of gradients that lie in buffers."""
         sets = self._sets if self._lent is None else [*self._sets, self._lent]
-        return {id(grad) for each in sets for _, grad, _ in each.pairs()}
+        return {id(grad) for each in sets for _, grad, _ in each.pairs}
 
     # ------------------------------------------------------------------ in a step
 
     def begin(self, step: int) -> None:
         """Puts gradients aside, and makes ``parameter.grad`` views of empty buffers."""
         if self._left is None:
-            for parameter, grad, _ in self._sets[step % 2].pairs():
+            for parameter, grad, _ in self._sets[step % 2].pairs:
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
                     parameter.grad = grad.clone()
             self._left = {parameter: parameter.grad for parameter in self.parameters}
@@ -282,12 +281,12 @@ class GradientBuffers:
         chosen = self._sets[step % 2]
         for bucket in chosen.buckets:
             bucket.clear()
-        for parameter, grad, _ in chosen.pairs():
+        for parameter, grad, _ in chosen.pairs:
             parameter.grad = grad
 
     def check(self, step: int) -> None:
         """Raises UnsupportedFeatureError if a gradient has left its buffer."""
-        for parameter, grad, _ in self._sets[step % 2].pairs():
+        for parameter, grad, _ in self._sets[step % 2].pairs:
             if parameter.grad is not grad:
                 kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
                 raise UnsupportedFeatureError(
@@ -318,7 +317,7 @@ class GradientBuffers:
             if id(grad) in own:  # the next steps write to its memory
                 parameter.grad = grad.clone()
         chosen = self._handed_over(step)
-        found = list(chosen.written())
+        found = chosen.written()
         known = [(p.grad, grad) for p, grad in found if p.grad is not None]
         if known:
             sums, parts = ([local_part(each) for each in column] for column in zip(*known, strict=True))
@@ -359,7 +358,7 @@ class GradientBuffers:
 
     def by_parameter(self, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter, with its gradient in ``step``, or this process's part of it."""
-        return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs())
+        return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs)
 
     @torch.no_grad()
     def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:

@@ -20,6 +20,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_recycle.devices import default_generator
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
@@ -166,6 +167,7 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._generator = default_generator(device)
         self._fully_sharded = FullyShardedLayers(self._layers)
 
     @property
@@ -292,7 +294,7 @@ class Stage:
         first = self._first_layer
         if self._sharing is not None:
             layers, first = self._sharing(layers, microbatch if is_one else None)
-        with self._randomness(step, microbatch) as draw_for:
+        with microbatch_randomness(self._generator, self.seed, step, microbatch) as draw_for:
             try:
                 for index, layer in enumerate(layers, first):
                     draw_for(index)
@@ -304,9 +306,6 @@ class Stage:
                 raise
         return value
 
-    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
-        return microbatch_randomness(self._device, self.seed, step, microbatch)
-
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
         """Computes a micro-batch's loss and ends the graph with its share of the mean.
 
@@ -317,7 +316,7 @@ class Stage:
             ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
         """
         assert self._loss is not None
-        with self._forward_context(), self._randomness(step, microbatch) as draw_for:
+        with self._forward_context(), microbatch_randomness(self._generator, self.seed, step, microbatch) as draw_for:
             draw_for(self._first_layer + len(self._layers))
             loss = whole(self._loss(output, target))
         if loss is None and self._loss_is_optional:
@@ -345,14 +344,15 @@ class Stage:
             Gradients of the inputs, for the previous stage; None on the first stage.
         """
         held = self._in_flight.pop(microbatch)
-        with self._randomness(held.step, microbatch):  # activation checkpointing runs layers again
+        # Activation checkpointing runs layers again.
+        with microbatch_randomness(self._generator, self.seed, held.step, microbatch):
             self._differentiate(held, grads)
         return self._input_grads(held)
 
     def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
         """B: gradients of the inputs; those of weights wait for :meth:`backward_weight`."""
         held = self._in_flight[microbatch]
-        with held.queue.collecting(), self._randomness(held.step, microbatch):
+        with held.queue.collecting(), microbatch_randomness(self._generator, self.seed, held.step, microbatch):
             self._differentiate(held, grads)
         result = self._input_grads(held)
         held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory

@@ -102,15 +102,16 @@ class Shadow:
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
         self._parameters = list(parameters)
+        self._has_shards = any(map(is_sharded, parameters))
         parts = self._parts()
         pinned = on_host and any(is_accelerator(part.device) for part in parts)
         self._copies: list[Tensor] = [
             torch.empty_like(part, device="cpu" if on_host else part.device, pin_memory=pinned) for part in parts
         ]
 
-    def _parts(self) -> list[Tensor]:
+    def _parts(self) -> Sequence[Tensor]:
         """The parameters, of sharded ones the shards of this process."""
-        return [local_part(p).detach() for p in self._parameters]
+        return [local_part(p).detach() for p in self._parameters] if self._has_shards else self._parameters
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The copies that are in the memory of ``device``."""
