@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.comm.wire import Channel
-from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -135,7 +135,7 @@ def nccl(sharing: str, rank: int, device: torch.device) -> Transport:
     """Payloads by NCCL; ``sharing``: one of :data:`SHARING`, or "" where every worker has a device of its own."""
     if sharing:
         os.environ[sharing] = "1" if sharing == SHARING[0] else f"worker{rank}"
-    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"of worker {rank}", required=True)
+    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"of worker {rank}", required=True)
 
 
 def gloo(rank: int, device: torch.device) -> None:

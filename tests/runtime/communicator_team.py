@@ -31,7 +31,7 @@ from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.wire import Channel, HostMemory
-from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 HOST = "127.0.0.1"
@@ -188,7 +188,7 @@ def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
         os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"member {rank}", required=True), device
+    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"member {rank}", required=True), device
 
 
 def _serve(rank: int, directory: str, transport: str, connection: Connection) -> None:

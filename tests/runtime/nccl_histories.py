@@ -278,7 +278,7 @@ class World:
             worker.program.popleft()
             tensors = [torch.zeros(size, dtype=torch.int64) for size in message.sizes]
             worker.device.current.compute(lambda: fill(tensors, message))
-            ready = worker.device.current.record()
+            ready = worker.device.current.record_event()
             self.workers[message.destination].headers[worker.rank].append(message)
             worker.traffic.pairs.send(
                 payloads.Sending(message.destination, message.key, digest(message), list(tensors), ready)
@@ -298,7 +298,7 @@ class World:
     def begin_joint(self, worker: Worker, joint: Joint) -> None:
         tensor = torch.full((joint.size,), -1, dtype=torch.int64)
         worker.device.current.compute(lambda: joint.fill(tensor, worker.rank))
-        collective = payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record())
+        collective = payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record_event())
         worker.joints[joint] = collective, tensor
         worker.traffic.groups.begin(collective)
 

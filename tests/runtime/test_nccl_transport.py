@@ -339,6 +339,6 @@ def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
-    monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.Libnccl", missing)
+    monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.NcclLibrary", missing)
     with pytest.raises(ConfigurationError, match="There is no NCCL here"):
         transport_for(CommunicationOptions(transport="nccl"), 0, torch.device("cuda", 0))

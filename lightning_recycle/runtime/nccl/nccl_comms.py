@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, Event, NcclComm, NcclError, NcclLibrary, Stream
+from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, NcclComm, NcclError, NcclLibrary
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class PendingOp:
     comm: NcclComm
     tensors: Sequence[Tensor]
     launch: Callable[[Tensor], None]
-    stream: Stream
+    stream: torch.cuda.Stream
     launched: int = 0
-    end: Event | None = None  # behind the newest of them
+    end: torch.cuda.Event | None = None  # behind the newest of them
 
     def proceed(self, library: NcclLibrary) -> bool:
         """Launches what can be launched; returns whether the device has done all of it.
@@ -61,7 +62,7 @@ class PendingOp:
         """
         while not library.in_progress(self.comm):  # what is in progress is not on the stream yet
             if self.launched > 0:
-                self.end = self.end or self.stream.record()
+                self.end = self.end or self.stream.record_event()
                 if not self.end.query():
                     return False
             if self.launched == len(self.tensors):

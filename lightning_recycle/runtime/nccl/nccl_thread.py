@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning_recycle.runtime.comm.groups import CommunicationError
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Kind, Note, Place
-from lightning_recycle.runtime.nccl.nccl_library import Streams
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams
 from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 
@@ -114,7 +114,7 @@ class NcclThread:
         self,
         traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], NcclOps],
         generation: int,
-        streams: Streams,
+        streams: CudaStreams,
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
     ) -> None:

@@ -38,7 +38,7 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
     pair,
     successors,
 )
-from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, Libnccl, NcclLibrary, Streams, device_name
+from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, NcclLibrary, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
 from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
@@ -99,7 +99,7 @@ class NcclTransport(Transport):
         rank: int,
         device: torch.device,
         library: NcclLibrary | str,
-        streams: Streams,
+        streams: CudaStreams,
         name: str,
         required: bool = False,
         reserves: bool = True,
@@ -289,7 +289,7 @@ class NcclTransport(Transport):
         self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> None:
         payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
-        ready = self._streams.current.record()
+        ready = self._streams.current.record_event()
         self._connected.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
 
     def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
@@ -309,7 +309,7 @@ class NcclTransport(Transport):
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
         thread = self._connected
-        collective = Collective(_number(roster), tensor, root, self._streams.current.record())
+        collective = Collective(_number(roster), tensor, root, self._streams.current.record_event())
         thread.begin(collective)
         return thread, collective
 
@@ -410,7 +410,7 @@ def transport_for(options: CommunicationOptions, rank: int, device: torch.device
     check_transport(options.transport, device)
     if options.transport == "gloo":
         return Transport()
-    library = Libnccl()
+    library = NcclLibrary()
     return NcclTransport(
         rank,
         device,

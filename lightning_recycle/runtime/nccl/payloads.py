@@ -25,10 +25,9 @@ from torch import Tensor
 
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Key, Kind, Note, PendingOp, Place, pair
 from lightning_recycle.runtime.nccl.nccl_library import (
-    Event,
+    CudaStreams,
     NcclError,
     NcclLibrary,
-    Streams,
 )
 
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator of a directed pair
@@ -43,7 +42,7 @@ class Sending:
     key: Key
     digest: int
     tensors: Sequence[Tensor]
-    ready: Event
+    ready: torch.cuda.Event
     number: int = -1
 
 
@@ -71,7 +70,7 @@ class Payloads:
         rank: int,
         generation: int,
         library: NcclLibrary,
-        streams: Streams,
+        streams: CudaStreams,
         comms: Comms,
         peers: Collection[int],
         device: torch.device,
@@ -149,7 +148,7 @@ class Payloads:
             self._first = []
             for peer in self._peers:
                 value = torch.tensor([self._generation, self._rank], device=self._device)
-                self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record()))
+                self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record_event()))
             for peer in self._peers:
                 self._first.append(Receiving(peer, _FIRST, 0, [self._streams.empty((2,), torch.int64)]))
                 self.receive(self._first[-1])
@@ -237,7 +236,7 @@ class Collective:
     group: int
     tensor: Tensor
     root: int | None
-    ready: Event
+    ready: torch.cuda.Event
     finished: bool = False
     number: int = -1
 
@@ -292,7 +291,7 @@ class GroupPayloads:
         rank: int,
         generation: int,
         library: NcclLibrary,
-        streams: Streams,
+        streams: CudaStreams,
         comms: Comms,
         groups: Mapping[int, Place],
         device: torch.device,
@@ -364,7 +363,7 @@ class GroupPayloads:
             # The order of the numbers is one of all groups.
             for group in sorted(self._groups):
                 value = self._trial_value(1)
-                self._first.append(Collective(group, value, None, self._streams.current.record()))
+                self._first.append(Collective(group, value, None, self._streams.current.record_event()))
                 self.begin(self._first[-1])
         if all(collective.finished for collective in self._first):
             for collective in self._first:

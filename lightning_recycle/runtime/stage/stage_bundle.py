@@ -109,9 +109,9 @@ class Shadow:
             torch.empty_like(part, device="cpu" if on_host else part.device, pin_memory=pinned) for part in parts
         ]
 
-    def _parts(self) -> Sequence[Tensor]:
+    def _parts(self) -> list[Tensor]:
         """The parameters, of sharded ones the shards of this process."""
-        return [local_part(p).detach() for p in self._parameters] if self._has_shards else self._parameters
+        return [local_part(p).detach() for p in self._parameters] if self._has_shards else [*self._parameters]
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The copies that are in the memory of ``device``."""
