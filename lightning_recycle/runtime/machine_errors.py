@@ -47,8 +47,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether a fault of the machine may explain ``error``; the default of ``RecoveryOptions(machine_errors=...)``.
+    """Whether a fault of the machine may explain ``error``.
 
+    The default of ``RecoveryOptions(machine_errors=...)``.
     ``OSError``, ``EOFError``, ``MemoryError`` and all that derive from them; ``torch.OutOfMemoryError``,
     ``torch.AcceleratorError`` and other errors of accelerators; a DataLoader's process that was killed or a DataLoader
     that timed out; shared memory or descriptors that are used up; a thread that cannot be started.

@@ -268,7 +268,7 @@ class Session:
             )
         context.resumed_seed = seed
         self.loaders.reseed(seed)
-        self.executor.reseed(seed)
+        self.executor.runner.stage.seed = seed
         self.weights.prune_by(seed)
 
     def _name_norms(self, ties: StageTies) -> None:

@@ -39,7 +39,7 @@ class Watcher(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         executor: Any = trainer.strategy.executor  # type: ignore[attr-defined]
-        communicator, me = executor._communicator, (executor.worker.pipeline, executor.worker.stage)
+        communicator, me = executor.communicator, (executor.worker.pipeline, executor.worker.stage)
         begin, end = communicator.begin_all_reduce, communicator.end_all_reduce
         begun = {"version": -1, "number": 0, "ended": 0}
         is_reducing = False

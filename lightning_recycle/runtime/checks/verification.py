@@ -203,9 +203,6 @@ class Verifier:
         """Has all workers of the stage compute ``record``; this worker got ``sums``.
 
         ``other`` is the rank that made it; if that is this worker, it got something else at first.
-
-        Raises:
-            Interrupted: a new generation begins, before the step can be committed.
         """
         self._disputed = record
         rank, generation = self._client.rank, self._client.generation
@@ -216,11 +213,7 @@ class Verifier:
         raise Interrupted
 
     def vote(self, vote: messages.Vote) -> None:
-        """This worker's part in the vote on a record.
-
-        Raises:
-            Interrupted: when it is over.
-        """
+        """This worker's part in the vote on a record."""
         rank = self._client.rank
         if rank in vote.voters:
             with self._client.waiting("a record of a peer"):
@@ -360,21 +353,13 @@ class FiniteChecks:
     # ------------------------------------------------------------------ looking
 
     def losses(self, step: int, losses: Mapping[int, float]) -> None:
-        """Checks the losses of this worker's micro-batches.
-
-        Raises:
-            Interrupted: if one of them is to be looked into, in a newer generation.
-        """
+        """Checks the losses of this worker's micro-batches."""
         wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
         if wrong is not None:
             self._ask(step, wrong)
 
     def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
-        """Checks the reduced gradient; ``squared_norm``: its own if that is known.
-
-        Raises:
-            Interrupted: if it is to be looked into, in a newer generation.
-        """
+        """Checks the reduced gradient; ``squared_norm``: its own if that is known."""
         if not self._asks(step):
             return
         if squared_norm is None:
@@ -406,11 +391,7 @@ class FiniteChecks:
         """Nothing: the gradients stay in those of the step, which is undone anyway."""
 
     def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
-        """The forward of ``task`` gave ``output`` and on the last stage ``loss``.
-
-        Raises:
-            Interrupted: if it is not finite although the inputs are.
-        """
+        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return
@@ -420,11 +401,7 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task``, given ``grads``, gave ``input_grads``.
-
-        Raises:
-            Interrupted: if they are not finite although ``grads`` is.
-        """
+        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return
@@ -433,11 +410,7 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def completed(self, task: Task) -> None:
-        """The weight gradients of ``task`` are complete.
-
-        Raises:
-            Interrupted: if some are not finite although what they were made of is.
-        """
+        """The weight gradients of ``task`` are complete."""
         recorder = self._recorders.pop(task.index, None)
         if recorder is None or is_sound(self._recompute.gradients()):
             return

@@ -55,11 +55,7 @@ class UnsupportedError(RuntimeError):
 
 
 class Device:
-    """One of Gloo's event loops, for groups over given connections.
-
-    Raises:
-        UnsupportedError: if there cannot be such groups here.
-    """
+    """One of Gloo's event loops, for groups over given connections."""
 
     def __init__(self) -> None:
         transport = os.environ.get(_TRANSPORT, "TCP")

@@ -117,10 +117,6 @@ class GroupFactory:
         Args:
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
             sockets: what gets the sockets of a plan's group, each as soon as it is Gloo's.
-
-        Raises:
-            UnreachableError: if some cannot be reached.
-            RuntimeError, OSError: if connecting fails or was cancelled.
         """
         plans = [plan for plan in plans if len(plan.ranks) > 1]
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})

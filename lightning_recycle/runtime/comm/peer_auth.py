@@ -207,12 +207,7 @@ class _Conversation:
         self.wanted = next(self.talk)
 
     def proceed(self) -> Link | None:
-        """Sends and receives what is possible now; returns the link at the end.
-
-        Raises:
-            Refusal: if it has not.
-            OSError: if the connection has ended.
-        """
+        """Sends and receives what is possible now; returns the link at the end."""
         try:
             while True:
                 if isinstance(self.wanted, bytes):

@@ -96,11 +96,7 @@ def dial(address: bytes) -> socket.socket | None:
 
 
 def drop_everything(sock: socket.socket) -> None:
-    """Lets no segment reach ``sock``, nor what a listening ``sock`` accepts.
-
-    Raises:
-        OSError: if this system has no such filters.
-    """
+    """Lets no segment reach ``sock``, nor what a listening ``sock`` accepts."""
     _attach(sock, _DROP_EVERYTHING)
 
 
@@ -109,9 +105,6 @@ def answer_only(listener: socket.socket) -> None:
 
     No connection is ever complete, so none waits to be accepted. If too many are incomplete, Linux answers without
     remembering them (SYN cookies, on by default).
-
-    Raises:
-        OSError: if this system has no such filters.
     """
     _attach(listener, _ANSWER_ONLY)
 

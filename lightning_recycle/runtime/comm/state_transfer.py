@@ -25,11 +25,7 @@ _DONE = torch.empty(0, dtype=torch.uint8)
 
 
 def send_object(communicator: Communicator, value: Any, destination: int) -> None:
-    """Sends ``value`` to rank ``destination``; returns when it has arrived.
-
-    Raises:
-        CommunicationError: if the generation is aborted.
-    """
+    """Sends ``value`` to rank ``destination``; returns when it has arrived."""
     # Parameters are pickled whole: they arrive as what they are.
     skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
     layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
@@ -40,11 +36,7 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
-    """Receives an object from rank ``source``; tensors arrive on the CPU.
-
-    Raises:
-        CommunicationError: if the generation is aborted, or something arrives otherwise than it was sent.
-    """
+    """Receives an object from rank ``source``; tensors arrive on the CPU."""
     size = torch.empty(1, dtype=torch.int64)
     _receive(communicator, [size], source)
     head = torch.empty(int(size), dtype=torch.uint8)

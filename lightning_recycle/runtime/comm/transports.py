@@ -96,9 +96,6 @@ class Transport:
 
         Args:
             groups: created as :meth:`plans` asks, with those of the channels.
-
-        Raises:
-            CommunicationError: if it is set: the next generation may be connected by now, and stays so.
         """
 
     def packed_bytes(self, peer: int) -> int:

@@ -105,9 +105,6 @@ class Timings:
 
         A worker that then waits for others has no work of its own left that may be stuck. ``progressed`` is called
         after each operation.
-
-        Raises:
-            RuntimeError: if the device is lost.
         """
         while self._on_device:
             self._on_device[0][2].synchronize()

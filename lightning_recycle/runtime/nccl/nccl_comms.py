@@ -54,12 +54,7 @@ class PendingOp:
     end: torch.cuda.Event | None = None  # behind the newest of them
 
     def proceed(self, library: NcclLibrary) -> bool:
-        """Launches what can be launched; returns whether the device has done all of it.
-
-        Raises:
-            NcclError: if the communicator has failed.
-            RuntimeError: if the device is lost.
-        """
+        """Launches what can be launched; returns whether the device has done all of it."""
         while not library.in_progress(self.comm):  # what is in progress is not on the stream yet
             if self.launched > 0:
                 self.end = self.end or self.stream.record_event()
@@ -212,11 +207,7 @@ class _Batch:
         return not self._awaited
 
     def begin(self, places: Iterable[Place]) -> None:
-        """Begins those of ``places``, as their founders invite.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Begins those of ``places``, as their founders invite."""
         for place in places:
             number = _number(place)
             if place.founder == self._rank:
@@ -276,21 +267,13 @@ class Comms:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that are wanted can be used.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Whether all that are wanted can be used."""
         if not self._is_ready and self._has_begun and self._wanted.has_begun:
             self._is_ready = not any(self._library.in_progress(kept.comm) for kept in self._wanted.comms.values())
         return self._is_ready
 
     def begin(self) -> None:
-        """Begins those that are wanted, when called for the first time.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Begins those that are wanted, when called for the first time."""
         if not self._has_begun:
             self._has_begun = True
             outdated, self._outdated = self._outdated, []
@@ -298,19 +281,11 @@ class Comms:
             self._wanted.begin(self._to_begin)
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Begins the reserve, in the background. Called once.
-
-        Raises:
-            RuntimeError: if the device is lost.
-        """
+        """Begins the reserve, in the background. Called once."""
         self._unharmed(lambda: self._reserve.begin(places))
 
     def hear(self, note: Note) -> None:
-        """Takes an invitation.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Takes an invitation."""
         if note.key[0] == _WANTED:
             self._wanted.hear(note)
         else:

@@ -50,33 +50,20 @@ class NcclOps:
         self.groups.lost.add(rank)
 
     def hear(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``.
-
-        Raises:
-            NcclError: if it makes no sense.
-        """
+        """Takes a note of worker ``peer``."""
         if note.kind is Kind.INVITE:
             self._comms.hear(note)
         else:
             (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon.
-
-        Raises:
-            NcclError: if something has failed.
-            RuntimeError: if the device is lost.
-        """
+        """Does what can be done now; returns whether to call it again soon."""
         self._comms.begin()
         pairs, groups = self.pairs.advance(), self.groups.advance()
         return pairs or groups
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Begins communicators for the next generation, in the background. Called once.
-
-        Raises:
-            RuntimeError: if the device is lost.
-        """
+        """Begins communicators for the next generation, in the background. Called once."""
         self._comms.reserve(places)
 
     def abort(self) -> dict[Place, Kept]:
@@ -157,12 +144,7 @@ class NcclThread:
         self._ask(lambda: self._traffic.pairs.send(sending))
 
     def receive(self, receiving: Receiving) -> None:
-        """Returns when ``receiving`` is there.
-
-        Raises:
-            CommunicationError: if the generation was aborted, or the sender is gone.
-            RuntimeError: if the device is lost.
-        """
+        """Returns when ``receiving`` is there."""
         self._ask(lambda: self._traffic.pairs.receive(receiving))
         self.wait_for(lambda: receiving.finished, (receiving.peer,))
 

@@ -221,10 +221,6 @@ class NcclTransport(Transport):
 
         Args:
             uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
-
-        Raises:
-            CommunicationError: if the generation is aborted, or all should connect again.
-            RuntimeError: if the device is lost.
         """
         try:
             if uses_kept or not self._required:
@@ -389,11 +385,7 @@ def _digest(layout: ValueLayout) -> int:
 
 
 def check_transport(option: str, device: torch.device) -> None:
-    """Whether ``CommunicationOptions(transport=option)`` is possible with a device.
-
-    Raises:
-        ConfigurationError: if it is not.
-    """
+    """Whether ``CommunicationOptions(transport=option)`` is possible with a device."""
     if option == "nccl" and device.type != "cuda":
         raise ConfigurationError(
             "CommunicationOptions(transport='nccl') carries tensors of CUDA devices, and this run is on"

@@ -108,11 +108,7 @@ class Payloads:
         self._wanted[receiving.peer, receiving.key] = receiving
 
     def hear(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``.
-
-        Raises:
-            NcclError: if it makes no sense.
-        """
+        """Takes a note of worker ``peer``."""
         if note.kind is Kind.OFFER and (peer, note.key) not in self._offers:
             self._offers[peer, note.key] = note
             return
@@ -124,12 +120,7 @@ class Payloads:
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon.
-
-        Raises:
-            NcclError: if something has failed.
-            RuntimeError: if the device is lost.
-        """
+        """Does what can be done now; returns whether to call it again soon."""
         if not self.connected:
             self._connect()
         self._offer()
@@ -324,11 +315,7 @@ class GroupPayloads:
         self._asked.append(collective)
 
     def hear(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``.
-
-        Raises:
-            NcclError: if it makes no sense, or members mean different things.
-        """
+        """Takes a note of worker ``peer``."""
         group = note.key[1]
         members = self._groups.get(group)
         if members is None or peer not in members.ranks or note.key[0] != _GROUPS:
@@ -343,12 +330,7 @@ class GroupPayloads:
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon.
-
-        Raises:
-            NcclError: if something has failed, or members mean different things.
-            RuntimeError: if the device is lost.
-        """
+        """Does what can be done now; returns whether to call it again soon."""
         if not self.connected:
             self._connect()
         self._proceed()

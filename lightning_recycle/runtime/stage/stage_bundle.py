@@ -217,11 +217,7 @@ class LayerMoves:
         return {other for one in transfers for other in (one.donor, one.receiver) if other != rank}
 
     def exchange(self, resume: Resume) -> None:
-        """Exchanges layers with other workers, for the layout ``resume.becomes``.
-
-        Raises:
-            CommunicationError: if the generation is aborted.
-        """
+        """Exchanges layers with other workers, for the layout ``resume.becomes``."""
         given = []
         with self._client.waiting("layers of other stages"):
             for transfer in self._transfers(resume.becomes, resume.roster):
