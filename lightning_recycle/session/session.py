@@ -130,7 +130,7 @@ class Session:
             yield
         except Exception as error:
             if hasattr(self, "executor") and not self.client.joining:  # otherwise no member has met it
-                self.executor.settle(error)
+                self.executor.judge_error(error)
             raise
 
     # ------------------------------------------------------------------ setup

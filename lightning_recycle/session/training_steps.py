@@ -212,7 +212,7 @@ class TrainingSteps:
                 f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
             )
-        self.executor.runner.train(parameters)
+        self.executor.runner.replace_parameters(parameters)
 
     def settle(self) -> None:
         self.executor.settle_newest()

@@ -366,7 +366,7 @@ class World:
             if notes and not worker.ended and self.rng.random() < 0.5:
                 try:
                     (note,) = Note.decode_all(bytearray(notes.popleft()))
-                    worker.traffic.hear(peer, note)
+                    worker.traffic.take_note(peer, note)
                 except NcclError as error:
                     raise BrokenPromiseError(str(error)) from error
                 except RuntimeError as error:  # the device is lost

@@ -305,7 +305,7 @@ class Executor:
         """Takes part in the announced generation, and in any that follows before the end."""
         self._retried(lambda: None, recover=True)
 
-    def settle(self, error: Exception) -> None:
+    def judge_error(self, error: Exception) -> None:
         """Returns if ``error``, raised outside of steps, is the user's own.
 
         Does not return if a fault of the machine may explain it and others go on without this worker.
@@ -332,7 +332,7 @@ class Executor:
         if resume.generation > 0:
             self._callbacks.on_recovery(resume.decision.version, bool(resume.decision.ahead))
         if not self._joining and (bundle := self._moving.decided(resume.cuts)) is not None:
-            runner.take_up(bundle)
+            runner.replace_layers(bundle)
         self._connect(resume, announced)
         with self.client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
             self._callbacks.on_generation()
@@ -344,7 +344,7 @@ class Executor:
         runner.siblings_done = all(self._positions.column(sibling) in resume.decision.ahead for sibling in siblings)
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if runner.guesses is not None and commits:
-            runner.guesses.known = commits
+            runner.guesses.reports = commits
         rules = runner.commits, runner.redoes_whole_steps, resume.settled
         for action in actions(self.client.rank, status, resume.decision, resume.donors, *rules):
             if isinstance(action, CommitTogether):
@@ -355,7 +355,7 @@ class Executor:
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
         if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step
-            runner.guesses.tell(self.version - 1, runner.payload, guesses=True)
+            runner.guesses.report(self.version - 1, runner.payload, guesses=True)
         if resume.becomes:
             self._get_ready(resume)
 
@@ -437,7 +437,7 @@ class Executor:
                         send_object(self.communicator, snapshot, rank)
             case Take():
                 if self.client.rank in resume.strangers:
-                    self.runner.take_up(self._moving.take_all(action.donor, resume.cuts))
+                    self.runner.replace_layers(self._moving.take_all(action.donor, resume.cuts))
                 with self.client.waiting("the transfer of state"):
                     snapshot = receive_object(self.communicator, action.donor)
                 with self.client.busy("taking over the state"):

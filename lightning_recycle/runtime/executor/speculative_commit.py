@@ -60,46 +60,46 @@ class SpeculativeCommits:
 
     Attributes:
         unsettled: whether the newest step was made on a guess that nothing has confirmed yet.
-        known: the reports of all stages, by column, of the newest step that all have reported.
+        reports: the reports of all stages, by column, of the newest step that all have reported.
     """
 
     def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
         self.unsettled = False
-        self.known: Mapping[int, CommitPayload] = {}
+        self.reports: Mapping[int, CommitPayload] = {}
         self._client, self._column, self._columns, self._hold = client, column, columns, hold
-        self._told_in = (-1, -1)  # the generation and the step in which this worker has told
+        self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own: CommitPayload) -> bool:
         """Whether a guess will hold, by the other stages' reports of the step before.
 
         The same in all workers of a column.
         """
-        others = {column: payload for column, payload in self.known.items() if column != self._column}
+        others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))
 
-    def are_right(self, known: Mapping[int, CommitPayload]) -> bool:
+    def were_right(self, known: Mapping[int, CommitPayload]) -> bool:
         """Whether guesses about a step that all have reported were right."""
         return self._hold(norm_of(known))
 
-    def tell(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
+    def report(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
         """Reports ``step`` once in a generation; ``guesses``: and does not wait."""
-        if self._told_in != (self._client.generation, step):
-            self._told_in = (self._client.generation, step)
+        if self._reported_in != (self._client.generation, step):
+            self._reported_in = (self._client.generation, step)
             self._client.tell(step, own, guesses)
 
-    def is_known(self, step: int) -> bool:
+    def is_reported(self, step: int) -> bool:
         """Whether all have reported ``step``."""
         return self._client.committed(step) is not None
 
-    def await_known(self, step: int) -> Mapping[int, CommitPayload]:
+    def await_reports(self, step: int) -> Mapping[int, CommitPayload]:
         """Waits until all have reported ``step``.
 
         Raises:
             Interrupted: when a generation was announced; if a guess was wrong, it is the generation for that.
         """
         answer = self._client.await_committed(step)
-        self.known = unpack_all(answer.payloads)
-        if answer.guessed and not self.are_right(self.known):
+        self.reports = unpack_all(answer.payloads)
+        if answer.guessed and not self.were_right(self.reports):
             self._client.undo(step, _ANNOUNCEMENT_TIMEOUT)
-        return self.known
+        return self.reports

@@ -369,7 +369,7 @@ class StepMeasurements:
         self._tried: SplitTrial | None = None
         self._latency = self._bandwidth = 0.0
 
-    def hold(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
+    def begin_layers(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
         """Begins the first steps anew with other layers, which hold ``of_stage``."""
         held = self._held
         of_all = None if held is None else lambda: chain(of_stage(), held())

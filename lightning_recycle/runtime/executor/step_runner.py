@@ -159,9 +159,9 @@ class StepRunner:
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
         self._statistics: Sequence[Tensor] = ()  # to which this attempt adds
-        self._hold(bundle)
+        self._set_up(bundle)
 
-    def _hold(self, bundle: StageBundle) -> None:
+    def _set_up(self, bundle: StageBundle) -> None:
         """Sets up this worker for the layers of ``bundle``. Nothing is under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
@@ -169,7 +169,7 @@ class StepRunner:
         # A single column is never ahead of others: what it has applied is what is committed.
         is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
-        self._measurements.hold(self._held)
+        self._measurements.begin_layers(self._held)
         # A guess, or the user's own backward, may differ.
         comparing = self.guesses is None and self.stage.differentiates_itself
         self._recompute_again = recompute = Recomputation(
@@ -190,17 +190,17 @@ class StepRunner:
         self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
-    def take_up(self, bundle: StageBundle) -> None:
+    def replace_layers(self, bundle: StageBundle) -> None:
         """Replaces this worker's layers, set as those before."""
         self.gradients.give_back()
         for parameter, grad in bundle.left.items():
             parameter.grad = grad
-        self._hold(bundle)
+        self._set_up(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers
         self.stage.remember_modes()
         self.forget()
 
-    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+    def replace_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces the parameters of the layers; for a single stage, without a shadow."""
         assert self._shadow is None
         self.gradients.give_back()
@@ -228,7 +228,7 @@ class StepRunner:
             left_out = [*weights, *([] if givers else [OpKind.REDUCE])]
             program = tuple(t for t in program if t.op.kind not in left_out)
         if step == self.version:
-            self._look_for_changes(step - 1)  # hooks have run between the steps
+            self._protect_lent_gradients(step - 1)  # hooks have run between the steps
         self.stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
@@ -385,9 +385,9 @@ class StepRunner:
         self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
-    def _look_for_changes(self, step: int) -> None:
+    def _protect_lent_gradients(self, step: int) -> None:
         if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
-            self.gradients.look_for_changes(step)
+            self.gradients.protect_lent(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
         """The ranks that give others sums of shared weights, by stages that hold them."""
@@ -447,7 +447,7 @@ class StepRunner:
                 step.apply(result)
             self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
-            self._look_for_changes(number)
+            self._protect_lent_gradients(number)
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
         self.attempt.is_past = False
@@ -459,11 +459,11 @@ class StepRunner:
         """Applies this stage's gradient on a guess if it may, else after all reports."""
         assert self.payload is not None
         on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
-        guesses.tell(step, self.payload, on_a_guess)
-        if on_a_guess and not guesses.is_known(step):
+        guesses.report(step, self.payload, on_a_guess)
+        if on_a_guess and not guesses.is_reported(step):
             self.apply({}, guesses=True)
         else:
-            self.apply(guesses.await_known(step))
+            self.apply(guesses.await_reports(step))
 
     def settle(self, waits: bool = True) -> None:
         """Learns whether a guess was right; without ``waits`` only if that is known.
@@ -474,8 +474,8 @@ class StepRunner:
             Interrupted: when a generation was announced, in which a wrong guess is corrected.
         """
         guesses, step = self.guesses, self.version - 1
-        if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
-            guesses.await_known(step)
+        if guesses is not None and guesses.unsettled and (waits or guesses.is_reported(step)):
+            guesses.await_reports(step)
             guesses.unsettled, self.payload = False, None
 
     @property
@@ -492,7 +492,7 @@ class StepRunner:
         """Settles ``step``, applied on a guess; ``known``: the reports of all stages."""
         assert self.guesses is not None
         self.guesses.unsettled, self.payload = False, None
-        if not self.guesses.are_right(known):
+        if not self.guesses.were_right(known):
             self._step_again(step, norm_of(known))
 
     def _step_again(self, step: int, norm: float) -> None:

@@ -195,8 +195,8 @@ def kept_by_all(
 class _Batch:
     """Communicators that are begun together."""
 
-    def __init__(self, rank: int, library: NcclLibrary, channel: int, tell: Callable[[int, Note], None]) -> None:
-        self._rank, self._library, self._channel, self._tell = rank, library, channel, tell
+    def __init__(self, rank: int, library: NcclLibrary, channel: int, send_note: Callable[[int, Note], None]) -> None:
+        self._rank, self._library, self._channel, self._send_note = rank, library, channel, send_note
         self._awaited: dict[int, Place] = {}  # to which somebody else will invite, by number
         self._invitations: dict[int, bytes] = {}  # that came too early
         self.comms: dict[Place, Kept] = {}
@@ -217,7 +217,7 @@ class _Batch:
             else:
                 self._awaited[number] = place
 
-    def hear(self, note: Note) -> None:
+    def take_note(self, note: Note) -> None:
         """Takes an invitation."""
         number = note.key[1]
         if number in self._awaited:
@@ -230,7 +230,7 @@ class _Batch:
         self._join(place, unique_id)
         key: Key = (self._channel, _number(place))
         for member in place.ranks[1:]:
-            self._tell(member, Note(Kind.INVITE, key, 0, 0, unique_id))
+            self._send_note(member, Note(Kind.INVITE, key, 0, 0, unique_id))
 
     def _join(self, place: Place, unique_id: bytes) -> None:
         comm = self._library.init(unique_id, len(place.ranks), place.ranks.index(self._rank))
@@ -248,17 +248,17 @@ class Comms:
         self,
         rank: int,
         library: NcclLibrary,
-        tell: Callable[[int, Note], None],
+        send_note: Callable[[int, Note], None],
         wanted: Collection[Place],
         kept: Mapping[Place, Kept],
         outdated: Iterable[Kept] = (),
     ) -> None:
         self._library = library
         self._outdated = [each.comm for each in outdated]
-        self._wanted = _Batch(rank, library, _WANTED, tell)
+        self._wanted = _Batch(rank, library, _WANTED, send_note)
         self._wanted.comms.update(kept)
         self._to_begin = [place for place in sorted(wanted) if place not in kept]
-        self._reserve = _Batch(rank, library, _RESERVED, tell)
+        self._reserve = _Batch(rank, library, _RESERVED, send_note)
         self._is_ready = self._has_begun = False
 
     def of(self, place: Place) -> NcclComm:
@@ -284,12 +284,12 @@ class Comms:
         """Begins the reserve, in the background. Called once."""
         self._unharmed(lambda: self._reserve.begin(places))
 
-    def hear(self, note: Note) -> None:
+    def take_note(self, note: Note) -> None:
         """Takes an invitation."""
         if note.key[0] == _WANTED:
-            self._wanted.hear(note)
+            self._wanted.take_note(note)
         else:
-            self._unharmed(lambda: self._reserve.hear(note))
+            self._unharmed(lambda: self._reserve.take_note(note))
 
     def _unharmed(self, begin: Callable[[], None]) -> None:
         try:

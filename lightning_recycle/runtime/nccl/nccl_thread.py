@@ -49,12 +49,12 @@ class NcclOps:
         self.pairs.lost.add(rank)
         self.groups.lost.add(rank)
 
-    def hear(self, peer: int, note: Note) -> None:
+    def take_note(self, peer: int, note: Note) -> None:
         """Takes a note of worker ``peer``."""
         if note.kind is Kind.INVITE:
-            self._comms.hear(note)
+            self._comms.take_note(note)
         else:
-            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
+            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).take_note(peer, note)
 
     def advance(self) -> bool:
         """Does what can be done now; returns whether to call it again soon."""
@@ -108,7 +108,7 @@ class NcclThread:
         self._generation, self._cancelled, self._streams = generation, cancelled, streams
         self.linked = frozenset(links)
         self._links = {peer: _Link(sock) for peer, sock in links.items()}
-        self._traffic = traffic(self._tell, self._notify)
+        self._traffic = traffic(self._send_note, self._notify)
         self.kept: dict[Place, Kept] = {}
         self._is_over = threading.Event()
         self._asked: deque[Callable[[], None]] = deque()  # by the main thread
@@ -247,7 +247,7 @@ class NcclThread:
                 continue
             link = self._links[key.data]
             for note in link.notes():
-                self._traffic.hear(key.data, note)
+                self._traffic.take_note(key.data, note)
             if link.ended:
                 self._selector.unregister(link.socket)
                 self._traffic.lose(key.data)
@@ -265,7 +265,7 @@ class NcclThread:
         select.select([descriptor], [], [], timeout)
         return self._selector.select(0)
 
-    def _tell(self, peer: int, note: Note) -> None:
+    def _send_note(self, peer: int, note: Note) -> None:
         self._links[peer].put(note)
 
 

@@ -177,9 +177,9 @@ class NcclTransport(Transport):
         assert not isinstance(library, str)
         groups = {_number(name): place for name, place in agreed.groups.items()}
 
-        def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
-            comms = Comms(self._rank, library, tell, agreed.places, used, outdated)
-            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, tell, on_change)
+        def traffic(send_note: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
+            comms = Comms(self._rank, library, send_note, agreed.places, used, outdated)
+            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, send_note, on_change)
             return NcclOps(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
 
         thread = NcclThread(traffic, generation, self._streams, links, cancelled)

@@ -74,11 +74,11 @@ class Payloads:
         comms: Comms,
         peers: Collection[int],
         device: torch.device,
-        tell: Callable[[int, Note], None],
+        send_note: Callable[[int, Note], None],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._generation = rank, generation
-        self._library, self._tell, self._on_change = library, tell, on_change
+        self._library, self._send_note, self._on_change = library, send_note, on_change
         self.connected = False
         self.lost: set[int] = set()
         self._streams = streams
@@ -107,7 +107,7 @@ class Payloads:
         """Receives a payload when its sender has it."""
         self._wanted[receiving.peer, receiving.key] = receiving
 
-    def hear(self, peer: int, note: Note) -> None:
+    def take_note(self, peer: int, note: Note) -> None:
         """Takes a note of worker ``peer``."""
         if note.kind is Kind.OFFER and (peer, note.key) not in self._offers:
             self._offers[peer, note.key] = note
@@ -158,7 +158,7 @@ class Payloads:
         while self._computing and self._computing[0].ready.query():
             sending = self._computing.popleft()
             self._offered[sending.peer, sending.number] = sending
-            self._tell(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
+            self._send_note(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
 
     def _next_offer(self) -> tuple[int, Key] | None:
         """The oldest offer of something that is wanted."""
@@ -175,7 +175,7 @@ class Payloads:
             return
         note, receiving = self._offers.pop(place), self._wanted.pop(place)
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
-        self._tell(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
+        self._send_note(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
         comm, library, stream = self._comms.of(pair(receiving.peer, self._rank)), self._library, self._receive_stream
         launched = PendingOp(
             comm, receiving.tensors, lambda tensor: library.receive(comm, tensor, _SENDER, stream), stream
@@ -286,12 +286,12 @@ class GroupPayloads:
         comms: Comms,
         groups: Mapping[int, Place],
         device: torch.device,
-        tell: Callable[[int, Note], None],
+        send_note: Callable[[int, Note], None],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._generation = rank, generation
         self._library, self._streams, self._device = library, streams, device
-        self._tell, self._on_change = tell, on_change
+        self._send_note, self._on_change = send_note, on_change
         self._stream = streams.create()
         self._comms, self._groups = comms, dict(groups)
         self._states = {group: _State() for group in groups}
@@ -314,7 +314,7 @@ class GroupPayloads:
         state.begun += 1
         self._asked.append(collective)
 
-    def hear(self, peer: int, note: Note) -> None:
+    def take_note(self, peer: int, note: Note) -> None:
         """Takes a note of worker ``peer``."""
         group = note.key[1]
         members = self._groups.get(group)
@@ -334,7 +334,7 @@ class GroupPayloads:
         if not self.connected:
             self._connect()
         self._proceed()
-        is_computing = not self._tell_ready()
+        is_computing = not self._report_ready()
         return self._under_way is not None or is_computing or self._first is None
 
     def _connect(self) -> None:
@@ -362,7 +362,7 @@ class GroupPayloads:
         value[0] *= self._generation
         return value
 
-    def _tell_ready(self) -> bool:
+    def _report_ready(self) -> bool:
         """Reports readiness for the first collectives of a group, as far as computed.
 
         Returns whether the device has computed all of those.
@@ -381,7 +381,7 @@ class GroupPayloads:
                 self._note_ready(collective.group, self._rank, collective.number, collective.digest)
             else:
                 key: Key = (_GROUPS, collective.group)
-                self._tell(leader, Note(Kind.READY, key, collective.number, collective.digest))
+                self._send_note(leader, Note(Kind.READY, key, collective.number, collective.digest))
         return True
 
     def _note_ready(self, group: int, rank: int, number: int, digest: int) -> None:
@@ -395,12 +395,12 @@ class GroupPayloads:
             return
         del state.ready[number]
         for member in members.ranks[1:]:
-            self._tell(member, Note(Kind.START, (_GROUPS, group), number, digest))
+            self._send_note(member, Note(Kind.START, (_GROUPS, group), number, digest))
         state.may_start = number + 1
 
     def _proceed(self) -> None:
         while self._asked:
-            self._tell_ready()
+            self._report_ready()
             first = self._asked[0]
             if self._under_way is None:
                 if first.number >= self._states[first.group].may_start:

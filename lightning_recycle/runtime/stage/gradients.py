@@ -346,7 +346,7 @@ class GradientBuffers:
         for parameter, grad in chosen.written():
             parameter.grad = grad
 
-    def look_for_changes(self, step: int) -> None:
+    def protect_lent(self, step: int) -> None:
         """Hands over copies from now on, if gradients of ``step`` were changed in place."""
         if self._lends_copies or not self._versions:
             return
