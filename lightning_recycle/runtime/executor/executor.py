@@ -16,24 +16,10 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.payload import unpack_all
-from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.fault_attribution import OUTSIDE
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.positions import Positions
-from lightning_recycle.control.protocol.recovery import (
-    Action,
-    Adopt,
-    Apply,
-    AwaitPeers,
-    CommitTogether,
-    Forget,
-    Give,
-    Serve,
-    Settle,
-    Take,
-    WorkerStatus,
-    actions,
-)
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
@@ -325,7 +311,9 @@ class Executor:
         version = -1 if self._joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
-        status = WorkerStatus(self._column, version, runner.reduced, not self.runner.is_settled, runner.has_shadow)
+        status = recovery.WorkerStatus(
+            self._column, version, runner.reduced, not self.runner.is_settled, runner.has_shadow
+        )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
         resume = self.client.report(status, runner.payload, self._moving.cuts)
@@ -346,8 +334,8 @@ class Executor:
         if runner.guesses is not None and commits:
             runner.guesses.reports = commits
         rules = runner.commits, runner.redoes_whole_steps, resume.settled
-        for action in actions(self.client.rank, status, resume.decision, resume.donors, *rules):
-            if isinstance(action, CommitTogether):
+        for action in recovery.actions(self.client.rank, status, resume.decision, resume.donors, *rules):
+            if isinstance(action, recovery.CommitTogether):
                 commits = self.client.commit(action.step, runner.payload)
             else:
                 self._carry_out(action, resume, commits)
@@ -424,10 +412,12 @@ class Executor:
         self.runner.follow(program)
         self.client.send(messages.Reached(self.client.rank, resume.generation, messages.Milestone.CONNECTED))
 
-    def _carry_out(self, action: Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]) -> None:
+    def _carry_out(
+        self, action: recovery.Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]
+    ) -> None:
         """Does one action of a recovery; ``commits``: the payloads to apply a step by."""
         match action:
-            case Give():
+            case recovery.Give():
                 with self.client.busy("taking a snapshot"):
                     snapshot = self._callbacks.take_snapshot()
                 with self.client.waiting("the transfer of state"):
@@ -435,7 +425,7 @@ class Executor:
                         if rank in resume.strangers:
                             self._moving.give_all(rank)
                         send_object(self.communicator, snapshot, rank)
-            case Take():
+            case recovery.Take():
                 if self.client.rank in resume.strangers:
                     self.runner.replace_layers(self._moving.take_all(action.donor, resume.cuts))
                 with self.client.waiting("the transfer of state"):
@@ -445,19 +435,19 @@ class Executor:
                 self.version = resume.decision.version
                 self._joining = False
                 self.client.send(messages.Reached(self.client.rank, resume.generation, messages.Milestone.ENTERED))
-            case Apply():
+            case recovery.Apply():
                 with self.runner.stage.as_in_training(), self.client.busy("STEP", OpKind.STEP.value):
                     self.runner.apply(commits)
-            case Settle():
+            case recovery.Settle():
                 self.runner.settle_in_recovery(action.step, commits)
-            case Adopt():
+            case recovery.Adopt():
                 is_committed = action.step < resume.decision.version
                 self.runner.adopt(action.step, action.donor, action.lacks, is_committed)
-            case AwaitPeers():
+            case recovery.AwaitPeers():
                 self.runner.await_peers()
-            case Forget():
+            case recovery.Forget():
                 self.runner.forget()
-            case Serve():
+            case recovery.Serve():
                 self.runner.serve(action.step)
 
 

@@ -38,16 +38,7 @@ from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor.device_memory import (
-    device_bytes,
-    device_place,
-    peak_bytes,
-    process_bytes,
-    reset_peak,
-    saved_tensors,
-    storage_bytes,
-    tensor_bytes,
-)
+from lightning_recycle.runtime.executor import device_memory
 from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 from lightning_recycle.tensor_memory import local_part
 
@@ -184,7 +175,9 @@ class FirstSteps:
         self._device, self._held = device, held
         self._steps: set[int] = set()
         self._measures = self._may_split = False
-        self._overhead = 0 if held is None else max(0, process_bytes(device) - storage_bytes(held()))
+        self._overhead = (
+            0 if held is None else max(0, device_memory.process_bytes(device) - device_memory.storage_bytes(held()))
+        )
         self._own: set[int] = set()
         self._after_forward = self._after_backward = self._checkpoint = self._temporary = self._received = 0
         self._tried = 0
@@ -245,32 +238,34 @@ class FirstSteps:
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
         if is_accelerator(self._device):
             before = allocated_bytes(self._device)
-            reset_peak(self._device)
+            device_memory.reset_peak(self._device)
             yield
             after = allocated_bytes(self._device)
             peak, graph = peak_allocated_bytes(self._device), after - before
             self._temporary = max(self._temporary, peak - max(before, after))
         elif makes_graph:
-            with saved_tensors() as saved:
+            with device_memory.saved_tensors() as saved:
                 yield
-            graph = storage_bytes(saved, self._own)
+            graph = device_memory.storage_bytes(saved, self._own)
         else:
             yield
         if makes_graph:
             self._after_forward = max(self._after_forward, graph)
         if kind is OpKind.BACKWARD_INPUT:
-            self._after_backward = max(self._after_backward, storage_bytes(stage.waiting(index), self._own))
+            self._after_backward = max(
+                self._after_backward, device_memory.storage_bytes(stage.waiting(index), self._own)
+            )
         if kept is not None:
-            self._checkpoint = max(self._checkpoint, storage_bytes(kept.tensors(), self._own))
+            self._checkpoint = max(self._checkpoint, device_memory.storage_bytes(kept.tensors(), self._own))
 
     def received(self, value: Any) -> None:
         """``value`` has come from another stage for one micro-batch."""
         if self._measures:
-            self._received = max(self._received, tensor_bytes(value))
+            self._received = max(self._received, device_memory.tensor_bytes(value))
 
     def sent(self, value: Any) -> None:
         """``value`` goes to another stage for one micro-batch."""
-        self.output_bytes = max(self.output_bytes, tensor_bytes(value))
+        self.output_bytes = max(self.output_bytes, device_memory.tensor_bytes(value))
 
     def footprint(self) -> Footprint | None:
         """The memory, once the step in which it is measured has been applied."""
@@ -281,10 +276,10 @@ class FirstSteps:
         on_host = not is_accelerator(self._device)
         staged, received = (2 * (self._received + self.output_bytes), 0) if on_host else (0, self._received)
         return Footprint(
-            place=device_place(self._device),
-            capacity=device_bytes(self._device),
+            place=device_memory.device_place(self._device),
+            capacity=device_memory.device_bytes(self._device),
             overhead=self._overhead,
-            fixed=storage_bytes(self._held()),
+            fixed=device_memory.storage_bytes(self._held()),
             messages=staged,
             after_forward=self._after_forward + received,
             after_backward=self._after_backward,
@@ -395,7 +390,7 @@ class StepMeasurements:
     def applied(self, step: int, facts: messages.Facts) -> messages.Applied:
         """The report of ``step``, which was applied."""
         measured = self.timings.take_step()
-        seconds, peak = dict(self.timings.seconds), peak_bytes(self._device)
+        seconds, peak = dict(self.timings.seconds), device_memory.peak_bytes(self._device)
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
     def report(self) -> None:
@@ -449,7 +444,7 @@ def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.m
     The cores that it may use, as many of them as its control group (v2) pays for; or the accelerator.
     """
     if is_accelerator(device):
-        return device_place(device), 1.0
+        return device_memory.device_place(device), 1.0
     cores = sorted(os.sched_getaffinity(0))
     count = float(len(cores))
     try:

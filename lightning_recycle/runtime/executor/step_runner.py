@@ -176,13 +176,7 @@ class StepRunner:
             self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
         )
         self.verifier = Verifier(
-            self.client,
-            self.communicator,
-            self.stage,
-            recompute,
-            self.grid,
-            self._device_name,
-            comparing,
+            self.client, self.communicator, self.stage, recompute, self.grid, self._device_name, comparing
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone

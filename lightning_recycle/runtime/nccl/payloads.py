@@ -24,11 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Key, Kind, Note, PendingOp, Place, pair
-from lightning_recycle.runtime.nccl.nccl_library import (
-    CudaStreams,
-    NcclError,
-    NcclLibrary,
-)
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclError, NcclLibrary
 
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator of a directed pair
 _FIRST: Key = (255, 0)  # of the payload by which a pair is connected
