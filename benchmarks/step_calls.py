@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/step_calls.py            # 2 x 2 and 2 x 1, half a minute
     .venv/bin/python benchmarks/step_calls.py --functions 40
 
-Time on a shared machine is noise, and calls are not. They are counted in all threads of each worker, in the middle of a
-training, and shown by package as the mean over steps and workers; messages are those sent over sockets and Gloo.
+Time on a shared machine is noise, and calls are not. They are counted in the thread that trains, in the middle of a
+training, and shown by package as the mean over steps and workers. Generators count each time that they are resumed;
+messages are calls that send something over sockets or Gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_recycle
 from lightning_recycle import ReCycleStrategy
-from lightning_recycle.model.layers import even_parts  # noqa: F401  (loads the package before it is counted)
 
 PACKAGE = f"{Path(lightning_recycle.__file__).parent}/"
 WARMUP, STEPS = 20, 20
@@ -42,7 +41,6 @@ class CallCounter(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == WARMUP:
             self.calls: Counter[str] = Counter()
-            threading.setprofile_all_threads(self._count) if sys.version_info >= (3, 12) else None
             sys.setprofile(self._count)
         elif batch_idx == WARMUP + STEPS:
             sys.setprofile(None)

@@ -45,7 +45,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.comm.gloo import set_timeout
 from lightning_recycle.runtime.comm.groups import (
     CommunicationError,
     Group,
@@ -53,6 +52,7 @@ from lightning_recycle.runtime.comm.groups import (
     GroupPlan,
     Rendezvous,
     UnreachableError,
+    set_timeout,
 )
 from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
 from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
