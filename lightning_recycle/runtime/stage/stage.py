@@ -420,7 +420,8 @@ class Stage:
             if output is not None and grad is not None and output.requires_grad
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            outputs, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, gradients)
 
     def _input_grads(self, held: _InFlight) -> Value | None:
         return tuple(held.input_grads) if self._first_layer > 0 else None
