@@ -98,6 +98,7 @@ bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machi
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/memory.py

@@ -253,7 +253,7 @@ class _Shares(L.Callback):
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        runner = trainer.strategy.session.executor._runner
+        runner = trainer.strategy.session.executor.runner
         states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.numel() > 1]
         parts = [local_part(tensor) for tensor in (*runner._held(), *states)]
         held = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())

@@ -50,7 +50,7 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
 
 
 class microbatch_randomness:
-    """Lends torch's default generator of ``device`` to the layers of one micro-batch.
+    """Lends torch's default generator of a device to the layers of one micro-batch.
 
     Within the block it is a function that re-seeds the generator for the layer with the given index; layers that are
     run by the user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not
@@ -60,8 +60,8 @@ class microbatch_randomness:
 
     __slots__ = ("_address", "_generator", "_previous", "_state")
 
-    def __init__(self, device: torch.device, seed: int, step: int, microbatch: int) -> None:
-        self._generator = default_generator(device)
+    def __init__(self, generator: torch.Generator, seed: int, step: int, microbatch: int) -> None:
+        self._generator = generator
         self._address = (seed, step, microbatch)
 
     def __enter__(self) -> Callable[[int], None]:

@@ -187,7 +187,7 @@ class _Injector:
         if executor is not None:
             executor.before_operation.append(self.before_operation)
             executor.after_operation.append(self.after_operation)
-            executor.stretch_operation = self.stretch
+            executor.runner.timings.stretch = self.stretch
 
     def left_over(self) -> tuple[Fault, ...]:
         """The faults at exact points that this process has not suffered."""
@@ -203,7 +203,7 @@ class _Injector:
             place: Worker = self._strategy.executor.worker
             self._strike(Fault(timed.kind, place.pipeline, place.stage, step), step, str(op))
         self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
-        self._waited = self._strategy.executor.seconds_for_siblings
+        self._waited = self._strategy.executor.communicator.seconds_for_siblings
 
     def _err(self, errs: bool) -> None:
         """From now on arithmetic is wrong, or right, if this device is broken."""
@@ -220,7 +220,7 @@ class _Injector:
         would slow each other down without end.
         """
         executor = self._strategy.executor
-        own = seconds - (executor.seconds_for_siblings - self._waited)
+        own = seconds - (executor.communicator.seconds_for_siblings - self._waited)
         for slowdown in self._slowdowns:
             slowdown.sleep_after(executor.version, max(0.0, own))
 
@@ -247,7 +247,7 @@ class _Injector:
 
     def _strike(self, fault: Fault, step: int, where: str) -> None:
         executor = self._strategy.executor
-        executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
+        executor.client.send(FaultInjected(self._rank, fault.kind, where, time.time()))
         match fault.kind:
             case "exception":
                 raise InjectedFaultError(f"Injected: {fault}")  # counts as a failure of the infrastructure
@@ -274,7 +274,7 @@ class _Injector:
             case "gradient":
                 fault_effects.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
             case "message":
-                executor.alter_next_message(lambda value: fault_effects.flipped(value, fault.bit, draw))
+                executor.communicator.alter_next = lambda value: fault_effects.flipped(value, fault.bit, draw)
             case "matmul":
                 assert fault.every is not None
                 self._arithmetic = fault_effects.WrongArithmetic(fault.every, fault.bit, draw)

@@ -129,7 +129,7 @@ class Session:
             yield
         except Exception as error:
             if hasattr(self, "executor") and not self.client.joining:  # otherwise no member has met it
-                self.executor.settle(error)
+                self.executor.judge_error(error)
             raise
 
     # ------------------------------------------------------------------ setup
@@ -266,7 +266,7 @@ class Session:
             )
         context.resumed_seed = seed
         self.loaders.reseed(seed)
-        self.executor.reseed(seed)
+        self.executor.runner.stage.seed = seed
         self.weights.prune_by(seed)
 
     def _name_norms(self, ties: StageTies) -> None:

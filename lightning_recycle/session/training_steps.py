@@ -159,7 +159,7 @@ class TrainingSteps:
         def apply_with_hooks(result: StepResult) -> None:
             if self.checkpoints.background is not None:
                 self.checkpoints.background.finish_copies()
-            self._recorder.side_effects.ends_step(self.executor.statistics(number))
+            self._recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self._recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
@@ -189,7 +189,7 @@ class TrainingSteps:
             return {p: p.grad for p in self._module.parameters() if p.grad is not None}
         if self._zeroes_next and not sees_old_gradients(self._trainer, self._module):
             return {}
-        return self.executor.gradients.held()
+        return self.executor.runner.gradients.held()
 
     def _follow_parameters(self) -> None:
         """The parameters are those that the module and its optimizer have now; hooks may have changed that.
@@ -203,7 +203,7 @@ class TrainingSteps:
         names, parameters = [*named], [*named.values()]
         if names != self._names_of_trained[0]:
             self._names_of_trained = names, float(zlib.crc32(repr(names).encode()))
-        known = self.executor.gradients.parameters
+        known = self.executor.runner.gradients.parameters
         if [*map(id, parameters)] == [*map(id, known)]:
             return
         if self._context.grid.stages > 1:
@@ -213,7 +213,7 @@ class TrainingSteps:
                 f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
             )
-        self.executor.train(parameters)
+        self.executor.runner.replace_parameters(parameters)
 
     def settle(self) -> None:
         self.executor.settle_newest()
@@ -291,7 +291,7 @@ class TrainingSteps:
     def describe_step(self, step: int) -> Facts:
         counters, options, inputs = self._numbers()
         checked = None
-        if self._checks.is_due(step) and self.executor.is_settled:
+        if self._checks.is_due(step) and self.executor.runner.is_settled:
             with self._client.busy("a check of the parameters"):
                 checked = self._checks.check(step, self._module, self._optimizers)
         return Facts(counters, options, checked, inputs)
