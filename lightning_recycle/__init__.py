@@ -110,7 +110,7 @@ def _register_strategy(strategies: Any) -> None:
 
 
 def _register_in_other(strategies: Any) -> None:
-    """In ``pytorch_lightning``, whose Trainer learns what to import instead if it is another Lightning."""
+    """Registers the name in ``pytorch_lightning``, or its refusal if that is another."""
     if not lightning_names.are_apart():
         _register_strategy(strategies)
         return

@@ -1,8 +1,7 @@
-"""Checks of arguments, and parsers of commands: what counts as an integer or a number, and the error otherwise.
+"""Checks of arguments, and parsers of commands.
 
-Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake.
-
-In the functions that raise, ``owner`` is the class that was given the value; "" for a setting or a function.
+Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake. ``owner`` is the class that
+was given the value; "" for a setting or a function.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ __version__ = "0.1.0"
 
 
 def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:
-    """The parser of the command ``name``, with its purpose and examples in ``--help``, and ``--version``.
-
-    ``options`` are those of :class:`argparse.ArgumentParser`.
-    """
+    """A parser with the purpose and examples in ``--help``, and ``--version``."""
     parser = argparse.ArgumentParser(
         name,
         description="\n  ".join([f"{purpose}\n", *examples]),
@@ -38,7 +34,7 @@ def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
 
 
 def is_number(value: object, least: float | None = None, *, above: bool = False) -> TypeGuard[float]:
-    """Whether ``value`` is a finite number, of at least (or above) ``least`` if given; a bool is none."""
+    """Whether ``value`` is a finite number, of at least (or above) ``least`` if given."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return False
     return least is None or value > least or (value == least and not above)

@@ -1,8 +1,6 @@
-"""Optional dependencies: the package that each extra brings, and the command that installs it.
+"""Optional dependencies: the package of each extra, and the command to install it.
 
 An option that needs an extra is refused when the option is made (:func:`require`), not when it is first used.
-
-Must not know: what the packages are used for. Standard library only.
 """
 
 from __future__ import annotations

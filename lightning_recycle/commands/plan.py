@@ -100,7 +100,6 @@ def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
 
 
 def _drawn(result: PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
-    """The picture that was written, or why it was not, for the last line."""
     operations = result.schedule.num_operations
     if picture is not None and automatic and operations > _LARGEST_PICTURE:
         return [f"no picture of {operations:,} operations (picture=FILE forces it)"]
@@ -150,9 +149,7 @@ def main() -> None:
 
 
 def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
-    """A plan's cells of a table, by column; ``by_stage``: how many workers of each stage have failed, not how many in
-    all.
-    """
+    """A plan's cells of a table, by column; ``by_stage``: failed workers by stage."""
     schedule = result.schedule
     failed = distribution_of(schedule.grid, schedule.failed)
     usual, zero_bubble = _ratios(schedule)
@@ -173,18 +170,16 @@ def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
 
 
 def _peaks(schedule: Schedule, peak: Callable[[Worker], Any]) -> list[Any]:
-    """By stage, the highest ``peak`` of its workers."""
     return [max(map(peak, schedule.problem.live_workers(stage))) for stage in range(schedule.grid.stages)]
 
 
 def _ratios(schedule: Schedule) -> tuple[float, float]:
-    """Throughput divided by that of the two baselines."""
     usual, zero_bubble = baselines(schedule.problem)
     return (usual / schedule.period, zero_bubble / schedule.period) if schedule.period else (1.0, 1.0)
 
 
 def baselines(problem: Problem) -> tuple[float, float]:
-    """Periods of fault-free 1F1B and of the fault-free zero-bubble schedule with at most S micro-batches in flight."""
+    """Periods of fault-free 1F1B and of fault-free zero-bubble on the same problem."""
     # Without failures all pipelines are alike.
     one = Grid(1, problem.grid.stages, problem.grid.microbatches)
     return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=Technique()))
@@ -200,7 +195,6 @@ def _baselines(problem: Problem) -> tuple[float, float]:
 
 
 def _single(result: PlanResult, unit: str) -> Table:
-    """One plan, one number per line; times in ``unit``."""
     schedule, problem = result.schedule, result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
@@ -231,7 +225,7 @@ def _single(result: PlanResult, unit: str) -> Table:
 
 
 def _planner(result: PlanResult) -> str:
-    """The planner, what its solver did, and the planner whose plan it is if that is another one."""
+    """The planner, its solver's calls, and the planner whose plan it is."""
     text, use = f"{result.backend}, {result.seconds:.2f} s", result.solver
     if use.calls:
         text += f"; solver: {use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
@@ -241,7 +235,7 @@ def _planner(result: PlanResult) -> str:
 
 
 def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
-    """Several plans, one per line. Of what is less important, what is the same in all of them has no column."""
+    """Several plans, one per line, without columns that are equal throughout."""
     if len({each["grid"] for each in rows}) == 1:
         title += f", {rows[0]['grid']}"
     less = {"grid"} | ({"span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
@@ -258,7 +252,6 @@ def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
 
 
 def _failures(counts: Sequence[int]) -> str:
-    """Failed workers by stage; only the stages that have any if there are many stages."""
     if len(counts) <= 8:
         return "/".join(map(str, counts))
     return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"

@@ -1,9 +1,4 @@
-"""Settings of ``recycle-plan``: from the configuration to planning problems.
-
-Contract: every mistake raises an error with the value and the name of its setting.
-
-Must not know: what is done with the problem.
-"""
+"""Settings of ``recycle-plan``: from the configuration to planning problems."""
 
 from __future__ import annotations
 
@@ -44,11 +39,11 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
 
 
 def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
-    """The problems for a plan library: none failed, and those given; or each distribution of 0, 1, ... failures over
-    the stages up to a number, as far as ``library_plans`` allows, the likeliest first and those after normalization
-    always.
+    """The problems for a plan library: none failed, and the given failures.
 
-    Each is there twice, within the limits that a run asks for before and after it has measured its memory.
+    For a number, each distribution of 0, 1, ... failures over the stages, as far as ``library_plans`` allows, the
+    likeliest first and those after normalization always. Each is there twice, within the limits that a run asks for
+    before and after it has measured its memory.
     """
     base = _without_failures(config)
     failures, most = config["failures"], config["library_plans"]

@@ -1,12 +1,7 @@
-"""Scenarios of ``recycle-simulate``: from the configuration to training runs, and their result as a dictionary.
+"""Scenarios of ``recycle-simulate``: from configuration to a result dictionary.
 
-Concept: everything that is printed, drawn or reported is read from these dictionaries, which are ready for
-``json.dump``, so a figure on a page is the figure in the file. Their contents are explained where they are read:
-``visualize/report/records.py``.
-
-Contract: every mistake raises an error that names the value and the remedy.
-
-Must not know: Hydra's run time, files, consoles.
+Everything that is printed, drawn or reported is read from these dictionaries, which are ready for ``json.dump``;
+``visualize/report/records.py`` explains their contents.
 """
 
 from __future__ import annotations
@@ -78,7 +73,7 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
 
 
 def model_from(settings: Mapping[str, Any]) -> TrainingModel:
-    """The model for the settings of ``conf/simulation/model``; the catalogue fills in what is null.
+    """The model for the settings; the catalogue fills in what is null.
 
     Raises:
         ConfigurationError: when a value is impossible.
@@ -96,7 +91,6 @@ def model_from(settings: Mapping[str, Any]) -> TrainingModel:
 
 
 def _scheduled(policy: Mapping[str, Any], schedule: Any) -> Mapping[str, Any]:
-    """The policy's settings with the schedule for all policies, where one is given."""
     return policy if schedule is None or "schedule" not in policy else {**policy, "schedule": schedule}
 
 
@@ -131,12 +125,7 @@ def _duration(value: Any, failures: FailureSource) -> float:
 
 
 def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
-    """The training runs of a scenario.
-
-    Args:
-        scenario: the scenario.
-        command: command that repeats the runs; stored in the result.
-    """
+    """The training runs of a scenario, with the ``command`` that repeats them."""
     started = time.perf_counter()
     found = repeat(
         scenario.model, scenario.cluster, scenario.policy, scenario.failures, scenario.duration, scenario.seeds
@@ -203,7 +192,6 @@ def _described(instance: Any) -> dict[str, Any]:
 
 
 def _note(results: tuple[SimulationResult, ...]) -> str | None:
-    """A few words on why nothing was trained."""
     if any(result.samples for result in results):
         return None
     return results[0].intervals[0].label

@@ -79,7 +79,6 @@ def simulate_and_show(config: DictConfig) -> float:
 
 
 def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, list[str]]:
-    """The result, and the files that were written."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     if not isinstance(settings["timeline"], bool):
         raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
@@ -107,18 +106,14 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A point of an experiment: the name of its lines, and the overrides to compose it with."""
+    """A point of an experiment: the name of its lines, and its overrides."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[SweepPoint]:
-    """All points in the order of the lines, the last value of a line changing fastest.
-
-    Args:
-        experiment: lines by name.
-        given: overrides from the command line.
+    """All points in the order of the lines; ``given`` overrides come first.
 
     Raises:
         ConfigurationError: when a name has anything other than lines.
@@ -161,7 +156,7 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
 
 
 def _timeline(result: Result) -> dict[str, Any]:
-    """The first run in Google's "Trace Event Format", ready for ``json.dump``; times there are in microseconds."""
+    """The first run in Google's "Trace Event Format", times in microseconds."""
 
     def event(phase: str, name: str, at: float, process: int = 0, thread: int = 0, **more: Any) -> dict[str, Any]:
         return {"ph": phase, "name": name, "ts": at * 1e6, "pid": process, "tid": thread, **more}
@@ -199,14 +194,12 @@ def _outages(result: Result) -> Iterator[tuple[int, float, float]]:
 
 
 def _line(result: Result) -> str:
-    """A result on a line, for sweeps."""
     figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
     outcome = result["note"] or figures
     return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}: {outcome}"
 
 
 def _overview(results: Sequence[Result]) -> Table:
-    """The training runs of a sweep, one per line."""
     table = Table(title="Sweep", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("model", "policy", "failures"):
         table.add_column(name)

@@ -1,14 +1,12 @@
 """Micro-batch data of a stream: an IterableDataset without indices.
 
 Every worker reads the whole stream, even in middle stages, which must know when it ends. One batch of the reader is
-what a run on one device would read with ``batch_size`` times the number of pipelines, so the samples come in the order
-of such a run, also where several DataLoader processes read in turns; the grid has no influence on it.
+what one device would read with ``batch_size`` times the number of pipelines, so the grid has no influence on the order.
 
-Redone steps and the reader's own look-ahead need the samples of at most three steps, which are kept. The reader
-therefore only moves forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
-A worker that joins, or a run that resumes, rewinds its dataset to the start of the newest step whose state could be
-saved, and reads again what has been read since; a dataset without state is read again from the start of the epoch.
-Digests of what was read show whether all workers read the same, and the same again.
+The reader only moves forward; redone steps need the samples of at most three steps, which are kept. A worker that
+joins, or a run that resumes, rewinds its dataset to the newest step whose state could be saved, and reads again what
+has been read since; a dataset without state is read again from the start of the epoch. Digests show whether all workers
+read the same.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _KEPT_STEPS = 3  # the current one, the previous one, which others may have to r
 
 @dataclass(frozen=True)
 class _StreamStep:
-    """The data read for a step, the reader's state before it, and the digest of what was read with it."""
+    """The samples of a step, the reader's state before it, and the digest after it."""
 
     samples: list[Any]
     start: dict[str, Any]
@@ -44,12 +42,9 @@ class StreamLoader(SampleLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
-    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` says for
-    that epoch and later ones how many steps were read and whether the stream ended; ``digest`` is that of what was read
-    with the step. No state is saved at the very start of a pass, when a generator has not yet run any of its code.
-
-    Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), ``passes`` says for that
+    epoch and later ones how many steps were read and whether the stream ended, and ``digest`` is that of step ``step``.
+    No state is saved at the very start of a pass, when a generator has not yet run any of its code.
 
     Raises:
         UnsupportedFeatureError: for a stream that cannot be read a second time.
@@ -176,7 +171,7 @@ class StreamLoader(SampleLoader):
 
     @property
     def _is_told_epoch(self) -> bool:
-        """Whether the user tells the dataset the number of the epoch, on which its order depends."""
+        """Whether the user sets the dataset's epoch, on which its order depends."""
         return is_huggingface(self.dataset) or (
             not is_stateful(self.dataset) and hasattr(self.dataset, "epoch") and hasattr(self.dataset, "set_epoch")
         )
@@ -262,12 +257,10 @@ class StreamLoader(SampleLoader):
         self._pass, self._next = epoch, 0
 
     def _keep_account(self) -> None:
-        """Updates the place's last pass, the current one."""
         if self._place["passes"]:
             self._place["passes"][-1] = [self._next, self._reader.ended]
 
     def _find_place(self, epoch: int) -> None:
-        """Goes to the loaded place, and from there to the pass of ``epoch``."""
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass = None
@@ -295,7 +288,6 @@ class StreamLoader(SampleLoader):
                 self._read_step()
 
     def _check_place(self) -> None:
-        """The step of the place was read again."""
         if self._place.get("digest", self._reader.digest) != self._reader.digest:  # older checkpoints have none
             raise ConfigurationError(
                 f"{type(self.dataset).__name__} gave other samples for step {self._place['step']} of epoch"
@@ -304,7 +296,6 @@ class StreamLoader(SampleLoader):
             )
 
     def _read_step(self) -> bool:
-        """Reads the next step of the pass; False if there is none."""
         assert self._pass is not None
         start, samples = self._reader.state(), self._read_batch()
         if samples is None:

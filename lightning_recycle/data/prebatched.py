@@ -1,13 +1,11 @@
-"""Data that comes in batches: from the user's batch sampler, from a dataset of batches, or from an iterable.
+"""Data that comes in batches, from a batch sampler, a dataset or an iterable.
 
-- :class:`GivenBatchLoader`: a batch sampler's batches, or samples that are batches (``batch_size=None``). They have
-  addresses, as samples have: the sampler gives the order of all batches, and a step takes one for each pipeline, in
-  this order. In training a pipeline's batch is divided into M equal micro-batches; in an evaluation it is one.
-- :class:`BatchIterableLoader`: any iterable, and DataLoaders that leave the batching to an IterableDataset. There are
-  no samples that could be divided, so every pipeline takes each of its batches, as each process does under DDP; an
-  evaluation computes it once. Every worker iterates over all of it, and finds its place again from the start of the
-  epoch: an iterable must give the same batches each time, whatever the rank. Random numbers that it draws from the
-  global generators of Python, NumPy and torch are seeded by (seed, epoch, number of the batch).
+- :class:`GivenBatchLoader`: batches with addresses; a step takes one for each pipeline, in the sampler's order. In
+  training a pipeline's batch is divided into M equal micro-batches; in an evaluation it is one.
+- :class:`BatchIterableLoader`: any iterable, and DataLoaders that leave the batching to an IterableDataset. Every
+  pipeline takes each of its batches, as under DDP; an evaluation computes it once. Every worker iterates over all of
+  it, and finds its place again from the start of the epoch: it must give the same batches each time. Random numbers
+  from the global generators are seeded by (seed, epoch, number of the batch).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 
 def sliced(batch: Any, number: int, count: int) -> Any:
-    """Part ``number`` of ``count`` equal ones of a collated batch: of each tensor, along its first dimension.
+    """Part ``number`` of ``count`` equal parts of a batch, along the first dimension.
 
     Raises:
         ConfigurationError: if it is not clear how to divide it.
@@ -66,11 +64,7 @@ class _OfOne:
 
 
 class GivenBatchLoader(MicrobatchLoader):
-    """The steps of a DataLoader without a batch size: what is a sample elsewhere is a batch here.
-
-    Args:
-        dataloader, grid, pipeline, seed, options: as :class:`~lightning_recycle.data.map_style.MicrobatchLoader`.
-    """
+    """The steps of a DataLoader without a batch size: a sample is a batch here."""
 
     _unit = "batches"
     _drops_last = False
@@ -106,7 +100,6 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
-        """The place of the batch that a micro-batch is a part of."""
         number = global_index(self.grid, microbatch)
         size = min(self._size(step), len(self._round(epoch, step)[1]) - step % self._num_steps * self.global_batch_size)
         batch = number if self.evaluation else number % self.global_batch_size
@@ -161,7 +154,7 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def collated_whole(self, handle: StepHandle) -> Any:
-        """Collated as one; a list of the batches of the pipelines if each sample is a batch."""
+        """Collated as one; a list of the pipelines' batches if a sample is a batch."""
         if self._composes:
             return super().collated_whole(handle)
         batches = self._collected(handle.epoch, [[at] for at in self._addresses(handle.epoch, handle.index)])
@@ -169,7 +162,7 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def samples_in(self, handle: StepHandle) -> int:
-        """The number of samples; that of batches if each sample is one, since their sizes are not known before."""
+        """The number of samples; that of batches if each sample is one."""
         return len(self._addresses(handle.epoch, handle.index))
 
     @override
@@ -208,13 +201,7 @@ _KEPT_STEPS = 3  # the current one, the previous one, which others may have to r
 
 
 class BatchIterableLoader(StepLoader):
-    """The steps of an epoch: one for each batch.
-
-    Args:
-        dataloader: the iterable.
-        grid, seed, evaluation: as :class:`~lightning_recycle.data.steps.StepLoader`.
-        batch_pipelines: as :class:`~lightning_recycle.data.steps.SampleLoader`.
-    """
+    """The steps of an epoch: one for each batch."""
 
     def __init__(
         self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
@@ -324,7 +311,6 @@ class BatchIterableLoader(StepLoader):
         self._pass, self._next = epoch, 0
 
     def _reaches(self, epoch: int, index: int) -> bool:
-        """Reads as far as a batch; False if the pass ends before it."""
         if (epoch, index) in self._kept and self._next > index:
             return True
         with seeded_everything() as reseed:

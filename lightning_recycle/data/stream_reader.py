@@ -1,19 +1,13 @@
-"""Reads a stream batch by batch, from its start or from its state before some batch.
+"""Reads a stream batch by batch, from its start or from its state before a batch.
 
-A pass over the stream is what ``iter(dataset)`` gives. It is read by this process, or by DataLoader processes that each
-read a part in turns, as with a ``DataLoader``. Randomness in the stream depends only on (seed, epoch, part, number of
-the sample).
+A pass is what ``iter(dataset)`` gives, read by this process, or by DataLoader processes that each read a part in turns.
+Randomness depends only on (seed, epoch, part, number of the sample). The state of a part is that of the user's dataset
+and iterator; without one the part is read again from the start, and a digest tells whether that gave the same samples.
 
-The state of a part is that of the user's dataset and iterator, if they can save it; otherwise the part is read again
-from the start and skipped up to its place. A digest of what was read tells whether that gave the same samples. The
-state of a reader holds only what the user's ``state_dict`` methods return, numbers, lists and dicts, so a checkpoint
-can hold it.
-
-Streams of Hugging Face's ``datasets`` (``IterableDataset``, version 5.2) return to a loaded state also at the beginning
-of later passes that have its epoch number, ignore it if they have another one, which the user sets, and leave the
-samples in a shuffle buffer out of it. So a state is reset before the next pass (``load_state_dict(None)``), the epoch
-number is part of the place in the data, and a dataset with a shuffle buffer is read again up to its place, which gives
-the same samples. ``datasets`` must not be imported here: users of other data do not have it.
+Streams of Hugging Face's ``datasets`` (version 5.2) return to a loaded state also at the beginning of later passes that
+have its epoch number, ignore it if they have another one, and leave the samples in a shuffle buffer out of it. So a
+state is reset before the next pass (``load_state_dict(None)``), the epoch number is part of the place in the data, and
+a dataset with a shuffle buffer is read again up to its place. ``datasets`` must not be imported here.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ def is_huggingface(dataset: Any) -> bool:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether samples wait in a buffer of ``dataset``, so that its state does not say where it is."""
+    """Whether samples wait in a buffer of ``dataset``, which its state leaves out."""
     return _holds_buffer(dataset._ex_iterable)
 
 
@@ -55,18 +49,8 @@ _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
 class StreamReader:
     """The batches of consecutive passes.
 
-    Args:
-        dataloader: the user's DataLoader.
-        batch_size: samples per batch.
-        seed: seed of the run.
-        independent: whether every pass begins with the dataset as it was given. Otherwise, if this process itself
-            reads, a pass begins with the dataset as the previous one left it. (In DataLoader processes all passes are
-            independent.)
-
-    Attributes:
-        seed: seed of the run, for the passes that begin from now on.
-        ended: whether the pass has ended.
-        digest: of all that was read in this pass of the part of which the newest batch is.
+    If ``independent``, every pass begins with the dataset as it was given, as in DataLoader processes; otherwise as the
+    previous pass left it. ``digest`` is that of the newest batch's part in this pass.
     """
 
     def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
@@ -93,7 +77,7 @@ class StreamReader:
             self.read()
 
     def read(self) -> list[Any] | None:
-        """The samples of the next batch; fewer, or none, where a part ends; None at the end of the pass."""
+        """The next batch, incomplete where a part ends; None at the end of the pass."""
         batch = next(self._batches, None)
         if batch is None:
             self.ended = True
@@ -113,7 +97,6 @@ class StreamReader:
         return {"parts": list(self._round), "skip": self._taken}
 
     def close(self) -> None:
-        """Ends the reading processes."""
         self._batches = iter(())
 
     def _start(self, epoch: int) -> Iterator[_Batch]:
@@ -138,8 +121,6 @@ class StreamReader:
 
 
 class _SharesReader(IterableDataset[_Batch]):
-    """Reads the part of the process that iterates over it."""
-
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
     ) -> None:
@@ -155,15 +136,7 @@ class _SharesReader(IterableDataset[_Batch]):
 
 
 class _PassShare:
-    """One process's part of a pass.
-
-    Args:
-        dataset: the user's dataset.
-        seed: seed of the run.
-        epoch: epoch of the pass.
-        number: number of the part.
-        state: state to resume from.
-    """
+    """One process's part of a pass, resumed from ``state``."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int, number: int, state: dict[str, Any] | None) -> None:
         self.ended = False
@@ -193,7 +166,6 @@ class _PassShare:
             )
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` samples; fewer at the end."""
         samples: list[Any] = []
         with seeded_everything() as reseed:
             while len(samples) < count and not self.ended:

@@ -1,15 +1,9 @@
-"""Agent of a machine: keeps the processes of a run alive, passes on signals and output, and ends with a true status.
+"""Agent of a machine: runs and restarts processes, and reports one exit status.
 
-Concept: an agent has tasks, each with a restart loop (:mod:`~lightning_recycle.engines.restarts`), and may host the
-coordinator. A task is a worker: one of several on one machine, or under SLURM, where each task of a job is an agent
-with one worker.
-
-Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need no position: the
-coordinator gives it to them. The run is at its end when a process finished, when one failed with an error of its
-program, when the coordinator stopped it, or when a signal asks for it; from then on no process is started. Every wait
-then has a bound, but for processes that go on after the training.
-
-Must not know: addresses, keys, where processes run.
+Each task has a restart loop (:mod:`~lightning_recycle.engines.restarts`) and is a worker, or the coordinator. The run
+is at its end when a process finished, when one failed with an error of its program, when the coordinator stopped it, or
+when a signal asks for it; from then on no process is started. When :meth:`Agent.run` returns the exit status, no
+process is left.
 """
 
 from __future__ import annotations
@@ -44,11 +38,7 @@ _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Output of several processes as one stream: whole lines, each with the name of its process.
-
-    Args:
-        names: whether each line begins with the name of the process.
-    """
+    """Output of several processes as whole lines, each with a name if ``names``."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
@@ -62,11 +52,10 @@ class Printer:
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def say(self, text: str) -> None:
-        """A line of this program itself."""
         self._write(sys.stderr.buffer, f"recycle-run: {text}\n".encode())
 
     def finish(self, seconds: float) -> None:
-        """Waits until all output is passed on; a descendant that lives on may hold a stream open."""
+        """Waits until all output is passed on, ``seconds`` for each stream."""
         for thread in self._threads:
             thread.join(seconds)
 
@@ -91,11 +80,7 @@ class Printer:
 class ProcessCommand:
     """Command, environment and name of a process.
 
-    Args:
-        name: for people, and for files of logs.
-        command: the program and its arguments.
-        environ: all of its environment.
-        listens: whether it reads from this process on its standard input, which stays open while this process lives.
+    If ``listens``, its standard input stays open while this process lives.
     """
 
     name: str
@@ -105,12 +90,10 @@ class ProcessCommand:
 
 
 class Child:
-    """A process, the leader of a group of its own, which the kernel kills when this process dies.
+    """A process that leads its own group, killed by the kernel with this process.
 
-    Args:
-        task: its command.
-        printer: passes on its output; None: it prints where this process does.
-        on_end: called from another thread with the status, see :class:`subprocess.Popen`.
+    To be made by the main thread: the kernel looks at the thread that forked. ``on_end`` is called from another thread
+    with the status, see :class:`subprocess.Popen`; without ``printer`` it prints where this process does.
 
     Raises:
         OSError: if there is no such program.
@@ -146,19 +129,16 @@ class Child:
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def say(self, text: bytes) -> None:
-        """Writes to its standard input."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.process.stdin.write(text)
                 self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        """Sends it a signal; its own children are its business."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it and its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -185,8 +165,6 @@ _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 
 @dataclass
 class _Running:
-    """A task, and the process that runs it now."""
-
     task: ProcessCommand
     slot: RestartRecord = field(default_factory=RestartRecord)
     child: Child | None = None
@@ -199,20 +177,10 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    Args:
-        tasks: the processes to run.
-        policy: how often each may be started again.
-        printer: where lines for people go.
-        grace: seconds for processes to end after a signal that asks them to; None if the sender of signals sends
-            them to all processes and waits for these: then no process is killed, and no signal passed on.
-        coordinator: the task of the coordinator, if this agent hosts it.
-        pipes: whether the output of the processes goes through ``printer``.
-        another: makes the command of the process with the number that it is given, from 0; None if their number is
-            fixed. ``tasks`` are the first of them.
-
-    Attributes:
-        on_finish: called when a process has finished, the first time.
-        heard: the signals that came.
+    ``grace``: seconds for processes to end after a signal; None if the sender of signals sends them to all processes
+    and waits for these: then no process is killed, and no signal passed on. ``pipes``: whether output goes through
+    ``printer``. ``another`` makes the command of a further process by its number. ``on_finish`` is called when a
+    process has finished, the first time; ``heard``: the signals that came.
     """
 
     def __init__(
@@ -245,7 +213,6 @@ class Agent:
     # ------------------------------------------------------------------ from other threads, and signal handlers
 
     def child_ended(self, child: Child, status: int) -> None:
-        """A process ended."""
         self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
@@ -257,13 +224,15 @@ class Agent:
         self._events.put(self._finish)
 
     def scale(self, count: int) -> None:
-        """From now on ``count`` processes are wanted."""
         self._events.put(lambda: self._scale(count))
 
     # ------------------------------------------------------------------ the main thread
 
     def run(self) -> int:
-        """Runs all tasks to their end; returns the exit status. In the main thread it listens to signals."""
+        """Runs all tasks to their end; returns the exit status.
+
+        In the main thread it listens to signals.
+        """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             # SIGUSR2 is submitit's warning; Ctrl-C is not for the background job of a script, which ignores it.
@@ -347,7 +316,6 @@ class Agent:
             self._drop_restarts()
 
     def _finish(self) -> None:
-        """A process has finished, so the run has."""
         if self._finished:
             return
         self._finished = self._is_ending = True
@@ -356,7 +324,6 @@ class Agent:
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
-        """No process is started any more."""
         for running in self._running.values():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)

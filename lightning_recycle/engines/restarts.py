@@ -1,11 +1,8 @@
 """Restarts of processes that ended, and the exit status of a set of them. Pure.
 
-Concept: the exit status of a worker is the reason of its end. Some ends are no fault of the program: it lost its
-coordinator, was evicted, or was killed. Then another process takes its place. All other ends are final. A process that
-dies at once, again and again, would die for ever.
-
-Contract: functions over frozen values. Statuses are those of :mod:`subprocess`: the exit status, or minus the number of
-the signal that killed the process. A shell in between says 128 + that number, which counts as the same.
+A worker that lost its coordinator, was evicted, or was killed is no fault of the program: another process takes its
+place. All other ends are final, and a process that dies at once, again and again, is given up. Statuses are those of
+:mod:`subprocess`, or 128 + the signal's number, as a shell says it.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RestartRecord:
-    """Record of a process and its predecessors: how often it was restarted, and how often in a row at once."""
+    """How often a process was restarted, and how many ends in a row were quick."""
 
     restarts: int = 0
     quick: int = 0
@@ -55,7 +52,7 @@ class RestartAfter:
 
 @dataclass(frozen=True)
 class FinalStatus:
-    """It is not started again; ``given_up`` says why, if its end alone would have been no reason."""
+    """It is not started again; ``given_up`` says why, if its end alone is no reason."""
 
     status: int
     given_up: str = ""
@@ -64,15 +61,7 @@ class FinalStatus:
 def ended(
     slot: RestartRecord, status: int, lasted: float, is_ending: bool, policy: RestartLimits
 ) -> RestartAfter | FinalStatus:
-    """Decision after the end of a process.
-
-    Args:
-        slot: its record.
-        status: how it ended.
-        lasted: for how many seconds it ran.
-        is_ending: whether the run is at its end, so that no process is needed.
-        policy: how often it may be started.
-    """
+    """Decision after the end of a process that ran for ``lasted`` seconds."""
     if is_ending or not is_lost(status):
         return FinalStatus(status)
     quick = slot.quick + 1 if lasted < policy.quick else 0
@@ -95,15 +84,11 @@ def is_error(status: int) -> bool:
 
 
 def verdict(ends: Sequence[tuple[int, bool]], asked: int | None, finished: bool = False) -> int:
-    """The exit status for all of them together.
+    """The exit status for all processes together.
 
     A run in which one process finished has finished, whatever was lost on the way; but an error of the program is one,
-    also after the training. Of a replacement it is not: the others went on without it.
-
-    Args:
-        ends: the final status of each process, and whether it was the first of its slot.
-        asked: the number of the signal that was to end the run, if one came.
-        finished: whether the run is known to have finished, with other processes.
+    also after the training, unless it is that of a replacement. ``ends``: the final status of each process, and whether
+    it was the first of its slot; ``asked``: the signal that was to end the run.
     """
     statuses = [status for status, _ in ends]
     finished = finished or 0 in statuses
@@ -143,6 +128,6 @@ def in_words(status: int) -> str:
 
 
 def _signal_of(status: int) -> int | None:
-    """The signal that killed a process, as a shell says it; none for those that ask a process to end."""
+    """The signal that killed a process, as a shell says it; none for polite signals."""
     number = status - 128
     return number if number in _SIGNALS and status not in (EXIT_INTERRUPTED, EXIT_LEFT) else None

@@ -1,8 +1,8 @@
 """The worker processes of this machine: how they are started, watched and ended.
 
 A fork server that has done the slow imports forks them, but they do not depend on it: each ends with the launching
-process, and the launching process sees the end of each by itself. If the server dies, workers go on, the next start
-brings up a new one, and all that is lost is how the workers of the old one end. A server that was stopped is killed.
+process, which sees the end of each by itself. If the server dies, the next start brings up a new one, and all that is
+lost is how the workers of the old one end. A server that was stopped is killed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def process_context() -> BaseContext:
 
 
 class LocalWorker(WorkerHandle):
-    """A worker process on this machine that runs ``target(argument)`` and dies with this process.
+    """A process of this machine that runs ``target(argument)`` and dies with this one.
 
     With ``imports_main`` it imports the script of this process first.
     """
@@ -98,7 +98,7 @@ class LocalWorker(WorkerHandle):
         return self._end
 
     def _describe_exit(self) -> str:
-        """The fork server, the parent, is told the exit code by the kernel, and passes it on."""
+        """The fork server, the parent, passes on the exit code of the kernel."""
         unknown = "it ended; how is not known, because the fork server that started it"
         if not wait([self._process.sentinel], _STATUS_SECONDS):
             return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
@@ -111,7 +111,6 @@ class LocalWorker(WorkerHandle):
         return "it was told to stop" if code == EXIT_STOPPED else f"it exited with code {code}"
 
     def _is_told(self) -> bool:
-        """Whether the fork server has written the exit code, rather than died and so closed the pipe."""
         waiting = fcntl.ioctl(self._process.sentinel, termios.FIONREAD, bytes(4))
         return int.from_bytes(waiting, sys.byteorder) > 0
 
@@ -134,7 +133,6 @@ class LocalWorker(WorkerHandle):
 
 
 def _open_pidfd(pid: int | None) -> int | None:
-    """A descriptor of the process; None where there are none, or if it has ended and its parent knows."""
     try:
         return os.pidfd_open(pid)  # type: ignore[arg-type]
     except (AttributeError, OSError):
@@ -142,7 +140,7 @@ def _open_pidfd(pid: int | None) -> int | None:
 
 
 def _ensure_fork_server() -> None:
-    """Starts the fork server if there is none. It and its children ignore Ctrl-C: the launching process decides.
+    """Starts the fork server if there is none; it and its children ignore Ctrl-C.
 
     It ignores SIGINT only after its imports, which take seconds; its children until then would not.
     """
@@ -173,7 +171,7 @@ def _is_stopped(pid: int | None) -> bool:
 
 @atexit.register
 def _end_stopped_fork_server() -> None:
-    """Kills the fork server if it is stopped: it would not notice the end of this process."""
+    """Kills a stopped fork server, which would not notice the end of this process."""
     with forkserver._forkserver._lock:  # type: ignore[attr-defined]  # whoever holds it may find the process dead
         pid = _fork_server_pid()
         if pid is None or not _is_stopped(pid):
@@ -186,9 +184,7 @@ def _end_stopped_fork_server() -> None:
 
 @contextlib.contextmanager
 def _fork_server_watched() -> Iterator[None]:
-    """While the block waits for a process that the fork server is to start, kills a stopped server, and warns of a slow
-    one. The block then sees that the server has died.
-    """
+    """Within the block, kills a stopped fork server and warns of a slow one."""
     started = threading.Event()
     threading.Thread(target=_watch_fork_server, args=(started,), name="recycle-fork-server-watch", daemon=True).start()
     try:
@@ -214,7 +210,7 @@ def _watch_fork_server(started: threading.Event) -> None:
 
 
 def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
-    """The main function of a worker process: makes it end with the process ``launcher``, then runs ``target``."""
+    """The main function of a worker process, which ends with process ``launcher``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
@@ -227,11 +223,7 @@ def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """All worker processes that one run starts here; each has the environment that this process has now.
-
-    Args:
-        target: the function of a worker; takes one argument.
-        payload: the value for every worker.
+    """The worker processes that one run starts here, with this process's environment.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or there is no room for it.

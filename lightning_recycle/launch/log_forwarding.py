@@ -1,12 +1,8 @@
-"""Log records of workers on this machine, written by the handlers of the launching process.
+"""Log records of local workers, written by the handlers of the launching process.
 
-Handlers that a script configures under its main guard (``logging.basicConfig``, Hydra's job log) exist in the launching
-process alone. So a worker has one handler, which sends the records, and the launching process handles each of them like
-one of its own.
-
-A record is one message of a socket that all workers share: it arrives whole or not at all, whenever its sender is
-killed, and what a worker has sent outlives it. Training does not wait for slow handlers: while the socket is full,
-records are dropped and counted.
+Handlers that a script configures under its main guard exist in the launching process alone. A record is one message of
+a socket that all workers share: it arrives whole or not at all, whenever its sender is killed. Training does not wait
+for slow handlers: while the socket is full, records are dropped and counted.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _CLOSE_SECONDS = 5.0  # for handlers to write what has arrived
 
 
 class LogForwarding:
-    """The launching process's side. Pickled as an argument of a new process, it arrives as :class:`LogSender`."""
+    """The launching process's side; pickled, it arrives as :class:`LogSender`."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,8 +88,7 @@ class LogSender:
     def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
         """Replaces the handlers of this process; may be called once.
 
-        Args:
-            origin: returns the worker's rank and generation, for lines of JSON.
+        ``origin`` returns the worker's rank and generation, for lines of JSON.
         """
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
             if isinstance(logger, logging.Logger):  # otherwise it is a place for a logger
@@ -132,7 +127,7 @@ class _Sender(logging.Handler):
 
 
 def _plain_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The attributes of ``record`` as JSON has them, with the arguments merged into the message."""
+    """The attributes of ``record`` as JSON, with arguments merged into the message."""
     text = record.exc_text
     if record.exc_info and not text:
         text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")

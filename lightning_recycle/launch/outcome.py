@@ -1,4 +1,4 @@
-"""Outcome of a run: its summary in a few lines, or an exception, that of a worker or one that says how it ended."""
+"""Outcome of a run: its summary in a few lines, or the exception that ended it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CAUSES_SHOWN = 5
 
 
 def summary(history: Sequence[Event], positions: Positions) -> list[str]:
-    """The lines on a run with this record, on the grid of ``positions``; none if it made no step."""
+    """The lines on a run with this record; none if it made no step."""
     steps = [event for event in history if event.kind == "step"]
     if not steps:
         return []
@@ -64,7 +64,6 @@ def summary(history: Sequence[Event], positions: Positions) -> list[str]:
 
 
 def _memory(history: Sequence[Event]) -> str:
-    """The most that a worker has held, and of which stage it was."""
     told = [event.details["peak_bytes"] for event in history if event.kind == "memory"]
     peaks = [(peak, stage) for stages in told for stage, peak in enumerate(stages) if peak is not None]
     if not peaks:
@@ -102,7 +101,6 @@ def _backwards(history: Sequence[Event]) -> list[str]:
 
 
 def _lost(history: Sequence[Event]) -> dict[str, float]:
-    """Seconds by cause."""
     lost: dict[str, float] = {}
     causes: list[str] = []  # of failures that are not recovered from
     stage_lost: Event | None = None
@@ -137,9 +135,7 @@ def _count(number: int, name: str) -> str:
 
 
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
-    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
-    the user can do.
-    """
+    """The exception for ``outcome``, with the remedy ``then`` for a lost stage."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -166,7 +162,7 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then:
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
+    """A worker's traceback, shown as the cause of the same exception raised here."""
 
     __module__ = "builtins"  # so Python shows its name without that of a module
 
@@ -208,12 +204,11 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Pytho
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle of ``error`` without the attributes that cannot be pickled; None if its class cannot be.
+    """Pickle of ``error`` without unpicklable attributes; None for such a class.
 
-    Python's own pickles of exceptions call the class with ``args`` again. That fails where ``__init__`` takes other
-    arguments than it hands on, and changes the message where it makes one of them. So a class with an ``__init__`` of
-    its own is rebuilt without calling it, unless it says itself how it is pickled. The exceptions that this one was
-    raised from arrive in its traceback.
+    Python's own pickles of exceptions call the class with ``args`` again, which fails where ``__init__`` takes other
+    arguments than it hands on. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own
+    pickling.
     """
     with contextlib.suppress(Exception):
         return _dumps(error)
@@ -248,7 +243,6 @@ def _has_own_init(kind: type[BaseException]) -> bool:
 
 
 def _state(error: BaseException) -> dict[str, Any]:
-    """The attributes of ``error`` in its dictionary and in slots."""
     slots = {name: getattr(error, name) for name in slots_of(type(error)) if hasattr(error, name)}
     if isinstance(error, OSError | ImportError):  # kept outside of both
         kept = ("filename", "filename2", "name", "path")
@@ -301,7 +295,7 @@ _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 
 def from_users_code(error: BaseException) -> str:
-    """The formatted traceback of ``error`` and of the exceptions that it was raised from."""
+    """The formatted traceback of ``error`` and its causes, from the user's code on."""
     shown = TracebackException.from_exception(error)
     links: list[TracebackException | None] = [shown]
     while links:

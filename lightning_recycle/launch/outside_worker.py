@@ -1,13 +1,8 @@
-"""Worker from outside: a process that a user or a cluster manager started, and its way into a run.
+"""Worker from outside: a process that a user or a cluster manager started.
 
 It connects to a coordinator, waits as a spare until there is a position for it, runs the Trainer's function, and goes
-on as an ordinary process. Its run request describes the run that its script asks for; the coordinator refuses what it
-cannot do.
-
-A worker tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its coordinator. One that loses it looks for it
-for as long, and keeps all that it holds: a coordinator that was killed and started again goes on with it
-(:mod:`~lightning_recycle.control.protocol.coordinator_restart`). After that the process ends; ``recycle-run`` starts
-another one in its place.
+on as an ordinary process. It tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its coordinator, and again
+for as long when it has lost it; after that the process ends.
 """
 
 from __future__ import annotations
@@ -47,13 +42,9 @@ _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, end
 
 
 def run_outside(outside: Discovered, run: PreparedRun) -> Any:
-    """Runs as a worker in this process, which was started by hand or by a cluster manager.
+    """Runs as a worker in this process, first as a spare until a position is vacant.
 
-    Waits as a spare until there is a position for it. Afterwards the module in this process is whole again.
-
-    Args:
-        outside: the place of this process, from its environment.
-        run: the run that this script asks for.
+    Afterwards the module in this process is whole again.
 
     Raises:
         ConfigurationError: if no coordinator listens there, the key is not the run's, another version runs there, or
@@ -101,7 +92,7 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
 
 
 def connect_seconds() -> float:
-    """For how long a worker tries to reach its coordinator, at first and when it has lost it; 0 for not at all.
+    """For how long a worker tries to reach its coordinator; 0 for not at all.
 
     Raises:
         ConfigurationError: if ``RECYCLE_CONNECT_SECONDS`` is no such number.
@@ -117,10 +108,9 @@ def connect_seconds() -> float:
 
 
 def patiently(connect: Callable[[], _T], seconds: float, whom: str) -> _T:
-    """The result of ``connect``, tried again for ``seconds`` after an OSError, at growing intervals.
+    """The result of ``connect``, tried for ``seconds`` after an OSError.
 
-    While the coordinator starts, or between two runs, no process listens; its name and the route to it may come later,
-    too. ``whom``: the address, for the log.
+    While the coordinator starts, or between two runs, no process listens. ``whom``: the address, for the log.
     """
     pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
     while True:
@@ -140,7 +130,6 @@ def patiently(connect: Callable[[], _T], seconds: float, whom: str) -> _T:
 
 
 def _own_setup(setup: RunSetup, assignment: Assign) -> RunSetup:
-    """The setup of this worker for a coordinator that brings none."""
     return replace(
         setup,
         grid=assignment.grid,

@@ -1,10 +1,8 @@
-"""Results of a run in the launching process: weights, optimizers, loaders and metrics of its Trainer.
+"""Results of a run in the launching process: taken into its Trainer and module.
 
-- Weights go into the module. Where they stay in the workers, a note is kept until weights are loaded into the module,
-  as nothing else shows that it is not the trained one.
-- The module's own ``configure_optimizers`` makes optimizers and schedulers for the whole model, as on one device, and
-  they get the states that the workers delivered.
-- Loops show the user's DataLoaders, with their states in the workers.
+Where weights stay in the workers, a note is kept until weights are loaded into the module. The module's own
+``configure_optimizers`` makes optimizers for the whole model, which get the workers' states. Loops show the user's
+DataLoaders, with their states in the workers.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ WEIGHTS_STAY = (
 
 
 class MissingWeights:
-    """The note about ``module``; ``one_stage``: it is one stage of the model, and can not run again."""
+    """Note that ``module`` lacks the trained weights, or is but ``one_stage``."""
 
     def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
         self._module = weakref.ref(module)
@@ -72,7 +70,8 @@ class MissingWeights:
         self._versions = _versions(module)
 
     def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
-        """
+        """Refuses to run ``module`` as if it were trained.
+
         Raises:
             UnsupportedFeatureError: if ``module`` is to run as if it were trained.
         """
@@ -93,10 +92,7 @@ class MissingWeights:
 
     @staticmethod
     def refuse_to_save(path: Any) -> None:
-        """
-        Raises:
-            UnsupportedFeatureError: always.
-        """
+        """Raises UnsupportedFeatureError for a checkpoint without trained weights."""
         raise UnsupportedFeatureError(
             f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
             f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
@@ -126,13 +122,7 @@ def make_optimizers(
     copies: Copies,
     schedulers: Sequence[dict[str, Any]],
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """The optimizers and schedulers of the whole model.
-
-    Args:
-        module: the module, with all its parameters.
-        stages: the optimizers of each stage, in order.
-        copies: as in :func:`~lightning_recycle.session.optimizer_states.merge_optimizer_states`.
-        schedulers: the states of the learning-rate schedulers.
+    """The optimizers and schedulers of the whole model, from those of all stages.
 
     Raises:
         ConfigurationError: if the module cannot make them here.
@@ -166,8 +156,9 @@ log = logging.getLogger(__name__)
 
 
 def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
-    """Puts the results of the workers, by rank, into the Trainer of ``call`` and its module, and empties ``results``:
-    model and optimizers may be large. Returns what the workers returned.
+    """Puts the workers' results, by rank, into the Trainer and its module.
+
+    Empties ``results``: model and optimizers may be large. Returns the function's return value.
     """
     trainer = call.trainer
     state: dict[str, torch.Tensor] = {}
@@ -207,7 +198,9 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
 def _take_weights(
     trainer: pl.Trainer, state: Mapping[str, torch.Tensor], reshape: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
-    """Makes the module of ``trainer`` the trained one; ``reshape`` makes it one that has these weights.
+    """Makes the module of ``trainer`` the trained one.
+
+    ``reshape`` makes it a module that has these weights.
 
     Raises:
         ReCycleError: if its weights do not fit into it; they are in a file then.
@@ -235,7 +228,7 @@ def _take_weights(
 
 
 def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
-    """Adds the weights that hooks have given to modules which this process has; for other modules, loading fails.
+    """Adds weights that hooks have given to modules which this process has.
 
     ``trained``: whether each parameter requires a gradient, by name.
     """
@@ -256,7 +249,6 @@ def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]:
 
 
 def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
-    """The file that has the weights from now on; one of TMPDIR if nothing can be written in the Trainer's folder."""
     for folder in (trainer.default_root_dir, tempfile.gettempdir()):
         try:
             descriptor, path = tempfile.mkstemp(prefix="trained_weights_", suffix=".pt", dir=folder)
@@ -269,7 +261,6 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
-    """Restores progress, metrics, and the state of the data."""
     restore_settings(trainer, extras.trainer)
     for name, loop_state in extras.loops.items():
         load_progress(getattr(trainer, name), loop_state)

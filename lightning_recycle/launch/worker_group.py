@@ -1,8 +1,6 @@
 """Worker group: all worker processes of one run, on any engine, and how they end.
 
-Contract: callable from any thread. Once :meth:`WorkerGroup.end` has begun, no new worker is taken.
-
-Must not know: how a worker is started.
+Callable from any thread. Once :meth:`WorkerGroup.end` has begun, no new worker is taken.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
 
 class WorkerHandle(ABC):
-    """A worker of a group: a :class:`~lightning_recycle.control.joining.run_config.WorkerProcess`.
-
-    Attributes:
-        sentinel: a descriptor that becomes readable when the worker ends, and not before.
-    """
+    """A worker of a group; its ``sentinel`` becomes readable when it ends."""
 
     sentinel: int
     _released = False
@@ -41,7 +35,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees its descriptors in this process; it must have ended, and may not be used any more."""
+        """Frees its descriptors in this process; it must have ended."""
 
     def release(self) -> None:
         """Lets the group close it once it has ended."""
@@ -49,19 +43,14 @@ class WorkerHandle(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether it was released and has ended."""
         return self._released and self.describe_exit(0.0) is not None
 
 
 class WorkerGroup(ABC):
-    """All worker processes that one run starts. A context manager: none survives it.
+    """The worker processes of one run. A context manager: none survives it.
 
-    Attributes:
-        payload: to be passed as, or within, the argument of each worker.
-        host: the address of this machine as the workers reach it.
-        without_room: the ranks of the first workers that were not started, as there is no room for them yet.
-        lock: held while workers come and go.
-        closed: whether the group has ended.
+    ``payload`` is to be passed within the argument of each worker, ``host`` the address of this machine as the workers
+    reach it, ``without_room`` the ranks of first workers that are not started, as there is no room yet.
     """
 
     payload: Any
@@ -86,7 +75,7 @@ class WorkerGroup(ABC):
         """The coordinator serves from now on, and may be asked to let workers leave."""
 
     def add(self, worker: WorkerHandle) -> bool:
-        """Takes ``worker`` in; returns whether it is welcome. If not, kill it; it is closed with all others."""
+        """Takes ``worker`` in; if it returns False, the run is over: kill the worker."""
         with self.lock:
             if not self.closed.is_set():
                 for over in [worker for worker in self._workers if worker.is_over]:
@@ -96,12 +85,11 @@ class WorkerGroup(ABC):
             return not self.closed.is_set()
 
     def living(self) -> list[Any]:
-        """The workers that have not ended."""
         with self.lock:
             return [worker for worker in self._workers if worker.describe_exit(0.0) is None]
 
     def end(self, awaited: Collection[WorkerProcess] = (), patience: float = 0.0) -> None:
-        """Ends all workers at once, but ``awaited``, which may take ``patience`` seconds to end by themselves."""
+        """Ends all workers; ``awaited`` may take ``patience`` seconds to end themselves."""
         with self.lock:
             self.closed.set()
             workers = list(self._workers)

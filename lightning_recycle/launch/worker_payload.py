@@ -1,15 +1,9 @@
-"""WorkerPayload of a worker process: environment, global settings, and the pickled Trainer with its function.
+"""Payload of a worker: environment, global settings, pickled Trainer and function.
 
-- The environment is that of the launching process when the run starts. The fork server has the environment of the first
-  run, so the variables of each run travel with every worker of it, also with one that is started later. A worker has
-  them before it imports the user's script. A library that read a variable when the fork server imported it does not
-  follow; ``OMP_NUM_THREADS`` does, see :func:`set_num_threads`.
-- Global settings decide what is computed (dtype, precision, determinism, generators, resolvers of OmegaConf) and shown
-  (filters of warnings, levels of loggers). Those made under the script's main guard, or in a notebook, reach the
-  launching process alone.
-- The Trainer and its function are pickled once, in a file in memory. Workers inherit its descriptor;
-  replacements do so at any time of the run. It is gone with the last process that holds it. Which parts of the user's
-  script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.pickling`.
+The fork server has the environment of the first run, so the variables of each run travel with every worker, before it
+imports the user's script. Global settings (dtype, precision, determinism, resolvers of OmegaConf, filters of warnings,
+levels of loggers) made under the script's main guard reach the launching process alone. The Trainer and its function
+are pickled once, in a file in memory whose descriptor workers inherit; it is gone with the last process that holds it.
 """
 
 from __future__ import annotations
@@ -48,12 +42,7 @@ _has_entered = False
 class NameWithEnvironment(str):
     """The name of a worker process, on whose way there its environment arrives.
 
-    A process is sent its name first, before what makes it import the main module (``multiprocessing.spawn.prepare``);
-    there is no other place for what it must have by then.
-
-    Args:
-        name: the name.
-        environment: all of the variables that the worker is to have.
+    A process is sent its name first, before it imports the main module (``multiprocessing.spawn.prepare``).
     """
 
     environment: Mapping[str, str]
@@ -68,7 +57,7 @@ class NameWithEnvironment(str):
 
 
 def _enter(name: str, environment: dict[str, str]) -> str:
-    """Runs in the worker. Its name comes twice, but what the script sets when it is imported stays."""
+    """Sets the environment in the worker once, as its name comes twice."""
     global _has_entered
     if not _has_entered:
         _has_entered = True
@@ -79,8 +68,9 @@ def _enter(name: str, environment: dict[str, str]) -> str:
 
 
 def set_num_threads(workers: int) -> None:
-    """Lets torch use as many threads as the environment of this worker says, if the fork server's said otherwise; if it
-    says nothing, this worker's share of the processors, and child processes as well.
+    """Lets torch use the threads that this worker's environment says.
+
+    If it says nothing, this worker's share of the processors, and child processes as well.
     """
     wanted = os.environ.get(_THREADS)
     if wanted is None:
@@ -92,11 +82,10 @@ def set_num_threads(workers: int) -> None:
 
 @contextlib.contextmanager
 def modules_found() -> Iterator[None]:
-    """Python processes that start in the block find the modules that this one finds, and no others.
+    """Python processes that start in the block find the modules that this one finds.
 
-    The fork server needs that: it is not told ``sys.path`` before Python 3.13, so of a package that only the script's
-    own ``sys.path`` leads to it would import nothing; and what lies in the working directory, such as a checkout of
-    this package that is not the one installed, would come first (before Python 3.11 it still does).
+    The fork server is not told ``sys.path`` before Python 3.13; and what lies in the working directory, such as a
+    checkout of this package, would come first (before Python 3.11 it still does).
     """
     wanted = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -119,7 +108,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a process: :meth:`capture` takes them there, :meth:`restore` makes them those of another one."""
+    """Settings of a process, captured there and restored in another one."""
 
     lightning: Any
     dtype: torch.dtype
@@ -163,7 +152,7 @@ class Settings:
 
 
 def _is_own(name: str, resolver: Any) -> bool:
-    """Whether a resolver is not one of OmegaConf's, and can be sent; workers may not need one that cannot."""
+    """Whether a resolver is none of OmegaConf's, and can be sent."""
     if name.startswith("oc."):
         return False
     try:
@@ -175,12 +164,12 @@ def _is_own(name: str, resolver: Any) -> bool:
 
 
 def ignore_deprecations_of_lightning() -> None:
-    """Hides what newer versions of torch deprecate in Lightning 2.6: users can do nothing about it."""
+    """Hides what newer torch deprecates in Lightning 2.6."""
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")
 
 
 def ignore_untrue_warnings() -> None:
-    """Hides warnings of Lightning in a worker that do not hold there, whatever the user's filters are."""
+    """Hides warnings of Lightning that do not hold in a worker."""
     ignore_deprecations_of_lightning()
     # Data is addressed: any epoch can resume in the middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
@@ -192,16 +181,7 @@ def ignore_untrue_warnings() -> None:
 
 
 class WorkerPayload:
-    """A value for all workers; in a worker it arrives as :class:`ReceivedPayload`.
-
-    It lies in memory, in a file without a name.
-
-    Args:
-        value: the value.
-        main: the part of the user's script that workers find.
-
-    Attributes:
-        logs: receives the log records of the workers.
+    """A value for all workers, in a nameless file in memory; there a ReceivedPayload.
 
     Raises:
         ConfigurationError: if it cannot be pickled.
@@ -218,7 +198,6 @@ class WorkerPayload:
         self.logs = LogForwarding()
 
     def close(self) -> None:
-        """To be called when all workers have ended."""
         self._file.close()
         if self.logs is not None:
             self.logs.close()
@@ -235,7 +214,10 @@ class ReceivedPayload:
         self._descriptor, self.logs = descriptor, logs
 
     def load(self) -> Any:
-        """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
+        """The value; may be called once.
+
+        The position in the file is common to all processes, so it is mapped.
+        """
         descriptor = self._descriptor.detach()
         try:
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
@@ -245,12 +227,7 @@ class ReceivedPayload:
 
 
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
-    """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`.
-
-    Args:
-        value: a tuple whose first item is the call of the Trainer.
-        main: the part of the user's script that workers find.
-        file: where the pickle goes.
+    """Pickles ``value``, whose first item is the Trainer's call, for :func:`load`.
 
     Raises:
         ConfigurationError: if it cannot be pickled, with the path of the member that is to blame.
@@ -272,7 +249,7 @@ def _dump(value: Any, main: MainModule, file: Any) -> None:
 
 
 def load(data: Any) -> Any:
-    """The value that was pickled as ``data``, with the user's ``__main__`` around it; once in a process."""
+    """The value pickled as ``data``, with the user's ``__main__``; once in a process."""
     enter_main()
     value, definitions = pickle.loads(data)
     vars(sys.modules["__main__"]).update(definitions)
@@ -280,7 +257,7 @@ def load(data: Any) -> Any:
 
 
 class _PayloadPickler(MainPickler):
-    """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
+    """Keeps the identity of ``PyTorchProfiler``'s default schedule."""
 
     def reducer_override(self, value: Any) -> Any:
         if value is default_profiler_schedule()():
@@ -292,17 +269,14 @@ class _PayloadPickler(MainPickler):
 
 
 class _NullFile(io.RawIOBase):
-    """Discards what is written."""
-
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
 
 
 def _find_unpicklable(payload: Any, main: MainModule) -> str | None:
-    """Path of the member that cannot be pickled, such as ``model.helpers['db']``; None if it is not found.
+    """Path of the member that cannot be pickled, such as ``model.helpers['db']``.
 
-    Members are pickled once more, one by one, from the argument of the Trainer's entry point down to the member in
-    which nothing else fails.
+    Members are pickled once more, one by one, down to the one in which nothing else fails.
     """
     call = payload[0] if isinstance(payload, tuple) and payload else None
     roots = dict(getattr(call, "arguments", {}))

@@ -1,4 +1,4 @@
-"""The life of a worker process: it connects, runs the Trainer's function, delivers its part of the result."""
+"""The life of a worker process: it connects, runs the function, delivers a result."""
 
 from __future__ import annotations
 
@@ -96,13 +96,8 @@ def run_worker(
 ) -> Any:
     """Runs the function in this worker; returns its result.
 
-    Args:
-        client: the connection to the coordinator.
-        setup: settings that all workers share.
-        place: the place of this worker.
-        call: the function.
-        goes_on: whether this process goes on as a launching process.
-        reports: whether there is a launching process that wants the result.
+    ``goes_on``: this process goes on as a launching process; ``reports``: there is a launching process that wants the
+    result.
     """
     trainer = call.trainer
     set_num_threads(setup.positions.num_workers)
@@ -145,7 +140,7 @@ def log_fields(client: ControlClient) -> dict[str, int]:
 
 @contextlib.contextmanager
 def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
-    """Reports an exception of this worker to the coordinator, and ends it with the status for that.
+    """Reports an exception to the coordinator, and ends with the status for that.
 
     ``shows``: whether the traceback is shown here; otherwise the supervisor decides.
     """

@@ -1,4 +1,4 @@
-"""Results of workers at the end of a run: each stage's part of the model, and the leader's common part."""
+"""Results of workers: each stage's part of the model, the leader's common part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a stage.
+    """Result of a stage, or of one member of its position.
 
     Args:
         stage: which.
@@ -84,8 +84,10 @@ class StageResultFile:
     path: Path
 
     def read(self) -> StageResult:
-        """The part, mapped from the file, which may be deleted. Weights are copied into a module; states of optimizers
-        stay mapped, so they take memory once they are used, and room on the disk as long as they live.
+        """The part, mapped from the file, which may be deleted.
+
+        Weights are copied into a module; states of optimizers stay mapped, so they take room on the disk as long as
+        they live.
         """
         part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
         assert isinstance(part, StageResult)
@@ -94,13 +96,10 @@ class StageResultFile:
 
 @dataclass(frozen=True)
 class CarriedObjects:
-    """The user's objects, as they come home.
+    """The user's objects on their way to the launching process; weights are names.
 
-    Args:
-        pack: the objects; weights are names.
-        whole: whether the module is carried as a whole, with what parameters, buffers and submodules it has.
-        trained: whether each parameter requires a gradient, by name.
-        shared: whether what is no module is among them.
+    ``whole``: the module is carried with its parameters, buffers and submodules; ``shared``: so is what is no module;
+    ``trained``: whether each parameter requires a gradient.
     """
 
     pack: ObjectPack
@@ -110,11 +109,9 @@ class CarriedObjects:
 
 
 class UserObjects:
-    """The objects of the user that a worker and the launching process have, as the run finds them at its beginning.
+    """The user's objects that a worker and the launching process have in common.
 
-    Args:
-        call: the call of the Trainer's function.
-        keeps_large: whether large data is noted, to tell later what has changed.
+    As the run finds them at its beginning. With ``keeps_large``, large data is noted, to tell later what has changed.
     """
 
     def __init__(self, call: TrainerCall, keeps_large: bool = False) -> None:
@@ -127,8 +124,9 @@ class UserObjects:
     def _graph(
         self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
     ) -> ObjectGraph:
-        """Their graph: ``modules`` by name, or the module if it is carried as a ``whole``, and if they are ``shared``,
-        callbacks, data and the profiler.
+        """The graph of ``modules`` by name, or of the ``whole`` module.
+
+        If ``shared``, with callbacks, data and the profiler.
         """
         trainer, data = self._trainer, self._data
         callbacks = {f"callback {i}": callback for i, callback in enumerate(self._callbacks)}
@@ -148,12 +146,10 @@ class UserObjects:
         return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
 
     def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
-        """Packs the objects.
+        """Packs the submodules for which ``wanted``, or with None the whole module.
 
-        Args:
-            wanted: the submodules that are carried, by name; None: the whole module.
-            shared: whether what is no module is carried.
-            most_bytes: of large data that the data module did not have at the beginning.
+        ``shared``: what is no module is carried, too; ``most_bytes`` of large data that the data module did not have at
+        the beginning.
         """
         module = self._trainer.lightning_module
         names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
@@ -171,7 +167,7 @@ class UserObjects:
         return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
 
     def take(self, brought: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
-        """Makes the objects of this process those; ``weights`` are for what this module does not have yet."""
+        """Updates this process's objects; ``weights`` are for what its module lacks."""
         module = self._trainer.lightning_module
         modules = {"": module} if brought.whole else dict(module.named_modules())
         graph = self._graph(modules, brought.whole, brought.shared)
@@ -183,15 +179,9 @@ class UserObjects:
 class LeaderResult:
     """Common part of a result, which the leader delivers.
 
-    Args:
-        returned: the return value of the function.
-        trainer: attributes of the Trainer and of its parts, by path.
-        loops: the state dict of each loop, by name.
-        loaders: the states of the DataLoaders of each loop that has read them, by path.
-        objects: what the user's objects keep outside of state dicts, those of stages apart.
-        schedulers: the states of the learning-rate schedulers.
-        copies: the parameters, by stage and name, that are a copy of another stage's, and of which one.
-        precision: the state of the precision plugin.
+    ``trainer`` has attributes of the Trainer and its parts by path, ``loaders`` states of the DataLoaders of each loop,
+    ``objects`` those of the user outside of stages, ``copies`` the parameters that are a copy of another stage's, by
+    stage and name.
     """
 
     returned: Any
@@ -212,7 +202,6 @@ def way_home(session: Session, gathering: Gathering) -> ResultRoute:
 
 
 def _size(session: Session) -> int:
-    """The bytes of the weights of this worker's stage, and of its optimizers, if they would come home."""
     optimizers = session.trainer.optimizers if _brings_optimizers(session) else []
     states = [list(optimizer.state.values()) for optimizer in optimizers]
     return tensor_bytes([*weights_of(session.module).values(), states])
@@ -225,7 +214,7 @@ def _brings_optimizers(session: Session) -> bool:
 def stage_result(
     session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
 ) -> StageResult | StageResultFile:
-    """The part of this worker's stage, as it comes home: in a message, or in a new file of ``folder``."""
+    """The part of this worker's stage: for a message, or in a new file of ``folder``."""
     if way is ResultRoute.STAYS:
         layers = user.pack(_carried_layers(session), shared=False)
         return StageResult(session.worker.stage, None, None, layers, {}, _member(session))
@@ -243,7 +232,6 @@ def stage_result(
 
 
 def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
-    """The part of this worker's stage; ``copies``: with tensors of its own."""
     module, optimizers = session.module, None
     if _brings_optimizers(session):
         optimizers = [(to_cpu(complete_state(o), copies), group_names(module, o)) for o in session.trainer.optimizers]
@@ -253,19 +241,18 @@ def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
 
 
 def _carried_layers(session: Session) -> Callable[[str], bool]:
-    """The submodules that come home as objects; not those that are parallel over the mesh of this position."""
+    """The submodules that are delivered as objects; none that a mesh divides."""
     return session.parts.is_of_layer if session.mesh is None else lambda name: False
 
 
 def _member(session: Session) -> int:
-    """The number of this worker in its position."""
     return session.run.positions.member(session.place.rank)
 
 
 def leader_result(
     session: Session, user: UserObjects, way: ResultRoute, most_bytes: float, returned: Any
 ) -> LeaderResult:
-    """The common part, from this worker, the leader; ``most_bytes``: as in :meth:`UserObjects.pack`."""
+    """The common part, from this worker, the leader."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
     whole = session.grid.stages == 1 and way is not ResultRoute.STAYS and session.mesh is None
     # What makes layers parallel stays: it belongs to the mesh of this position.

@@ -1,17 +1,13 @@
-"""An ordinary LightningModule in several stages: each part is a layer of its chain, and its own steps run around them.
+"""An ordinary LightningModule in several stages, cut between layers of its chain.
 
-Concept: the user's step calls the layers, so it runs where it begins and where it ends. On the *first* stage it runs up
-to the chain, and ends there; what it gave to the layers is captured. A *middle* stage calls its layers in the same way.
-On the *last* stage the whole step runs, with what was received in the place of what the earlier layers return; its
-loss, logging and recording count. A :class:`~lightning_recycle.model.call_trace.ChainTracer` proves on the first and
-the last stage that the step is such a chain.
+The user's step calls the layers. On the *first* stage it runs up to the chain; what it gave to the layers is captured.
+A *middle* stage calls its layers in the same way. On the *last* stage the whole step runs, with received values for
+what the earlier layers return; its loss and logging count.
 
-- **Layers are replaced in place**, so the names in a state dict stay.
-- **What is outside the chain** (embeddings, heads) is on the first and the last stage, because the step uses it before
-  the chain, after it, or both. Those copies are tied weights, whose gradients are added, which is exact in each of
-  these cases. A middle stage has metrics, as every worker, and the parameters of the modules around its layers
-  themselves (``self.scale`` of the user's module), so that ``configure_optimizers`` finds them.
-- **Randomness** before the chain is the same on both stages, as it does not depend on the stage.
+Layers are replaced in place, so the names in a state dict stay. What is outside the chain (embeddings, heads) is on the
+first and the last stage, because the step uses it before the chain, after it, or both; those copies are tied weights,
+whose gradients are added. A middle stage has metrics, as every worker, and the parameters of the modules around its
+layers themselves, so that ``configure_optimizers`` finds them.
 """
 
 from __future__ import annotations
@@ -52,12 +48,7 @@ from lightning_recycle.torch_internals import modules_of, parameters_of
 
 
 class ChainParts(ModelParts):
-    """One part per layer of the chain.
-
-    Args:
-        module: the whole module.
-        num_stages: more than one.
-        pipeline: the layers that the user names.
+    """One part per layer of the chain, which ``pipeline`` may name.
 
     Raises:
         ConfigurationError: if there is no such chain.
@@ -136,7 +127,6 @@ class ChainParts(ModelParts):
 
     @property
     def stages(self) -> Sequence[range]:
-        """The layers of each stage."""
         return self._held.stages
 
     @override
@@ -232,7 +222,6 @@ class ChainParts(ModelParts):
         return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned, self._around)
 
     def _around(self) -> Mapping[str, nn.Module]:
-        """The modules around the layers, by path."""
         return {path: part for path, part in self.module.named_modules() if self._chain.holds(path) is None}
 
     @override
@@ -272,16 +261,9 @@ class ChainParts(ModelParts):
 
 
 class _StageShare:
-    """Which stages hold what.
+    """Which stages hold what, of the whole ``module``.
 
-    Args:
-        module: the whole module.
-        chain: its layers.
-        stages: the layers of each stage.
-
-    Attributes:
-        outside: the modules, with their paths, that a middle stage does without.
-        same_as: for the name of each parameter the first of its names.
+    ``outside``: the modules that a middle stage does without; ``same_as``: the first name of each parameter.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
@@ -291,7 +273,7 @@ class _StageShare:
         self.outside = tuple(_outside(module, "", chain))
 
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of layers that share a weight; what is outside of the chain is on the first stage and the last."""
+        """Groups of layers that share a weight, also through modules outside."""
         last = self.stages[-1].stop - 1
         groups = []
         for names in self._names:
@@ -304,14 +286,14 @@ class _StageShare:
         return tuple(groups)
 
     def under(self, stages: Sequence[range]) -> _StageShare:
-        """The same for other ``stages``."""
         other = copy.copy(self)
         other.stages = stages
         return other
 
     def share(self, module: nn.Module, came: Sequence[str]) -> None:
-        """Makes one object of the members of each shared parameter that are here: that of a module that was here before
-        those whose names begin with one of ``came``, if there is one.
+        """Makes the local members of each shared parameter one object again.
+
+        It is that of a module that was here before those whose names begin with one of ``came``, if there is one.
         """
         there = tuple(came)
         for names in self._names:
@@ -329,7 +311,6 @@ class _StageShare:
         return stage in (0, len(self.stages) - 1) or not any(name.startswith(f"{path}.") for path, _ in self.outside)
 
     def ties(self) -> tuple[Tie, ...]:
-        """The parameters that several stages hold."""
         ties = []
         for names in self._names:
             mine = {stage: [n for n in names if self.on(n, stage)] for stage in range(len(self.stages))}
@@ -340,7 +321,7 @@ class _StageShare:
 
 
 def _outside(module: nn.Module, path: str, chain: Chain) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules with parameters or buffers that hold neither layers of the chain nor metrics."""
+    """Submodules with weights that hold neither layers of the chain nor metrics."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if isinstance(child, Metric) or inner in chain.paths:
@@ -365,13 +346,7 @@ def _release(module: nn.Module) -> None:
 class _FirstStage(nn.Module):
     """The step up to the chain, and the first layers.
 
-    Args:
-        step: the user's step, recorded.
-        name: its name.
-        chain: the layers.
-        edge: the first layer of the next stage.
-        middle: the layers of middle stages.
-        around: finds the modules around the layers, by path.
+    ``edge``: the first layer of the next stage; ``around`` finds the modules around the layers, by path.
     """
 
     def __init__(
@@ -402,8 +377,6 @@ class _FirstStage(nn.Module):
 
 
 class _MiddleStage(nn.Module):
-    """Some layers, called as the step calls them; arguments as for :class:`_FirstStage`."""
-
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -428,10 +401,6 @@ class _MiddleStage(nn.Module):
 
 
 class _LastStage(nn.Module):
-    """The whole step, with what was received in the place of what earlier layers return; arguments as for
-    :class:`_FirstStage`, ``edge``, the first layer of the stage, and ``module``, that of the user.
-    """
-
     def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, module: nn.Module) -> None:
         super().__init__()
         self.step = step
@@ -454,9 +423,7 @@ def _message(
     calls: Mapping[int, Call],
     side_values: Mapping[int, Sequence[SideValue]],
 ) -> tuple[Tensor, ...]:
-    """Message to the next stage, as tensors: the value that goes on, how the layers of middle stages are called, and
-    what earlier ones keep.
-    """
+    """Message to the next stage: its value, calls of middle layers, side values."""
     try:
         skeleton, tensors = take_apart((hidden, shape, dict(calls), dict(side_values)))
     except Exception as error:  # whatever the user's objects raise
@@ -475,14 +442,12 @@ def _value(skeleton: Tensor, *tensors: Tensor) -> Any:
 
 
 def is_meant_to_be_cut(module: pl.LightningModule, pipeline: LayerPaths = None) -> bool:
-    """Whether ``module`` has several stages where the user does not say how many; ``pipeline``: the layers that the
-    user names. Others have one, with which any module works.
-    """
+    """Whether ``module`` has several stages by default."""
     return isinstance(module, PipelineModule) or pipeline is not None
 
 
 def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPaths = None) -> ModelParts:
-    """How ``module`` is cut into ``num_stages``; ``pipeline``: the layers that the user names.
+    """How ``module`` is cut into ``num_stages``; ``pipeline``: layers the user names.
 
     Raises:
         ConfigurationError: if it cannot be cut.

@@ -1,10 +1,8 @@
-"""Which submodules of an ordinary LightningModule are a chain, so that it can be cut into stages.
+"""Finds the submodules of an ordinary LightningModule that are a chain of layers.
 
-Concept: a *chain* is a list of submodules that the module's steps call once each, in order, each with what the one
-before returned. Here it is found by looks alone, or named by the user; that the steps really call it so is checked
-while they run (:mod:`~lightning_recycle.model.call_trace`).
-
-Must not know: stages beyond their number, processes.
+A *chain* is a list of submodules that the module's steps call once each, in order, each with what the one before
+returned. It is found by looks alone, or named by the user; :mod:`~lightning_recycle.model.call_trace` checks it while
+the steps run.
 """
 
 from __future__ import annotations
@@ -33,24 +31,22 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of a module, in order.
+    """The layers of a module, in order, by path.
 
-    Args:
-        paths: of each layer, in the module.
-        whole: for each layer but the first, whether it gets exactly what the one before returned, as in an
-            ``nn.Sequential``; otherwise it gets the first item of a tuple.
+    ``whole``: for each layer but the first, whether it gets exactly what the one before returned, as in an
+    ``nn.Sequential``; otherwise it gets the first item of a tuple.
     """
 
     paths: tuple[str, ...]
     whole: tuple[bool, ...]
 
     def holds(self, name: str) -> int | None:
-        """The index of the layer to which ``name`` belongs, of a state dict or of a submodule; None if to none."""
+        """The index of the layer to which the weight or submodule ``name`` belongs."""
         return next((i for i, path in enumerate(self.paths) if name == path or name.startswith(f"{path}.")), None)
 
 
 def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
-    """The chain of ``module``: the one that the user names, or the only one that it can be.
+    """The chain that the user names, or the only one that ``module`` can have.
 
     Raises:
         ConfigurationError: if there is no such chain, with fewer layers than ``num_stages``, or several may be meant.
@@ -80,7 +76,6 @@ def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) 
 
 
 def _entries(module: nn.Module, path: str) -> list[str]:
-    """The layers for which ``path`` stands."""
     kind = type(module).__name__
     try:
         named = module.get_submodule(path)
@@ -135,7 +130,6 @@ def _found(module: nn.Module, num_stages: int) -> list[str]:
 
 
 def _containers(module: nn.Module, path: str, num_stages: int) -> Iterator[tuple[str, int]]:
-    """The outermost containers of enough entries in ``module``, with the number of their parameters."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(list(child.children())) >= num_stages:

@@ -1,13 +1,9 @@
-"""Calls of an ordinary module outside of its steps, where a worker has one stage of it: ``self(x)`` in a hook.
+"""Calls of an ordinary module outside of its steps, evaluated by all stages.
 
-Concept: what contains the whole chain can be evaluated by all stages together: the user's module, and each submodule in
-which all layers of the chain are (``self.model(x)``). Their ``forward`` becomes one that asks for that. Within a step
-or such an evaluation it is the user's own.
-
-Contract: these modules pass for what they were. Their copies and pickles are of the class that the user wrote, and ask
-nobody: a copy is one stage with placeholders for the others.
-
-Must not know: workers, and how the stages come together.
+The user's module, and each submodule in which all layers of the chain are (``self.model(x)``), can be evaluated by all
+stages together, so their ``forward`` becomes one that asks for that. Within a step or such an evaluation it is the
+user's own. Their copies and pickles are of the class that the user wrote, and do not ask: a copy is one stage with
+placeholders for the others.
 """
 
 from __future__ import annotations
@@ -37,17 +33,13 @@ _asking: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]
 
 
 class _Asking(nn.Module):
-    """A module that contains the whole chain."""
+    pass
 
 
 def ask_instead(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
-    """From now on ``ask`` answers calls of ``module``, and of its submodules that contain all of ``layers``, outside of
-    walks.
+    """From now on ``ask`` answers calls of ``module`` outside of steps.
 
-    Args:
-        module: the user's module.
-        layers: the paths of the chain's layers.
-        ask: returns what the module that is asked would return.
+    Also those of its submodules that contain all of ``layers``.
     """
     for path, holder in list(_holders(module, layers)):
         if holder not in _asking:
@@ -105,16 +97,7 @@ class CallResult:
 
 
 class WholeStep(nn.Module):
-    """A call, as the step of an evaluation: its code is recorded as that of other steps is.
-
-    Args:
-        module: the user's module.
-        recorder: records.
-        take: gets the recording, of which the result is an :class:`CallResult`.
-
-    Attributes:
-        name: of the function that runs, for errors.
-    """
+    """A call, recorded as the step of an evaluation; ``take`` gets the recording."""
 
     name = "forward"
 
@@ -135,7 +118,7 @@ class WholeStep(nn.Module):
 
 
 def _portable(output: Any) -> Any:
-    """``output`` for other workers: caches, which hold what the layers of this stage put into them, stay behind."""
+    """``output`` for other workers, without caches, which hold one stage's values."""
     caches = {type(leaf) for leaf in _leaves(output) if is_cache(leaf)}
 
     def sent(part: Any) -> Any:

@@ -1,9 +1,7 @@
-"""Layers: recipes and placeholders for those that do not exist yet, the stages that they are on, shared parameters.
+"""Layers: recipes and placeholders, the layers of stages, shared parameters.
 
-Concept: a pipeline is a list of layers, of which a process builds only those of its own stage. A :class:`LayerSpec`
-says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
-
-Must not know: processes, Lightning.
+A process builds only the layers of its own stage. A :class:`LayerSpec` says how a layer is built; an
+:class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from lightning_recycle.torch_internals import parameters_of
 
 
 class LayerSpec:
-    """A recipe for a layer, so that no worker needs to hold layers that it does not own.
+    """A recipe for a layer, built only by the workers that own it.
 
     Args:
         cls: subclass of ``nn.Module`` (or a callable that returns a module).
@@ -63,7 +61,7 @@ class LayerSpec:
         return layer
 
     def build_without_storage(self, index: int) -> nn.Module:
-        """Builds the layer on torch's meta device if possible, for callers that only need shapes."""
+        """Builds the layer on torch's meta device if possible."""
         try:
             with torch.device("meta"):
                 return self.build(index, seed=0)
@@ -112,7 +110,6 @@ class AbsentLayer(nn.Module):
             ) from None
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer that this one stands for."""
         assert self.spec is not None
         layer = self.spec.build(index, seed)
         return layer if self.dtype is None else layer.to(self.dtype)
@@ -143,7 +140,7 @@ class AbsentLayer(nn.Module):
 
 
 def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Cuts ``num_layers`` layers into ``num_stages`` contiguous parts whose sizes differ by at most one.
+    """Contiguous parts of ``num_layers`` whose sizes differ by at most one.
 
     Later stages get the larger parts: the first holds more micro-batches in flight.
 
@@ -160,13 +157,7 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
-    """The layers of each stage.
-
-    Args:
-        num_layers: number of layers of the model.
-        num_stages: number of stages, S.
-        partition: ``"count"``, numbers of layers that differ by at most one; or the number of layers of each stage,
-            such as ``[3, 5, 4]``.
+    """The layers of each stage, by "count" or by the number of layers of each.
 
     Raises:
         ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
@@ -194,15 +185,9 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
     """Makes one object of the local members of each group.
 
-    The parameter that stays is that of a layer that was already here; else that of one that has gone; else that of the
-    first member's recipe, built temporarily if it is not among ``built``. So the initial values do not depend on which
-    layers a process holds.
-
-    Args:
-        layers: layers of the whole model.
-        groups: groups of names of the same parameter, in the order of the layers.
-        built: indices of the layers that have just been built.
-        seed: seed of the initialisation.
+    The parameter that stays is that of a layer that was already here; else that of a layer that has gone; else that of
+    the first member's recipe, built temporarily if it is not among ``built``, the layers that have just been built. So
+    the initial values do not depend on which layers a process holds.
 
     Raises:
         ConfigurationError: if a name is not that of a parameter, or the shapes differ.
@@ -241,13 +226,9 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
 
 
 def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Container[int]) -> None:
-    """Makes one object of the members of each group that are here: that of a layer that was here before, if there is
-    one. All have the same values.
+    """Makes one object of the local members of each group, which have equal values.
 
-    Args:
-        layers: layers of the whole model.
-        groups: as for :func:`tie`.
-        came: indices of the layers that have just come.
+    It is that of a layer that was here before those in ``came``, if there is one.
     """
     for group in groups:
         members = [(name, *split_name(name)) for name in group]
@@ -264,7 +245,9 @@ def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Containe
 def needed_elsewhere(
     layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
 ) -> dict[int, dict[str, nn.Parameter]]:
-    """Remains of departing layers outside ``indices``: values for recipes inside that are tied to them.
+    """Parameters of departing layers to which recipes inside ``indices`` are tied.
+
+    By layer, and by their names in it.
 
     Returns:
         The parameters of each layer, by their names in it.
@@ -281,7 +264,6 @@ def needed_elsewhere(
 
 
 def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Replaces ``parameter`` by ``other`` wherever ``layer`` uses it."""
     for module in layer.modules():
         for attribute, found in parameters_of(module).items():
             if found is parameter:

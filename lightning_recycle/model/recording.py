@@ -1,10 +1,8 @@
-"""A LightningModule in a worker: hooks called for a micro-batch, with its logging recorded instead of done.
+"""A LightningModule in a worker: hooks for a micro-batch, with recorded logging.
 
-``PipelineModule`` is one by birth. Any other module becomes one while it is in a worker (:func:`recorded`): its class
-is replaced by one of the same name that also derives from :class:`RecordedModule`.
-
-As in Lightning, ``batch_idx`` and ``dataloader_idx`` are optional parameters of the hooks of a ``PipelineModule``. A
-hook that another one calls, such as ``loss``, is given the same (:func:`call_at`, :func:`call_here`).
+``PipelineModule`` is one by birth. The class of any other module is replaced in a worker by one of the same name that
+also derives from :class:`RecordedModule` (:func:`recorded`). ``batch_idx`` and ``dataloader_idx`` are optional
+parameters of the hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
 """
 
 from __future__ import annotations
@@ -28,12 +26,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 
 
 class BatchPlace(NamedTuple):
-    """The fields are the names of the parameters.
-
-    Args:
-        batch_idx: index of the batch in the epoch, or of the step where a step takes several batches.
-        dataloader_idx: index of the DataLoader in an evaluation of several.
-    """
+    """Index of the batch (or step) in the epoch, and of an evaluation's DataLoader."""
 
     batch_idx: int
     dataloader_idx: int = 0
@@ -43,7 +36,7 @@ _here: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=
 
 
 def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``hook(*args)`` for the batch at ``place``, with those of its fields that the hook's signature names."""
+    """Calls ``hook(*args)`` with the fields of ``place`` that its signature names."""
     token = _here.set(place)
     try:
         return call_here(hook, *args)
@@ -52,7 +45,7 @@ def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_here(hook: Callable[..., Any], *args: Any) -> Any:
-    """As :func:`call_at`, for the batch of the hook that calls this; outside of one, as the user would call it."""
+    """As :func:`call_at`, for the batch of the hook that calls this, if any."""
     place = _here.get()
     named = _named_parameters(getattr(hook, "__func__", hook)) if place is not None else ()
     return hook(*args, **{name: getattr(place, name) for name in named})
@@ -70,7 +63,7 @@ _LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.i
 
 
 class RecordedModule(pl.LightningModule):
-    """Its ``self.log`` can be recorded, and its transfer hooks see data only, never the address of a batch."""
+    """Its ``self.log`` can be recorded, and its transfer hooks never see addresses."""
 
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
     """While code runs whose logging is recorded instead of done: (name, value, further arguments)."""
@@ -78,9 +71,7 @@ class RecordedModule(pl.LightningModule):
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning; in code that sees one micro-batch it is recorded, and replayed everywhere with the whole
-        step.
-        """
+        """As in Lightning; recorded in code that sees one micro-batch."""
         if self.recorded_logs is None:
             if not self._may_log:
                 raise UnsupportedFeatureError(
@@ -111,7 +102,7 @@ class RecordedModule(pl.LightningModule):
         self.recorded_logs.append((name, value, arguments))
 
     def _over_workers(self, value: Any, reduce_fx: Any, rank_zero_only: bool, **_: Any) -> Any:
-        """``value`` of all workers as one; Lightning does that only for strategies that it knows."""
+        """``value`` reduced over workers, which Lightning leaves to known strategies."""
         if rank_zero_only or not isinstance(value, (Number, Tensor)):
             return value
         number = torch.as_tensor(value, device=self.device)
@@ -121,12 +112,12 @@ class RecordedModule(pl.LightningModule):
 
     @property
     def sees_one_microbatch(self) -> bool:
-        """Whether code runs that sees one micro-batch: other workers may not run it as often."""
+        """Whether code runs that sees one micro-batch, on this worker alone."""
         return self.recorded_logs is not None or not self._may_log
 
     @contextmanager
     def logging_allowed(self, allowed: bool) -> Iterator[None]:
-        """Whether ``self.log`` works within the block, outside the code whose logging is recorded."""
+        """Whether ``self.log`` works within the block, where it is not recorded."""
         before = self._may_log
         object.__setattr__(self, "_may_log", allowed)  # nn.Module's own looks for parameters and buffers
         try:
@@ -136,9 +127,7 @@ class RecordedModule(pl.LightningModule):
 
     @override
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data. Those of several loaders
-        become one.
-        """
+        """Leaves addresses alone; those of several loaders become one."""
         batch = as_one_step(batch)
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
@@ -152,7 +141,7 @@ def recorded(module: pl.LightningModule) -> RecordedModule:
 
 
 def as_it_was(module: nn.Module) -> None:
-    """Gives ``module`` the class back that it had before it became an object of a :func:`disguised` one."""
+    """Gives ``module`` the class back that it had before :func:`disguised`."""
     original = getattr(type(module), "_disguised_from", None)
     if original is not None:
         module.__class__ = original
@@ -160,8 +149,9 @@ def as_it_was(module: nn.Module) -> None:
 
 @cache
 def disguised(cls: type[Any], also: type[Any]) -> type[Any]:
-    """A class that passes for ``cls`` and has the methods of ``also`` before those of ``cls``; pickles and copies of
-    its objects are of ``cls``.
+    """A class that passes for ``cls``, with the methods of ``also`` before its own.
+
+    Pickles and copies of its objects are of ``cls``.
     """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     original = getattr(cls, "_disguised_from", cls)

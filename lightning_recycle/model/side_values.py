@@ -1,15 +1,9 @@
-"""Tensors that layers of a chain keep beside what they return: a loss in an attribute, features that a hook collects.
+"""Tensors that layers of a chain keep beside what they return, such as a loss.
 
-Concept: on one device the user's step finds them where a layer, or a hook of it, has put them: in an attribute of the
-layer, of a submodule or of a module around the chain, or in a list or dict there. With several stages the layer may run
-on one worker and the loss on another. So a :class:`SideRecorder` looks at these places before and after each layer, and
-what is new there is sent with the layer's output; the last stage puts it into the same place when the step calls the
-layer. Gradients come back as those of any tensor that a stage sends.
-
-Contract: in training only what autograd follows is sent: numbers and detached tensors do not change the loss, and may
-depend on the worker. Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
-
-Must not know: stages, messages.
+With several stages the layer may run on one worker and the user's step look for the value on another. So a
+:class:`SideRecorder` looks at attributes, lists and dicts of a layer and of the modules around the chain before and
+after each layer; what is new there is sent with the layer's output, and the last stage puts it into the same place. In
+training only what autograd follows is sent. Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
 """
 
 from __future__ import annotations
@@ -57,14 +51,7 @@ class SideValue:
 
 
 class SideRecorder:
-    """Side values of the layers that a stage runs for one micro-batch.
-
-    Args:
-        around: the modules around the chain, by path.
-
-    Attributes:
-        found: by index of the layer.
-    """
+    """Side values ``found`` by layer, for one micro-batch on a stage."""
 
     def __init__(self, around: Mapping[str, nn.Module]) -> None:
         self.found: dict[int, list[SideValue]] = {}
@@ -75,9 +62,7 @@ class SideRecorder:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Within the block layers report to this recorder. Afterwards lists are without what layers appended, as the
-        step of a later stage does not clear them here.
-        """
+        """Within the block layers report to this recorder; lists are restored after it."""
         global _recorder
         previous, _recorder = _recorder, self
         try:
@@ -90,7 +75,6 @@ class SideRecorder:
                 items.extend(kept)
 
     def begin(self, layer: nn.Module, path: str) -> None:
-        """The ``layer`` is about to run."""
         self._before, self._containers = {}, {}
         for place, container, tensor in self._tensors(layer, path):
             if tensor is not None:
@@ -99,7 +83,6 @@ class SideRecorder:
                 self._containers[id(container)] = container, len(container)
 
     def end(self, layer: nn.Module, path: str, index: int) -> None:
-        """The ``layer`` has run; ``index``: its place in the chain."""
         seen = set()
         for place, container, tensor in self._tensors(layer, path):
             if tensor is None or self._before.get(place) is tensor or (id(container), place[2]) in seen:
@@ -118,7 +101,7 @@ class SideRecorder:
         self._before, self._containers = {}, {}
 
     def _tensors(self, layer: nn.Module, path: str) -> Iterator[tuple[_Place, Any, Tensor | None]]:
-        """Places, the list or dict that each is in, and the tensors there; None for an empty list or dict."""
+        """(place, list or dict there, tensor); None for an empty list or dict."""
         for where, module in chain(self._around.items(), layer.named_modules(prefix=path)):
             attributes = vars(module)
             for name in [name for name in attributes if name not in _OF_MODULES]:
@@ -139,5 +122,5 @@ def active_recorder() -> SideRecorder | None:
 
 
 def _is_evaluated(tensor: Tensor) -> bool:
-    """Whether ``tensor`` was computed where autograd does not follow, so that it cannot be told from others."""
+    """Whether ``tensor`` was computed where autograd does not follow."""
     return not torch.is_grad_enabled() and tensor.is_floating_point()

@@ -1,33 +1,16 @@
-"""Tied weights: parameters that several layers use as one, such as an input embedding and the output projection.
+"""Tied weights: parameters that several layers use as one.
 
-Concept: a *group* is the names of one parameter, in the order of the layers. On one device all of them are one object.
-On a grid the layers may lie on different stages; then every such stage owns a *copy*, and the copies stay equal because
-they start equal, see the same gradient, and step with the same options. So it is with the parameters of a layer that
-neighbouring stages share (:mod:`~lightning_recycle.planning.layouts.cuts`): each of its names is a group of
-its own.
-
-What the runtime must do for each :class:`Tie`:
+A *group* is the names of one parameter, in the order of the layers. Where these lie on different stages, every such
+stage owns a *copy*; copies start equal, see the same gradient, and step with the same options. So it is with the
+parameters of a layer that neighbouring stages share. The runtime does this for each :class:`Tie`:
 
 1. **Gradient.** REDUCE sums it over the workers of all stages that hold a copy, in one sum that gives the same bits to
-   all of them, so that copies never drift apart. (On one device, autograd adds the uses in another order: equal up to
-   rounding.)
-2. **Norm.** Count the summed gradient once, on :attr:`Tie.owner`, the stage of the first copy: the other stages leave
-   it out of their squared norm. The same goes for anything else counted over all parameters (number of
-   parameters, weight norms, non-finite gradients).
-3. **Commit.** A stage that holds a copy cannot STEP before REDUCE has finished on the other holders. A peer's reduced
-   gradient that is adopted after a failure must be the one *after* the sum, or be summed again.
-4. **Optimizer state.** On one device the optimizer sees the parameter once, at its first position. So a merged state
-   holds the state of the owner's copy at the owner's position and skips the others, in ``params`` and ``state`` alike;
-   when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options
-   (a rule by shape, such as "matrices decay", is safe; a rule by name is not).
-5. **State dict.** Nothing: every stage writes its own names, with equal values, as one device does; names of a layer
-   that two stages share, the earlier one.
-6. **Rejoin, adoption of parameters.** Nothing: a copy is a parameter of its stage like any other.
-
-Must not know: where layers come from, processes.
-
-The weights of a module (:func:`weights_of`) are all of them, whatever its own ``state_dict`` leaves out or renames,
-such as a backbone that is not trained: a worker that joins and the launching process must get everything.
+   all of them. (On one device, autograd adds the uses in another order.)
+2. **Norm**, and anything else counted over all parameters: counted once, on :attr:`Tie.owner`.
+3. **Commit.** A stage that holds a copy cannot STEP before REDUCE has finished on the other holders.
+4. **Optimizer state.** A merged state holds that of the owner's copy at the owner's position and skips the others;
+   when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options.
+5. **State dict.** Every stage writes its own names, with equal values; of a shared layer, the earlier stage.
 """
 
 from __future__ import annotations
@@ -47,9 +30,7 @@ from lightning_recycle.tensor_memory import part_like
 class Tie:
     """One parameter of which several stages own a copy.
 
-    Args:
-        names: all its names, as in a state dict, in the order of the layers.
-        copies: (stage, first of the names on that stage) for each stage that owns a copy, in order; at least two.
+    ``names``: as in a state dict, in the order of the layers; ``copies``: (stage, first of the names on that stage).
     """
 
     names: tuple[str, ...]
@@ -67,12 +48,9 @@ class Tie:
 
 
 def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range]) -> tuple[Tie, ...]:
-    """The ties across stages; within a stage the parameter is one object and needs nothing.
+    """The ties across stages; within a stage the parameter is one object.
 
-    Args:
-        groups: as :meth:`~lightning_recycle.PipelineModule.tied_groups` returns them; a name of a layer that several
-            stages share may be alone.
-        parts: the layers of each stage.
+    A name of a layer that several stages share may be alone in its group.
     """
     found = []
     for group in groups:
@@ -103,7 +81,7 @@ def split_name(name: str) -> tuple[int, str]:
 
 
 def shared_parameters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:
-    """The names of parameters that are one object in several of ``layers``, in the order of the layers."""
+    """The names of parameters that are one object in several of ``layers``."""
     named = (
         (f"layers.{index}.{inner}", parameter)
         for index, layer in enumerate(layers)
@@ -121,7 +99,7 @@ def names_by_parameter(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
 
 
 def merge_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
-    """Joins groups that have a name in common, and sorts: names by layer, groups by their first name."""
+    """Joins groups with a common name, and sorts names by layer."""
     order: dict[str, int] = {}
     group_of: dict[str, set[str]] = {}
     for group in groups:
@@ -147,13 +125,13 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of ``module`` that its state dict does not hold, by name, not copied."""
+    """Parameters and buffers that the state dict does not hold, not copied."""
     known = weights_of(module)
     return {n: t for n, t in [*module.named_parameters(), *module.named_buffers()] if n not in known and not is_lazy(t)}
 
 
 def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts what :func:`tensors_beside` found in a module of the same form into ``module``."""
+    """Puts the tensors of :func:`tensors_beside` into a module of the same form."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         part = module.get_submodule(owner)
@@ -164,7 +142,7 @@ def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
 
 
 def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copies what :func:`weights_of` found in a module of the same form into ``module``."""
+    """Copies the weights of :func:`weights_of` into a module of the same form."""
     nn.Module.load_state_dict(module, own_parts(module, weights))
 
 
