@@ -1,12 +1,14 @@
-"""Checks of arguments, and parsers of commands.
+"""Checks of arguments, optional dependencies, and parsers of commands.
 
 Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake. ``owner`` is the class that
-was given the value; "" for a setting or a function.
+was given the value; "" for a setting or a function. An option that needs an extra is refused when the option is made
+(:func:`require`), not when it is first used.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from typing import Any, NoReturn, TypeGuard
 
@@ -64,3 +66,18 @@ def fraction(owner: str, name: str, value: object) -> float:
 def _refuse(owner: str, name: str, value: object, wanted: str) -> NoReturn:
     given = f"{name}={value!r}"
     raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: give {wanted}.")
+
+
+_MODULES = {"cpsat": "ortools", "metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
+
+
+def install_command(extra: str) -> str:
+    """The command that installs ``extra``."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
+def require(extra: str, option: str) -> None:
+    """Raises ConfigurationError unless what ``option`` needs is installed."""
+    module = _MODULES[extra]
+    if importlib.util.find_spec(module) is None:
+        raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.arguments import is_number
+from lightning_recycle.arguments import install_command, is_number
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.extras import install_command
 from lightning_recycle.option_table import Check, OptionGroup, option, suggests_options
 
 _AMOUNTS = Check(

@@ -33,9 +33,8 @@ from lightning_recycle.control.network.addresses import (
     sockets,
 )
 from lightning_recycle.control.network.handshake import key_from_environment
-from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
+from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
 from lightning_recycle.engines.discovery import free_port
-from lightning_recycle.engines.restarts import RestartLimits
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 

@@ -35,9 +35,8 @@ from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.devices import ray_resource
 from lightning_recycle.engines.ray_cluster import needs_of_worker
-from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
-from lightning_recycle.launch.worker_group import WorkerGroup
+from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
 from lightning_recycle.planning.grid import Worker

@@ -22,9 +22,8 @@ from typing_extensions import override
 
 from lightning_recycle.devices import CAPTURING
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.chains import Chain
+from lightning_recycle.model.chains import LARGEST, Chain, SideValue, active_recorder
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.side_values import LARGEST, SideValue, active_recorder
 from lightning_recycle.randomness import draw_for_layer
 from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
 

@@ -35,13 +35,11 @@ from lightning_recycle.model.call_trace import (
     ReturnShape,
     watch,
 )
-from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
+from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
 from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
-from lightning_recycle.model.layers import stage_layers
+from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
-from lightning_recycle.model.side_values import SideRecorder, SideValue
-from lightning_recycle.model.weights import Tie, names_by_parameter, set_weights
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of

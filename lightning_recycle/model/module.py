@@ -20,9 +20,18 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self, override
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, share, tie
+from lightning_recycle.model.layers import (
+    AbsentLayer,
+    LayerSpec,
+    merge_groups,
+    needed_elsewhere,
+    set_weights,
+    share,
+    shared_parameters,
+    split_name,
+    tie,
+)
 from lightning_recycle.model.recording import BatchPlace, RecordedModule, call_at, call_here
-from lightning_recycle.model.weights import merge_groups, set_weights, shared_parameters, split_name
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.torch_internals import modules_of
 
@@ -308,7 +317,7 @@ class PipelineModule(RecordedModule):
         """The names of each parameter that several layers share, by layer.
 
         The same on every worker. Within a stage the members of a group are one object; across stages every stage owns a
-        copy, see :mod:`lightning_recycle.model.weights`.
+        copy, see :mod:`lightning_recycle.model.layers`.
         """
         self._build_layers()
         return self._tied

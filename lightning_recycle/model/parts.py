@@ -24,10 +24,9 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
-from lightning_recycle.model.layers import AbsentLayer, stage_layers
+from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recording import BatchPlace, call_at
-from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_between_stages
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.model import side_values
+from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.full_forward import ask_instead, ask_no_more
 from lightning_recycle.model.recording import as_it_was, recorded
@@ -579,7 +579,7 @@ def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
 def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(
     num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_values, "LARGEST", 100)
+    monkeypatch.setattr(chains, "LARGEST", 100)
     with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 65,536 bytes"):
         gradients(made(UsesFeatures), num_stages)
     monkeypatch.setattr(UsesFeatures, "beside", lambda self: sum(self.losses))

@@ -4,7 +4,7 @@ Layers that a worker gets from other stages, at a step boundary, lie beside thos
 decided: see :mod:`~lightning_recycle.control.protocol.layout_change`. :class:`LayerKeeper` knows what a layer is, and
 what belongs to it; :class:`LayerMoves` knows which worker gives it to which, and what is decided.
 
-A *tie* is a weight that several stages hold (:mod:`~lightning_recycle.model.weights`). Its gradient is one sum over the
+A *tie* is a weight that several stages hold (:mod:`~lightning_recycle.model.layers`). Its gradient is one sum over the
 workers of all stages that hold it (:mod:`~lightning_recycle.runtime.stage.gradient_reduction`): the same bits
 everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage may be *ahead*: REDUCED in an
 attempt before, with the sum of that attempt. It gives that sum to the others, which take it unchanged, so the copies
@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.layout_change import Transfer, ranges, t
 from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.model.weights import Tie
+from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
