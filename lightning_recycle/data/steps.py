@@ -204,7 +204,11 @@ class StepLoader(StepSource):
 
     Args:
         dataloader: the user's loader.
-        grid, seed, evaluation: as :class:`StepSource`.
+        grid, seed: as :class:`StepSource`.
+        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
+            stays the same when training continues with fewer pipelines.
+        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
+            as even as possible; some may be empty.
 
     Attributes:
         only_forward: whether a step is found only by reading those before it.
@@ -214,9 +218,12 @@ class StepLoader(StepSource):
 
     only_forward = False
 
-    def __init__(self, dataloader: Any, grid: Grid, seed: int, evaluation: bool) -> None:
+    def __init__(
+        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
+    ) -> None:
         super().__init__(grid, seed, evaluation)
         self.dataloader = dataloader
+        self.batch_pipelines = batch_pipelines or grid.pipelines
         self.first_step = 0
         self.end_step: float = math.inf
         self._is_entering = True
@@ -270,27 +277,16 @@ class StepLoader(StepSource):
 class SampleLoader(StepLoader):
     """The steps of a DataLoader, whose samples are divided among the micro-batches.
 
-    Args:
-        dataloader: the user's DataLoader; its ``batch_size`` is per pipeline.
-        grid, seed: as :class:`StepSource`.
-        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
-            stays the same when training continues with fewer pipelines.
-        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
-            as even as possible; some may be empty.
-
     Raises:
         UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
     """
 
-    def __init__(
-        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
-    ) -> None:
-        super().__init__(dataloader, grid, seed, evaluation)
-        pipelines = batch_pipelines or grid.pipelines
-        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines)
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        check_dataloader(dataloader, None if self.evaluation else grid.global_microbatches // self.batch_pipelines)
         self.dataset = dataloader.dataset
         self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
-        self.global_batch_size = self.batch_size * pipelines
+        self.global_batch_size = self.batch_size * self.batch_pipelines
         self._collate = Collate(dataloader.collate_fn, seed)
 
     @override
