@@ -40,8 +40,8 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def _call(device: torch.device, names: tuple[str, ...], *owners: Any) -> Any:
-    for owner in owners or (torch.get_device_module(device), torch.accelerator):
+def _call(device: torch.device, *names: str) -> Any:
+    for owner in (torch.get_device_module(device), torch.accelerator):
         for name in names:
             if hasattr(owner, name):
                 return getattr(owner, name)
@@ -99,28 +99,28 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of this process's tensors on an accelerator."""
-    return int(_call(device, ("memory_allocated",))(device))
+    return int(_call(device, "memory_allocated")(device))
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
     """The peak of :func:`allocated_bytes` since :func:`reset_peak_allocated`."""
-    return int(_call(device, ("max_memory_allocated",))(device))
+    return int(_call(device, "max_memory_allocated")(device))
 
 
 def reset_peak_allocated(device: torch.device) -> None:
     """Lets the allocator find a new peak."""
-    _call(device, ("reset_peak_memory_stats",))(device)
+    _call(device, "reset_peak_memory_stats")(device)
 
 
 def release_cache(device: torch.device) -> None:
     """Gives memory back that torch keeps for the next tensors."""
     if is_accelerator(device):
-        _call(device, ("empty_cache",))()
+        _call(device, "empty_cache")()
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
     """Bytes of an accelerator that nobody uses, and that it has."""
-    free, total = _call(device, ("mem_get_info", "get_memory_info"))(device)
+    free, total = _call(device, "mem_get_info", "get_memory_info")(device)
     return int(free), int(total)
 
 

@@ -42,7 +42,9 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # some file systems canno
 
 
 @contextlib.contextmanager
-def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] | None = None) -> Iterator[BinaryIO]:
+def replacing(
+    path: str | PathLike[str], before_naming: Callable[[Path], None] | None = None, mode: int = 0o666
+) -> Iterator[BinaryIO]:
     """Yields a new file that becomes ``path`` at the end of the block.
 
     ``before_naming`` is called with the temporary path when the content is on the disk.
@@ -54,7 +56,7 @@ def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] |
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(target)
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -12,39 +12,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import get_worker_info
-
-__all__ = [
-    "NormBase",
-    "TorchDispatchMode",
-    "buffers_of",
-    "drop_unsharded_gradients",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "fsdp_parameters",
-    "is_compiled",
-    "is_fsdp_root",
-    "is_registered_from_outside",
-    "make_subclass",
-    "modules_of",
-    "moved_by_swaps",
-    "offset_of",
-    "parameters_of",
-    "replace_tensors",
-    "show_dataset",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "version_of",
-    "versions_of",
-]
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

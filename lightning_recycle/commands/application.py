@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterator
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import __version__

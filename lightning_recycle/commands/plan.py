@@ -27,29 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from lightning_recycle import planning
 from lightning_recycle.arguments import at_least, is_integer, is_number
 from lightning_recycle.commands.application import run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
-from lightning_recycle.planning import (
-    Costs,
-    Grid,
-    PlanLibrary,
-    Planner,
-    PlanResult,
-    Problem,
-    Profile,
-    Schedule,
-    Technique,
-    Worker,
-    distribution_of,
-    heuristic,
-    load_profile,
-    normalized_problem,
-    one_f_one_b,
-    save_plan,
-    solve,
-)
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
@@ -58,7 +40,7 @@ from lightning_recycle.visualize import save_gantt
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
 
-def problem_from(config: Mapping[str, Any]) -> Problem:
+def problem_from(config: Mapping[str, Any]) -> planning.Problem:
     """The problem for the settings of ``conf/plan.yaml``.
 
     Raises:
@@ -68,11 +50,11 @@ def problem_from(config: Mapping[str, Any]) -> Problem:
     base = _without_failures(config)
     failures = config["failures"]
     if is_integer(failures):
-        return normalized_problem(base, failures)
+        return planning.normalized_problem(base, failures)
     return replace(base, failed=_failures(config))
 
 
-def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
+def problems_ahead(config: Mapping[str, Any]) -> list[planning.Problem]:
     """The problems for a plan library: none failed, and the given failures.
 
     For a number, each distribution of 0, 1, ... failures over the stages, as far as ``library_plans`` allows, the
@@ -84,7 +66,7 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
     if not is_integer(most, 1):
         raise ConfigurationError(f"library_plans={most!r}: give an integer of at least 1.")
     if is_integer(failures):
-        normalized = [normalized_problem(base, count) for count in (*range(failures), failures)]
+        normalized = [planning.normalized_problem(base, count) for count in (*range(failures), failures)]
         found = dict.fromkeys(normalized)
         for count in range(1, failures + 1):
             found |= dict.fromkeys(contingencies(base, count, most))
@@ -95,7 +77,7 @@ def problems_ahead(config: Mapping[str, Any]) -> list[Problem]:
     return list(dict.fromkeys(_limited(problem, measured) for problem in problems for measured in (False, True)))
 
 
-def _limited(problem: Problem, measured: bool) -> Problem:
+def _limited(problem: planning.Problem, measured: bool) -> planning.Problem:
     """``problem`` within the limits of a run, too."""
     usual, given = usual_limit(problem.grid, problem.failed, measured=measured), problem.in_flight_limit
     if usual is None or given is None:
@@ -103,10 +85,10 @@ def _limited(problem: Problem, measured: bool) -> Problem:
     return replace(problem, in_flight_limit=tuple(map(min, given, usual)))
 
 
-def _without_failures(config: Mapping[str, Any]) -> Problem:
-    grid = Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
+def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
+    grid = planning.Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
     costs, profile = _costs(config["costs"], grid)
-    technique = Technique(**{name: _switch(config, name) for name in ("split_backward", "staggered")})
+    technique = planning.Technique(**{name: _switch(config, name) for name in ("split_backward", "staggered")})
     limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
     checkpoint = config["memory"].get("checkpoint")
     if checkpoint is not None:
@@ -121,15 +103,15 @@ def _without_failures(config: Mapping[str, Any]) -> Problem:
             memory = Memory.counting(limit)
             limit = None
         memory = replace(memory, checkpoint=tuple(checkpoint * held for held in memory.after_forward))
-    return Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
+    return planning.Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
 
 
-def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | None]:
+def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.Costs, planning.Profile | None]:
     if "path" in settings:
         path = settings["path"]
         if not isinstance(path, str) or not path:
             raise ConfigurationError(f"costs.path={path!r}: give the path of a profile, e.g. costs.path=profile.json.")
-        profile = load_profile(path)
+        profile = planning.load_profile(path)
         if len(profile.stages) != grid.stages:
             raise ConfigurationError(
                 f"{path} is the profile of {len(profile.stages)} stages: give grid.stages={len(profile.stages)}, "
@@ -149,7 +131,7 @@ def _costs(settings: Mapping[str, Any], grid: Grid) -> tuple[Costs, Profile | No
         else:
             values[name] = (_duration(name, value),) * grid.stages
     communication = _duration("communication", settings.get("communication"))
-    return Costs(**values, communication=communication), None
+    return planning.Costs(**values, communication=communication), None
 
 
 def _duration(name: str, value: Any) -> float:
@@ -165,7 +147,7 @@ def _switch(config: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _bytes(memory: Mapping[str, Any], profile: Profile | None) -> Memory | None:
+def _bytes(memory: Mapping[str, Any], profile: planning.Profile | None) -> Memory | None:
     size = memory["bytes"]
     if size is None:
         return None
@@ -176,7 +158,7 @@ def _bytes(memory: Mapping[str, Any], profile: Profile | None) -> Memory | None:
     return profile.memory(size)
 
 
-def _in_flight(memory: Mapping[str, Any], grid: Grid) -> tuple[int, ...] | None:
+def _in_flight(memory: Mapping[str, Any], grid: planning.Grid) -> tuple[int, ...] | None:
     limit = memory["in_flight"]
     if limit is None:
         return None
@@ -189,7 +171,7 @@ def _in_flight(memory: Mapping[str, Any], grid: Grid) -> tuple[int, ...] | None:
     return limits
 
 
-def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
+def _failures(config: Mapping[str, Any]) -> frozenset[planning.Worker]:
     pairs = config["failures"]
     fine = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
@@ -199,7 +181,7 @@ def _failures(config: Mapping[str, Any]) -> frozenset[Worker]:
             f"failures={pairs!r}: give the number of failed workers, or a list of [pipeline,stage], e.g. "
             "'failures=[[1,2]]'."
         )
-    return frozenset(Worker(*pair) for pair in pairs)
+    return frozenset(planning.Worker(*pair) for pair in pairs)
 
 
 _NAME = "recycle-plan"
@@ -213,15 +195,15 @@ def plan_and_show(config: DictConfig) -> float:
     """Run one job; returns the period, which a sweeper can minimize."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     problem = problem_from(settings)
-    planner: Planner = instantiate(settings["planner"], _convert_="all")
+    planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
     output = _path(settings, "output")
     _check_format(settings["format"], output, problem)
     picture = _picture(settings, output)
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     if settings["library"] is None:
-        result = solve(problem, planner)
+        result = planning.solve(problem, planner)
     else:
-        library = PlanLibrary(_path(settings, "library") or ".", planner)
+        library = planning.PlanLibrary(_path(settings, "library") or ".", planner)
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
         console.print(_comparison([_cells(each, by_stage=True) for each in results], "Plan library"))
@@ -235,7 +217,7 @@ def plan_and_show(config: DictConfig) -> float:
         save_torch_csv(output, result.schedule)
         written.append(str(output))
     elif output is not None:
-        save_plan(output, result)
+        planning.save_plan(output, result)
         written.append(str(output))
     written += _drawn(result, picture, automatic=settings["picture"] == "auto", unit=unit)
     if written:
@@ -243,7 +225,7 @@ def plan_and_show(config: DictConfig) -> float:
     return result.schedule.period
 
 
-def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
+def _check_format(name: Any, output: Path | None, problem: planning.Problem) -> None:
     if name not in ("json", "csv"):
         raise ConfigurationError(f"format={name!r}: give json or csv.")
     if name == "csv":
@@ -252,7 +234,7 @@ def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
         check_torch_runs(problem)
 
 
-def _drawn(result: PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
+def _drawn(result: planning.PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
     operations = result.schedule.num_operations
     if picture is not None and automatic and operations > _LARGEST_PICTURE:
         return [f"no picture of {operations:,} operations (picture=FILE forces it)"]
@@ -301,10 +283,10 @@ def main() -> None:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
+def _cells(result: planning.PlanResult, *, by_stage: bool = False) -> dict[str, str]:
     """A plan's cells of a table, by column; ``by_stage``: failed workers by stage."""
     schedule = result.schedule
-    failed = distribution_of(schedule.grid, schedule.failed)
+    failed = planning.distribution_of(schedule.grid, schedule.failed)
     usual, zero_bubble = _ratios(schedule)
     return {
         "grid": str(schedule.grid),
@@ -322,32 +304,34 @@ def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
     }
 
 
-def _peaks(schedule: Schedule, peak: Callable[[Worker], Any]) -> list[Any]:
+def _peaks(schedule: planning.Schedule, peak: Callable[[planning.Worker], Any]) -> list[Any]:
     return [max(map(peak, schedule.problem.live_workers(stage))) for stage in range(schedule.grid.stages)]
 
 
-def _ratios(schedule: Schedule) -> tuple[float, float]:
+def _ratios(schedule: planning.Schedule) -> tuple[float, float]:
     usual, zero_bubble = baselines(schedule.problem)
     return (usual / schedule.period, zero_bubble / schedule.period) if schedule.period else (1.0, 1.0)
 
 
-def baselines(problem: Problem) -> tuple[float, float]:
+def baselines(problem: planning.Problem) -> tuple[float, float]:
     """Periods of fault-free 1F1B and of fault-free zero-bubble on the same problem."""
     # Without failures all pipelines are alike.
-    one = Grid(1, problem.grid.stages, problem.grid.microbatches)
-    return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=Technique()))
+    one = planning.Grid(1, problem.grid.stages, problem.grid.microbatches)
+    return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=planning.Technique()))
 
 
 @lru_cache(maxsize=64)
-def _baselines(problem: Problem) -> tuple[float, float]:
-    usual = replace(problem, technique=Technique(split_backward=False, staggered=False))
+def _baselines(problem: planning.Problem) -> tuple[float, float]:
+    usual = replace(problem, technique=planning.Technique(split_backward=False, staggered=False))
     stages = problem.grid.stages
     limit = tuple(min(stages, n) for n in problem.in_flight_limit or (stages,) * stages)
-    zero_bubble = replace(problem, technique=Technique(split_backward=True, staggered=False), in_flight_limit=limit)
-    return one_f_one_b(usual).period, heuristic(zero_bubble).period
+    zero_bubble = replace(
+        problem, technique=planning.Technique(split_backward=True, staggered=False), in_flight_limit=limit
+    )
+    return planning.one_f_one_b(usual).period, planning.heuristic(zero_bubble).period
 
 
-def _single(result: PlanResult, unit: str) -> Table:
+def _single(result: planning.PlanResult, unit: str) -> Table:
     schedule, problem = result.schedule, result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
@@ -377,7 +361,7 @@ def _single(result: PlanResult, unit: str) -> Table:
     return table
 
 
-def _planner(result: PlanResult) -> str:
+def _planner(result: planning.PlanResult) -> str:
     """The planner, its solver's calls, and the planner whose plan it is."""
     text, use = f"{result.backend}, {result.seconds:.2f} s", result.solver
     if use.calls:

@@ -36,36 +36,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.table import Table
 
+from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
 from lightning_recycle.commands.application import run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
-from lightning_recycle.simulation import (
-    Cause,
-    Cluster,
-    FailureSource,
-    Policy,
-    Scripted,
-    SimulationResult,
-    TraceReplay,
-    TrainingModel,
-    Transformer,
-    as_seconds,
-    available_models,
-    get_model,
-    repeat,
-)
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize.report.records import (
-    EXPERIMENT_FILE,
-    RESULT_SCHEMA,
-    assumptions_text,
-    cost_of,
-    duration_text,
-    failures_text,
-    policy_text,
-)
+from lightning_recycle.visualize.report import records
 
 _USUAL_DURATION = 86400.0
 
@@ -74,10 +52,10 @@ _USUAL_DURATION = 86400.0
 class Scenario:
     """The scenario to simulate: one training run per seed; ``duration`` in seconds."""
 
-    model: TrainingModel
-    cluster: Cluster
-    policy: Policy
-    failures: FailureSource
+    model: simulation.TrainingModel
+    cluster: simulation.Cluster
+    policy: simulation.Policy
+    failures: simulation.FailureSource
     duration: float
     seeds: range
 
@@ -89,22 +67,22 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         ConfigurationError: when a value is impossible.
     """
     model = model_from(config["model"])
-    policy = _instance("policy", _scheduled(config["policy"], config["schedule"]), Policy)
-    failures = _instance("failures", config["failures"], FailureSource)
+    policy = _instance("policy", _scheduled(config["policy"], config["schedule"]), simulation.Policy)
+    failures = _instance("failures", config["failures"], simulation.FailureSource)
     extra = config["cluster"]["extra_nodes"]
-    cluster = Cluster.of(
+    cluster = simulation.Cluster.of(
         model,
         gpus_per_node=config["cluster"]["gpus_per_node"],
         extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
         price=config["cluster"]["price"],
     )
-    random = not policy.ignores_failures and not isinstance(failures, (Scripted, TraceReplay))
+    random = not policy.ignores_failures and not isinstance(failures, (simulation.Scripted, simulation.TraceReplay))
     first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
     seeds = range(first, first + (count if random else 1))
     return Scenario(model, cluster, policy, failures, _duration(config["duration"], failures), seeds)
 
 
-def model_from(settings: Mapping[str, Any]) -> TrainingModel:
+def model_from(settings: Mapping[str, Any]) -> simulation.TrainingModel:
     """The model for the settings; the catalogue fills in what is null.
 
     Raises:
@@ -112,14 +90,14 @@ def model_from(settings: Mapping[str, Any]) -> TrainingModel:
     """
     changes = {name: value for name, value in settings.items() if value is not None}
     name = changes.pop("name")
-    changes["transformer"] = Transformer(**settings["transformer"])
+    changes["transformer"] = simulation.Transformer(**settings["transformer"])
     if "efficiency" in changes:
         changes["throughput"] = None  # a known efficiency needs no calibration
-    if name in available_models():
-        return get_model(name, **changes)
+    if name in simulation.available_models():
+        return simulation.get_model(name, **changes)
     if "throughput" not in changes:
         raise ConfigurationError(f"the model {name} is not calibrated: give model.throughput or model.efficiency.")
-    return TrainingModel(name=name, **changes)
+    return simulation.TrainingModel(name=name, **changes)
 
 
 def _scheduled(policy: Mapping[str, Any], schedule: Any) -> Mapping[str, Any]:
@@ -139,10 +117,10 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
     return found
 
 
-def _duration(value: Any, failures: FailureSource) -> float:
+def _duration(value: Any, failures: simulation.FailureSource) -> float:
     if value != "auto":
-        return as_seconds("duration", value, positive=True)
-    if not isinstance(failures, TraceReplay):
+        return simulation.as_seconds("duration", value, positive=True)
+    if not isinstance(failures, simulation.TraceReplay):
         return _USUAL_DURATION
     trace = load_trace(failures.trace)
     left = trace.duration - float(failures.start)
@@ -159,13 +137,13 @@ def _duration(value: Any, failures: FailureSource) -> float:
 def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     """The training runs of a scenario, with the ``command`` that repeats them."""
     started = time.perf_counter()
-    found = repeat(
+    found = simulation.repeat(
         scenario.model, scenario.cluster, scenario.policy, scenario.failures, scenario.duration, scenario.seeds
     )
     seconds = time.perf_counter() - started
     first = found.results[0]
     return {
-        "schema": RESULT_SCHEMA,
+        "schema": records.RESULT_SCHEMA,
         "command": command,
         **_asked(scenario),
         **{name: found.mean(name) for name in FIGURES},
@@ -176,7 +154,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
         "losses": _means(result.losses() for result in found.results),
         "fractions": _means(result.accounting.fractions() for result in found.results),
         "gpu_seconds": _means(
-            {cause.value: result.accounting.seconds(cause) for cause in Cause} for result in found.results
+            {cause.value: result.accounting.seconds(cause) for cause in simulation.Cause} for result in found.results
         ),
         "runs": [
             {"seed": seed, "throughput": run.throughput, "ratio": run.ratio, "node_failures": run.failures}
@@ -223,7 +201,7 @@ def _described(instance: Any) -> dict[str, Any]:
     return {"name": type(instance).__name__, "settings": settings, "changed": changed}
 
 
-def _note(results: tuple[SimulationResult, ...]) -> str | None:
+def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
     if any(result.samples for result in results):
         return None
     return results[0].intervals[0].label
@@ -234,7 +212,7 @@ def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
-def _first_timeline(result: SimulationResult) -> dict[str, Any]:
+def _first_timeline(result: simulation.SimulationResult) -> dict[str, Any]:
     data = result.to_dict()
     return {"intervals": data["intervals"], "events": data["events"]}
 
@@ -333,7 +311,7 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
     """All points of an experiment, each in a folder of its own; returns their number."""
     points = points_of(experiment, given)
     with refusing(f"write to {folder}"):
-        write_json(folder / EXPERIMENT_FILE, {"results": len(points)})
+        write_json(folder / records.EXPERIMENT_FILE, {"results": len(points)})
     for number, point in enumerate(points):
         config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
         result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")
@@ -389,7 +367,7 @@ def _outages(result: Result) -> Iterator[tuple[int, float, float]]:
 def _line(result: Result) -> str:
     figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
     outcome = result["note"] or figures
-    return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}: {outcome}"
+    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}: {outcome}"
 
 
 def _overview(results: Sequence[Result]) -> Table:
@@ -400,7 +378,7 @@ def _overview(results: Sequence[Result]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for each in results:
         numbers = (f"{each['throughput']:.2f}", f"{each['ratio']:.3f}", f"{each['deviation']:.3f}")
-        table.add_row(each["model"]["name"], policy_text(each), failures_text(each), *numbers)
+        table.add_row(each["model"]["name"], records.policy_text(each), records.failures_text(each), *numbers)
     return table
 
 
@@ -415,17 +393,17 @@ def _summary(result: Result) -> Table:
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
         ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
-        ("assumed", assumptions_text(result)),
-        ("policy", policy_text(result)),
-        ("failures", f"{failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
-        ("runs", f"{runs} of {duration_text(result['duration'])}"),
+        ("assumed", records.assumptions_text(result)),
+        ("policy", records.policy_text(result)),
+        ("failures", f"{records.failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
+        ("runs", f"{runs} of {records.duration_text(result['duration'])}"),
         ("throughput", f"{result['throughput']:.2f} samples/s{spread}"),
         ("throughput / 1F1B fault-free", ratio),
         ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
         ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
     ):
         table.add_row(name, value)
-    if (cost := cost_of(result)) is not None:
+    if (cost := records.cost_of(result)) is not None:
         table.add_row("cost of 1,000 samples", f"{cost:.4g}")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from typing_extensions import override
 
 from lightning_recycle.data.batching import drops_last, is_sequence, is_stateful, samples_in
-from lightning_recycle.data.map_style import WorkerInit, as_read
+from lightning_recycle.data.map_style import as_read, process_settings
 from lightning_recycle.data.prebatched import sliced
 from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
@@ -224,10 +224,7 @@ class StreamReader:
             batch_size=None,  # it yields batches already
             collate_fn=as_read,
             num_workers=user.num_workers,
-            timeout=user.timeout,
-            worker_init_fn=WorkerInit(user.worker_init_fn, dataset),
-            multiprocessing_context=user.multiprocessing_context,
-            prefetch_factor=user.prefetch_factor,
+            **process_settings(user, dataset),
         )
         with seeded_everything() as reseed:
             reseed(derive_seed(self.seed, epoch))  # the processes' own seeds come from these generators

@@ -81,6 +81,16 @@ class WorkerInit:
             self.user(worker_id)
 
 
+def process_settings(user: DataLoader[Any], dataset: Any) -> dict[str, Any]:
+    """Settings of a DataLoader whose processes are like those of the ``user``'s."""
+    return {
+        "timeout": user.timeout,
+        "worker_init_fn": WorkerInit(user.worker_init_fn, dataset),
+        "multiprocessing_context": user.multiprocessing_context,
+        "prefetch_factor": user.prefetch_factor,
+    }
+
+
 class MicrobatchLoader(SampleLoader):
     """The steps of an epoch of a dataset whose samples have indices.
 
@@ -397,17 +407,7 @@ class MicrobatchLoader(SampleLoader):
             with self._seeded() as reseed:
                 found = [self._addressed.read(addresses, reseed) for _ in range(1 + again)]
         elif again:
-            found = list(
-                DataLoader(
-                    self._addressed,
-                    batch_sampler=[addresses, addresses],
-                    num_workers=1,
-                    collate_fn=as_read,
-                    worker_init_fn=WorkerInit(self.dataloader.worker_init_fn, self.dataset),
-                    multiprocessing_context=self.dataloader.multiprocessing_context,
-                    generator=torch.Generator().manual_seed(0),
-                )
-            )
+            found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=as_read))
         else:
             return None
         digests = [add_sample(0, samples) for samples in found]
@@ -452,20 +452,15 @@ class MicrobatchLoader(SampleLoader):
 
     def _reading_processes(self, epoch: int, batches: Any, number: int, **options: Any) -> DataLoader[Any]:
         """Batches of the addresses in ``batches``, read in processes like the user's."""
-        user = self.dataloader
         return DataLoader(
             self._addressed,
             batch_sampler=batches,
             num_workers=number,
-            collate_fn=self._collate,
-            timeout=user.timeout,
-            worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
-            multiprocessing_context=user.multiprocessing_context,
-            prefetch_factor=user.prefetch_factor,
+            **process_settings(self.dataloader, self.dataset),
             # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
             # here than on workers that read nothing.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
-            **options,
+            **{"collate_fn": self._collate, **options},
         )
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.engines.discovery import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import replacing
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _LOOK_SECONDS = 0.5  # between two looks into the folder
@@ -120,7 +121,9 @@ class Meeting:
             ConfigurationError: if the folder cannot be written to.
         """
         try:
-            self._write(self._path, json.dumps({"coordinator": shown(address), "key": key}))
+            os.stat(self._folder)  # it is not made here: others would not see it
+            with replacing(self._path, mode=0o600) as file:
+                file.write(json.dumps({"coordinator": shown(address), "key": key}).encode())
         except OSError as error:
             raise ConfigurationError(
                 f"{self._path} cannot be written ({error.strerror or error}), and the tasks of this step would not find"
@@ -155,7 +158,7 @@ class Meeting:
     def finish(self) -> None:
         """Leaves the note that a worker has finished, so the run has."""
         with contextlib.suppress(OSError):  # only a worker that died at the very end needs it
-            self._write(self._note, "")
+            self._note.touch()
 
     @contextlib.contextmanager
     def watched(self, on_finish: Callable[[], None]) -> Iterator[None]:
@@ -195,17 +198,6 @@ class Meeting:
         for path in (self._path, self._note):
             with contextlib.suppress(OSError):  # it is not there, or the folder is gone
                 path.unlink()
-
-    def _write(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f"{path.name}.{self._task.rank}.writing")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
 
     def _read(self) -> str | None:
         """The content of the file; None if it is not there, or not this user's alone."""

@@ -28,10 +28,10 @@ from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, S
 from lightning_recycle.engines.discovery import Discovered, check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of, summary
-from lightning_recycle.launch.results import MissingWeights, take_results
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
+from lightning_recycle.launch.run_results import MissingWeights, take_results
 from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import end_import

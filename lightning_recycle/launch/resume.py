@@ -34,15 +34,8 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
-from lightning_recycle.session.lightning_internals import (
-    METADATA_FILENAME,
-    checkpoint_folder,
-    last_checkpoints,
-    select_checkpoint_path,
-    set_checkpoint_path,
-    sets_checkpoint_path,
-)
 from lightning_recycle.session.step_completion import COMPLETION
 
 log = logging.getLogger(__name__)
@@ -61,16 +54,16 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     wanted = given.get("ckpt_path")
     if isinstance(wanted, str) and wanted.startswith("registry"):
         return call  # the workers download it
-    by_user = sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
+    by_user = internals.sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
     if settled is None:
-        path = select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
+        path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
         older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
-        set_checkpoint_path(trainer, settled)
+        internals.set_checkpoint_path(trainer, settled)
         return call
     return call.from_checkpoint(settled)
 
@@ -147,7 +140,7 @@ def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
-    content = path / METADATA_FILENAME if path.is_dir() else path
+    content = path / internals.METADATA_FILENAME if path.is_dir() else path
     try:
         found = torch.load(content, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):  # a user's objects are in it, or it has torch's old format
@@ -167,7 +160,7 @@ def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
 def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
     """The local folders in which callbacks of ``trainer`` save."""
     savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    found = [local_path(checkpoint_folder(callback, trainer)) for callback in savers]
+    found = [local_path(internals.checkpoint_folder(callback, trainer)) for callback in savers]
     return {folder for folder in found if folder is not None}
 
 
@@ -182,13 +175,13 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
     lasts: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            folder = local_path(checkpoint_folder(callback, trainer))
+            folder = local_path(internals.checkpoint_folder(callback, trainer))
             if folder is None:
                 return None
             if folder.is_dir():
                 aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
                 lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
-                lasts |= {Path(path) for path in last_checkpoints(callback, trainer)}
+                lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io

@@ -23,11 +23,7 @@ from lightning_recycle.control.joining.run_config import CoordinatorOptions, Wor
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
-from lightning_recycle.control.network.addresses import (
-    address_from,
-    http_address,
-    http_address_from_environment,
-)
+from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider

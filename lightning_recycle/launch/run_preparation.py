@@ -31,17 +31,10 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.profile import Profile, load_profile
+from lightning_recycle.session import requirements
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
-from lightning_recycle.session.requirements import (
-    check_loaders,
-    check_loss,
-    check_members,
-    check_trainer,
-    loaders_in,
-    warn_of_lost_compilation,
-)
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
@@ -140,7 +133,7 @@ class PreparedRun:
         """How many samples a step has; None if unknown before the data is loaded."""
         if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
             return None
-        sizes = [batch_size_of(loader) for loader in loaders_in(self.call.loaders)]
+        sizes = [batch_size_of(loader) for loader in requirements.loaders_in(self.call.loaders)]
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
@@ -180,8 +173,8 @@ def prepare(
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
     assert trainer.state.fn is not None
-    check_trainer(trainer, outside, options.is_remote)
-    sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
+    requirements.check_trainer(trainer, outside, options.is_remote)
+    sizes = [size for loader in requirements.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
     grid = options.choose_grid(strategy.num_positions, batch_size, can_be_cut=is_cut)
@@ -191,21 +184,21 @@ def prepare(
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
     if options.members > 1:
-        check_members(trainer, options)
+        requirements.check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
-    check_loaders(call.loaders, grid.microbatches if call.fits else None)
+    requirements.check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
-        check_loss(module)
-        check_loaders(call.arguments.get("val_dataloaders"), None)
+        requirements.check_loss(module)
+        requirements.check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
     if options.members > 1 and parts.ties(stages):
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
             " position. Use pipeline_parallel_size=1, or do not tie them."
         )
-    warn_of_lost_compilation(module)
+    requirements.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
         _ = logger.version  # chosen here; otherwise every new leader would choose a new one

@@ -24,11 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_recycle.callbacks import PlanMonitor
-from lightning_recycle.control.client import (
-    EXIT_INTERRUPTED,
-    EXIT_RAISED,
-    ControlClient,
-)
+from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient
 from lightning_recycle.control.joining.run_config import settings_of
 from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
@@ -37,15 +33,8 @@ from lightning_recycle.control.payload import in_words, unpack
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
+from lightning_recycle.launch import run_results
 from lightning_recycle.launch.outcome import dump_exception, from_users_code
-from lightning_recycle.launch.results import (
-    STAY_IN_THE_WORKERS,
-    WEIGHTS_STAY,
-    UserObjects,
-    leader_result,
-    stage_result,
-    way_home,
-)
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall
 from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
 from lightning_recycle.model.layers import weights_of
@@ -124,16 +113,18 @@ def run_worker(
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     session = Session(WorkerContext(strategy.options, setup, place, client, trainer))
     strategy.enter(session)
-    user = UserObjects(call, keeps_large=reports)
+    user = run_results.UserObjects(call, keeps_large=reports)
     with session.settled():
         returned = call()
         session.weights.release()
-        way = way_home(session, setup.gathering)
+        way = run_results.way_home(session, setup.gathering)
         whole = None
         if setup.outsiders and way is ResultRoute.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
-        part: Callable[[], Any] = partial(stage_result, session, user, way, setup.gathering.folder)
-        extras: Callable[[], Any] = partial(leader_result, session, user, way, setup.gathering.large_bytes, returned)
+        part: Callable[[], Any] = partial(run_results.stage_result, session, user, way, setup.gathering.folder)
+        extras: Callable[[], Any] = partial(
+            run_results.leader_result, session, user, way, setup.gathering.large_bytes, returned
+        )
         session.checkpoints.deliver_result(part if reports else _nothing, extras if reports else _nothing)
     client.leave()
     if goes_on:
@@ -141,8 +132,8 @@ def run_worker(
         strategy.enter(None)
         if call.fits:
             strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
-            strategy.missing_optimizers = STAY_IN_THE_WORKERS
-        strategy.missing_weights = WEIGHTS_STAY if whole is None else None
+            strategy.missing_optimizers = run_results.STAY_IN_THE_WORKERS
+        strategy.missing_weights = run_results.WEIGHTS_STAY if whole is None else None
         if whole is not None:
             session.parts.rebuild(whole)
     return returned

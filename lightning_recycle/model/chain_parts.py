@@ -25,19 +25,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.call_trace import (
-    AbsentPart,
-    Call,
-    ChainEnd,
-    ChainTracer,
-    RemoteLayer,
-    RemoteTensor,
-    ReturnShape,
-    watch,
-)
+from lightning_recycle.model import call_trace
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
 from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
-from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, stage_layers
+from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
 from lightning_recycle.planning.planning_options import Partition
@@ -107,20 +98,22 @@ class ChainParts(ModelParts):
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
             if index not in owned:
-                stub = RemoteLayer(chain.paths[index], layer, index)
+                stub = call_trace.RemoteLayer(chain.paths[index], layer, index)
                 for parent in list(module.modules()):
                     for name in [name for name, child in modules_of(parent).items() if child is layer]:
                         self._drop(parent, name, stub)
         if not self._is_first and not self._is_last:
             for path, outside in self._held.outside:
                 parent_path, _, name = path.rpartition(".")
-                self._drop(module.get_submodule(parent_path), name, AbsentPart(path, outside))
+                self._drop(module.get_submodule(parent_path), name, call_trace.AbsentPart(path, outside))
         kept = set(module.modules())
         for _, _, original in self._dropped:
             for part in set(original.modules()) - kept:
                 _release(part)
         last = len(layers) - 1
-        self._watched = {index: watch(layers[index], chain.paths[index], index, last=index == last) for index in owned}
+        self._watched = {
+            index: call_trace.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
+        }
         ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     @property
@@ -146,7 +139,7 @@ class ChainParts(ModelParts):
         finally:
             for index, layer in zip(layers, modules, strict=True):
                 path, is_last = self._chain.paths[index], index == len(self._chain.paths) - 1
-                self._watched[index] = watch(layer, path, index, last=is_last)
+                self._watched[index] = call_trace.watch(layer, path, index, last=is_last)
 
     def _look_away(self, index: int) -> None:
         for handle in self._watched.pop(index):
@@ -160,7 +153,7 @@ class ChainParts(ModelParts):
             for parent in list(self.module.modules()):
                 for name in [name for name, child in modules_of(parent).items() if child is original]:
                     modules_of(parent)[name] = layer
-        self._held.share(self.module, [f"{self._chain.paths[index]}." for index in layers])
+        share(self.module, self._held.names, [f"{self._chain.paths[index]}." for index in layers])
         self.keep(stages, stage)
 
     def _put_back(self) -> None:
@@ -171,7 +164,7 @@ class ChainParts(ModelParts):
         for parent, name, original in self._dropped:
             modules_of(parent)[name] = original
 
-    def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
+    def _drop(self, parent: nn.Module, name: str, stub: call_trace.AbsentPart) -> None:
         stub.to(self.module.device)
         self._dropped.append((parent, name, parent.get_submodule(name)))
         modules_of(parent)[name] = stub
@@ -266,15 +259,15 @@ class _StageShare:
 
     def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
         self._chain, self.stages = chain, stages
-        self._names = names_by_parameter(module.named_parameters(remove_duplicate=False))
-        self.same_as = {name: names[0] for names in self._names for name in names}
+        self.names = names_by_parameter(module.named_parameters(remove_duplicate=False))
+        self.same_as = {name: names[0] for names in self.names for name in names}
         self.outside = tuple(_outside(module, "", chain))
 
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
         """Groups of layers that share a weight, also through modules outside."""
         last = self.stages[-1].stop - 1
         groups = []
-        for names in self._names:
+        for names in self.names:
             found = {self._chain.holds(name) for name in names}
             layers = {layer for layer in found if layer is not None}
             if None in found:
@@ -288,19 +281,6 @@ class _StageShare:
         other.stages = stages
         return other
 
-    def share(self, module: nn.Module, came: Sequence[str]) -> None:
-        """Makes the local members of each shared parameter one object again.
-
-        It is that of a module that was here before those whose names begin with one of ``came``, if there is one.
-        """
-        there = tuple(came)
-        for names in self._names:
-            here = [name for name in names if not module.get_parameter(name).is_meta]
-            here.sort(key=lambda name: name.startswith(there))
-            for name in here[1:]:
-                path, _, inner = name.rpartition(".")
-                parameters_of(module.get_submodule(path))[inner] = module.get_parameter(here[0])
-
     def on(self, name: str, stage: int) -> bool:
         """Whether ``stage`` holds ``name``, of a state dict of the whole module."""
         layer = self._chain.holds(name)
@@ -310,7 +290,7 @@ class _StageShare:
 
     def ties(self) -> tuple[Tie, ...]:
         ties = []
-        for names in self._names:
+        for names in self.names:
             mine = {stage: [n for n in names if self.on(n, stage)] for stage in range(len(self.stages))}
             copies = tuple((stage, found[0]) for stage, found in mine.items() if found)
             if len(copies) > 1:
@@ -362,12 +342,12 @@ class _FirstStage(nn.Module):
 
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        tracer, recorder = ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
+        tracer, recorder = call_trace.ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
         try:
             with recorder.on(), tracer.on():
                 self.step(*arguments)
             tracer.finish()  # raises: the end of the chain was not reached
-        except ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
+        except call_trace.ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
         calls = {index: tracer.calls[index] for index in self._middle}
@@ -393,8 +373,8 @@ class _MiddleStage(nn.Module):
         with recorder.on():
             for index, layer in zip(self._owned, self.layers, strict=True):
                 args, kwargs = calls.pop(index).with_hidden(hidden)
-                hidden, shape = ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
-        tracer = ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
+                hidden, shape = call_trace.ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
+        tracer = call_trace.ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
         return _message(tracer, hidden, shape, calls, {**side_values, **recorder.found})
 
 
@@ -407,7 +387,9 @@ class _LastStage(nn.Module):
     @override
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
         hidden, shape, _, side_values = _value(*message)
-        tracer = ChainTracer(self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values)
+        tracer = call_trace.ChainTracer(
+            self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values
+        )
         with tracer.on():
             output = self.step(*arguments)
         tracer.finish(output)
@@ -415,10 +397,10 @@ class _LastStage(nn.Module):
 
 
 def _message(
-    tracer: ChainTracer,
+    tracer: call_trace.ChainTracer,
     hidden: Any,
-    shape: ReturnShape,
-    calls: Mapping[int, Call],
+    shape: call_trace.ReturnShape,
+    calls: Mapping[int, call_trace.Call],
     side_values: Mapping[int, Sequence[SideValue]],
 ) -> tuple[Tensor, ...]:
     """Message to the next stage: its value, calls of middle layers, side values."""
@@ -430,7 +412,7 @@ def _message(
             " pass tensors, numbers, strings, and lists and dicts of them"
         ) from error
     for tensor in tensors:
-        if isinstance(tensor, RemoteTensor):
+        if isinstance(tensor, call_trace.RemoteTensor):
             raise tracer.error(f"gives {tensor.what} to another layer than the next one")
     return (torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors)
 

@@ -365,21 +365,18 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
                     absent[index].kept.pop(inner, None)
 
 
-def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Container[int]) -> None:
-    """Makes one object of the local members of each group, which have equal values.
+def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
+    """Makes one object of the parameters of ``module`` in each group, as far as they are here.
 
-    It is that of a layer that was here before those in ``came``, if there is one.
+    It is that of a module that was here before those whose names begin with one of ``came``, if there is one. All have
+    the same values.
     """
+    held = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
     for group in groups:
-        members = [(name, *split_name(name)) for name in group]
-        here = [member for member in members if not isinstance(layers[member[1]], AbsentLayer)]
-        here.sort(key=lambda member: member[1] in came)
-        if len(here) > 1:
-            source = _parameter(layers[here[0][1]], *here[0])
-            for name, index, inner in here[1:]:
-                parameter = _parameter(layers[index], name, index, inner)
-                if parameter is not source:
-                    _replace(layers[index], parameter, source)
+        here = sorted((name for name in group if name in held), key=lambda name: name.startswith(tuple(came)))
+        for name in here[1:]:
+            if held[name] is not held[here[0]]:
+                _replace(module, held[name], held[here[0]])
 
 
 def needed_elsewhere(

@@ -287,7 +287,7 @@ class PipelineModule(RecordedModule):
         """Takes ``layers`` of another process; drops all outside ``indices``."""
         for index, layer in layers.items():
             self.layers[index] = layer
-        share(self.layers, self._tied, layers.keys())
+        share(self, self._tied, [f"layers.{index}." for index in layers])
         self.keep_layers(indices)
 
     def without_storage(self) -> Self:

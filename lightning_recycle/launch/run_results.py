@@ -32,26 +32,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_recycle.control.payload import unpack
-from lightning_recycle.errors import (
-    ConfigurationError,
-    ReCycleError,
-    UnsupportedFeatureError,
-)
+from lightning_recycle.errors import ConfigurationError, ReCycleError, UnsupportedFeatureError
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.layers import AbsentLayer, set_tensors_beside, set_weights, tensors_beside, weights_of
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
+from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.configuration import Gathering, ResultRoute
-from lightning_recycle.session.lightning_internals import (
-    final_settings,
-    init_optimizers,
-    load_progress,
-    loader_states,
-    loop_states,
-    restore_loaders,
-    restore_settings,
-    set_predictions,
-)
 from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -299,10 +286,10 @@ def leader_result(
         returned=to_cpu(returned),
         trainer={
             path: {name: to_cpu(value) for name, value in settings.items()}
-            for path, settings in final_settings(trainer).items()
+            for path, settings in internals.final_settings(trainer).items()
         },
-        loops=loop_states(trainer),
-        loaders=loader_states(trainer),
+        loops=internals.loop_states(trainer),
+        loaders=internals.loader_states(trainer),
         objects=objects,
         schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         copies=dict(session.checkpoints.copies),
@@ -383,7 +370,7 @@ def make_optimizers(
         ConfigurationError: if the module cannot make them here.
     """
     try:
-        optimizers, configs = init_optimizers(module)
+        optimizers, configs = internals.init_optimizers(module)
     except Exception as error:  # the user's: it may need what exists in the workers only
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
@@ -443,7 +430,7 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
     if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
-        set_predictions(trainer, extras.returned if several else [extras.returned])
+        internals.set_predictions(trainer, extras.returned if several else [extras.returned])
     return extras.returned
 
 
@@ -513,10 +500,10 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
-    restore_settings(trainer, extras.trainer)
+    internals.restore_settings(trainer, extras.trainer)
     for name, loop_state in extras.loops.items():
-        load_progress(getattr(trainer, name), loop_state)
-    restore_loaders(trainer, extras.loaders)
+        internals.load_progress(getattr(trainer, name), loop_state)
+    internals.restore_loaders(trainer, extras.loaders)
 
 
 def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:
