@@ -454,7 +454,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
 
     def digest(self, handle: StepHandle) -> int:
-        return self._step(handle).digest
+        return int(self._step(handle).digest)
 
     def close(self) -> None:
         self._reader.close()
