@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: F401
+from torch.nn.modules import batchnorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import get_worker_info
 
+NormBase = batchnorm._NormBase
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul

@@ -67,7 +67,10 @@ def scenario_from(config: Mapping[str, Any]) -> Scenario:
         ConfigurationError: when a value is impossible.
     """
     model = model_from(config["model"])
-    policy = _instance("policy", _scheduled(config["policy"], config["schedule"]), simulation.Policy)
+    settings, schedule = config["policy"], config["schedule"]
+    if schedule is not None and "schedule" in settings:
+        settings = {**settings, "schedule": schedule}
+    policy = _instance("policy", settings, simulation.Policy)
     failures = _instance("failures", config["failures"], simulation.FailureSource)
     extra = config["cluster"]["extra_nodes"]
     cluster = simulation.Cluster.of(
@@ -98,10 +101,6 @@ def model_from(settings: Mapping[str, Any]) -> simulation.TrainingModel:
     if "throughput" not in changes:
         raise ConfigurationError(f"the model {name} is not calibrated: give model.throughput or model.efficiency.")
     return simulation.TrainingModel(name=name, **changes)
-
-
-def _scheduled(policy: Mapping[str, Any], schedule: Any) -> Mapping[str, Any]:
-    return policy if schedule is None or "schedule" not in policy else {**policy, "schedule": schedule}
 
 
 def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:

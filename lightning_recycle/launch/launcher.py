@@ -25,13 +25,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.engines.discovery import Discovered, check_copies, discover
+from lightning_recycle.engines.discovery import check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of, summary
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
-from lightning_recycle.launch.run_results import MissingWeights, take_results
+from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results
 from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import end_import
@@ -83,13 +83,11 @@ class SupervisorLauncher:
         if self._untrained is not None:
             self._untrained.check(trainer.lightning_module, call.arguments.get("ckpt_path"))
         run = prepare(call, self._strategy, outside, self._has_run)
-        return self._supervise(run) if outside is None else self._take_part(run, outside)
-
-    def _take_part(self, run: PreparedRun, outside: Discovered) -> Any:
-        """Takes part in the run of another process, or of a ``recycle-coordinator``."""
+        if outside is None:
+            return self._supervise(run)
         returned = run_outside(outside, run)
         self._interrupted = False
-        self._note_missing_weights(run.call.trainer, one_stage=True)
+        self._note_missing_weights(trainer, one_stage=True)
         return returned
 
     def _supervise(self, run: PreparedRun) -> Any:
@@ -214,7 +212,12 @@ class SupervisorLauncher:
                 log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
         if self._strategy.missing_weights is not None:
-            MissingWeights.refuse_to_save(path)
+            raise UnsupportedFeatureError(
+                f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
+                f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
+                " save_distributed_checkpoint=True no process needs all of them), or use"
+                " CheckpointOptions(gather_result=True)."
+            )
         if "optimizer_states" in checkpoint and self._strategy.missing_optimizers is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"

@@ -250,12 +250,8 @@ def _state(error: BaseException) -> dict[str, Any]:
     return {**slots, **vars(error)}
 
 
-def _builtin(kind: type[BaseException]) -> type[BaseException]:
-    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-
-
 def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    builtin = _builtin(kind)
+    builtin: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     error: BaseException = builtin.__new__(kind, *args)
     with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
         builtin.__init__(error, *args)  # fills what it keeps besides args
@@ -301,14 +297,11 @@ def from_users_code(error: BaseException) -> str:
     while links:
         link = links.pop()
         if link is not None:  # a chain that has a loop is cut by the standard library
-            link.stack = _from_users_code(link.stack, _has_remedy(link))
+            kind = link.exc_type
+            has_remedy = isinstance(kind, type) and issubclass(kind, ReCycleError)
+            link.stack = _from_users_code(link.stack, has_remedy)
             links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
     return "".join(shown.format())
-
-
-def _has_remedy(shown: TracebackException) -> bool:
-    """Whether it is an error of this package about the user's input, not a defect."""
-    return isinstance(shown.exc_type, type) and issubclass(shown.exc_type, ReCycleError)
 
 
 def _from_users_code(stack: StackSummary, has_remedy: bool = False) -> StackSummary:

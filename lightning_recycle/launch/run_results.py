@@ -239,38 +239,34 @@ def stage_result(
     session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
 ) -> StageResult | StageResultFile:
     """The part of this worker's stage: for a message, or in a new file of ``folder``."""
-    if way is ResultRoute.STAYS:
-        layers = user.pack(_carried_layers(session), shared=False)
-        return StageResult(session.worker.stage, None, None, layers, {}, _member(session))
     if way is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            torch.save(_part(session, user, copies=False), path)
+            torch.save(_part(session, user, way, copies=False), path)
             return StageResultFile(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The result comes home in a message instead of a file: %s", error)
             with contextlib.suppress(OSError):  # there may be nothing to delete
                 path.unlink()
-    return _part(session, user, copies=True)
+    return _part(session, user, way, copies=True)
 
 
-def _part(session: Session, user: UserObjects, copies: bool) -> StageResult:
-    module, optimizers = session.module, None
-    if _brings_optimizers(session):
-        optimizers = [(to_cpu(complete_state(o), copies), group_names(module, o)) for o in session.trainer.optimizers]
-    layers = user.pack(_carried_layers(session), shared=False)
-    state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
-    return StageResult(session.worker.stage, state, optimizers, layers, beside, _member(session))
+def _part(session: Session, user: UserObjects, way: ResultRoute, copies: bool) -> StageResult:
+    state, optimizers, beside = None, None, {}
+    if way is not ResultRoute.STAYS:
+        module = session.module
+        state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
+        if _brings_optimizers(session):
+            states = [(complete_state(each), group_names(module, each)) for each in session.trainer.optimizers]
+            optimizers = [(to_cpu(state, copies), names) for state, names in states]
+    layers, member = user.pack(_carried_layers(session), shared=False), session.run.positions.member(session.place.rank)
+    return StageResult(session.worker.stage, state, optimizers, layers, beside, member)
 
 
 def _carried_layers(session: Session) -> Callable[[str], bool]:
     """The submodules that are delivered as objects; none that a mesh divides."""
     return session.parts.is_of_layer if session.mesh is None else lambda name: False
-
-
-def _member(session: Session) -> int:
-    return session.run.positions.member(session.place.rank)
 
 
 def leader_result(
@@ -331,16 +327,6 @@ class MissingWeights:
                 " ckpt_path='best', 'last' or a path, load weights into it, or use"
                 " CheckpointOptions(gather_result=True)."
             )
-
-    @staticmethod
-    def refuse_to_save(path: Any) -> None:
-        """Raises UnsupportedFeatureError for a checkpoint without trained weights."""
-        raise UnsupportedFeatureError(
-            f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
-            f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
-            " save_distributed_checkpoint=True no process needs all of them), or use"
-            " CheckpointOptions(gather_result=True)."
-        )
 
 
 def _versions(module: pl.LightningModule) -> int:

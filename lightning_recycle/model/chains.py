@@ -215,7 +215,8 @@ class SideRecorder:
         for place, container, tensor in self._tensors(layer, path):
             if tensor is None or self._before.get(place) is tensor or (id(container), place[2]) in seen:
                 continue
-            if tensor.grad_fn is None and not _is_evaluated(tensor):
+            # Where autograd does not follow, it cannot be told from others.
+            if tensor.grad_fn is None and (torch.is_grad_enabled() or not tensor.is_floating_point()):
                 continue
             if container is not None:  # which several modules may share
                 seen.add((id(container), place[2]))
@@ -247,8 +248,3 @@ class SideRecorder:
 def active_recorder() -> SideRecorder | None:
     """The recorder to which layers report."""
     return _recorder
-
-
-def _is_evaluated(tensor: Tensor) -> bool:
-    """Whether ``tensor`` was computed where autograd does not follow."""
-    return not torch.is_grad_enabled() and tensor.is_floating_point()
