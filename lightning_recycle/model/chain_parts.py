@@ -27,10 +27,10 @@ from typing_extensions import override
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model import call_trace
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
-from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
 from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
+from lightning_recycle.model.parts import LayerParts, ModelParts
+from lightning_recycle.model.recording import StepRecorder, WholeStep, ask_instead, ask_no_more
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of

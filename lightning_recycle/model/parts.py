@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,22 +26,9 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recording import BatchPlace, call_at
+from lightning_recycle.model.recording import BatchPlace, StepRecorder, call_at
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
-
-
-class StepRecorder(Protocol):
-    """Records what the user's code does with one micro-batch."""
-
-    def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
-        """Calls ``hook(*args)`` without gradients; returns what it did."""
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """Records the block in the object that the context yields."""
-
-    def dump(self, recording: Any, samples: int) -> bytes:
-        """Recording of a block."""
 
 
 class ModelParts:

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_recycle import ConfigurationError
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.full_forward import ask_instead, ask_no_more
-from lightning_recycle.model.recording import as_it_was, recorded
+from lightning_recycle.model.recording import as_it_was, ask_instead, ask_no_more, recorded
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
