@@ -351,7 +351,7 @@ def enter_main() -> None:
         sys.modules[_MAIN] = sys.modules["__mp_main__"] = ModuleType(_MAIN)
 
 
-def end_import() -> None:
+def exit_if_importing() -> None:
     """Ends a worker whose import of the script has come to a call of ``fit``.
 
     Quietly: the launching process says why there are no workers.

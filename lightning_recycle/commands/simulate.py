@@ -144,7 +144,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     return {
         "schema": records.RESULT_SCHEMA,
         "command": command,
-        **_asked(scenario),
+        **_scenario_settings(scenario),
         **{name: found.mean(name) for name in FIGURES},
         "fault_free_throughput": first.fault_free_throughput,
         "deviation": found.deviation,
@@ -164,7 +164,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     }
 
 
-def _asked(scenario: Scenario) -> dict[str, Any]:
+def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
     model, cluster = scenario.model, scenario.cluster
     return {
         "model": {

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from typing_extensions import override
 
 from lightning_recycle.data.batching import drops_last, is_sequence, is_stateful, samples_in
-from lightning_recycle.data.map_style import as_read, process_settings
+from lightning_recycle.data.map_style import identity_collate, process_settings
 from lightning_recycle.data.prebatched import sliced
 from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
@@ -222,7 +222,7 @@ class StreamReader:
         loader = DataLoader(
             parts,
             batch_size=None,  # it yields batches already
-            collate_fn=as_read,
+            collate_fn=identity_collate,
             num_workers=user.num_workers,
             **process_settings(user, dataset),
         )
@@ -335,7 +335,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         self._drops_last = not self.evaluation or drops_last(dataloader)
         self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
-        self._goes_on = (
+        self._continues = (
             not self.evaluation
             and dataloader.num_workers == 0
             and is_stateful(self.dataset)
@@ -366,7 +366,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return steps
 
     def _another_pass(self) -> Iterator[StepHandle]:
-        if self._goes_on:
+        if self._continues:
             raise UnsupportedFeatureError(
                 f"{type(self.dataset).__name__}, the training data, has state_dict(), so another iteration over"
                 " trainer.train_dataloader, by a hook, would move the place of the training. Iterate over a DataLoader"
@@ -391,7 +391,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         if self._place_to_find is None:
             self._keep_account()
         place = copy.deepcopy(self._place_to_find or self._place)
-        if self._is_told_epoch:
+        if self._has_user_epoch:
             place["dataset_epoch"] = self.dataset.epoch
         return place
 
@@ -414,13 +414,13 @@ class StreamLoader(ForwardLoader, SampleLoader):
                 f"{self.dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
-        if self._is_told_epoch:  # a joining worker has not called what sets it
+        if self._has_user_epoch:  # a joining worker has not called what sets it
             self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
         self._kept.clear()
 
     @property
-    def _is_told_epoch(self) -> bool:
+    def _has_user_epoch(self) -> bool:
         """Whether the user sets the dataset's epoch, on which its order depends."""
         return is_huggingface(self.dataset) or (
             not is_stateful(self.dataset) and hasattr(self.dataset, "epoch") and hasattr(self.dataset, "set_epoch")
@@ -479,7 +479,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return super()._reaches(epoch, index)
 
     def _begin_pass(self, epoch: int) -> None:
-        if self._goes_on and self._pass is not None:
+        if self._continues and self._pass is not None:
             self._keep_account()
             self._place["passes"].append([])
         else:
@@ -495,7 +495,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass = None
-        if not place["passes"] or (not self._goes_on and place["epoch"] != epoch):
+        if not place["passes"] or (not self._continues and place["epoch"] != epoch):
             return
         passes, place["passes"] = place["passes"], [[]]
         self._place = place

@@ -34,7 +34,7 @@ def _number(epoch: int, rounds: int) -> int:
     return derive_seed(epoch, rounds) if rounds else epoch
 
 
-def as_read(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """In place of a collate function, where there is nothing to collate."""
     return batch
 
@@ -407,7 +407,7 @@ class MicrobatchLoader(SampleLoader):
             with self._seeded() as reseed:
                 found = [self._addressed.read(addresses, reseed) for _ in range(1 + again)]
         elif again:
-            found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=as_read))
+            found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
         else:
             return None
         digests = [add_sample(0, samples) for samples in found]

@@ -330,7 +330,7 @@ class Agent:
 
     def ask_to_end(self, number: int) -> None:
         """A signal asks for the end of the run; the second one at once."""
-        self._events.put(lambda: self._be_asked(number))
+        self._events.put(lambda: self._on_signal(number))
 
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
@@ -356,7 +356,7 @@ class Agent:
             while any(running.final is None for running in self._running.values()):
                 self._start_due()
                 self._take_event()
-                self._press()
+                self._enforce_deadlines()
         finally:
             for running in self._running.values():
                 if running.child is not None:
@@ -402,7 +402,7 @@ class Agent:
         running.child, running.status = None, status
         if running.leaves:  # however it ended: the others go on without it
             del self._running[running.task.name]
-            self._printer.say(f"{running.task.name} {_ended_how(status)}.")
+            self._printer.say(f"{running.task.name} {_end_text(status)}.")
             return
         decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
         if isinstance(decision, FinalStatus):
@@ -410,16 +410,16 @@ class Agent:
             return
         running.slot, running.start_at = decision.slot, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
-        self._printer.say(f"{running.task.name} {_ended_how(status)}; it is started again{after}.")
+        self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
 
     def _settle(self, running: _Running, final: FinalStatus) -> None:
         """The task is over; ends the others if its end asks for that."""
         running.final = final
         name, was_first = running.task.name, running.slot.restarts == 0
         if final.given_up:
-            self._printer.say(f"{name} {_ended_how(final.status)} and is given up: {final.given_up}.")
+            self._printer.say(f"{name} {_end_text(final.status)} and is given up: {final.given_up}.")
         elif final.status and not self._finished:
-            self._printer.say(f"{name} {_ended_how(final.status)}.")
+            self._printer.say(f"{name} {_end_text(final.status)}.")
         if final.status == 0 and not self._finished:
             self.on_finish()
             self._finish()
@@ -462,7 +462,7 @@ class Agent:
             self._running[task.name] = _Running(task, RestartRecord(restarts=1))
             self._printer.say(f"{task.name} is started, as {count} are wanted.")
 
-    def _be_asked(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         self.heard.add(number)
         if self._grace is None:
             self._asked, self._is_ending = number, True
@@ -474,15 +474,15 @@ class Agent:
         self._asked, self._is_ending = number, True
         self._printer.say(f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end.")
         self._drop_restarts()
-        self._tell(number)
+        self._signal_all(number)
         self._kill_at = time.monotonic() + self._grace
 
-    def _press(self) -> None:
+    def _enforce_deadlines(self) -> None:
         """Asks, and then makes, processes end that should have ended by now."""
         now = time.monotonic()
         if now >= self._ask_at:
             self._ask_at, self._kill_at = math.inf, min(self._kill_at, now + (self._grace or _GRACE_SECONDS))
-            self._tell(signal.SIGTERM)
+            self._signal_all(signal.SIGTERM)
         if now >= self._kill_at:
             self._kill_at = math.inf
             for running in self._running.values():
@@ -490,7 +490,7 @@ class Agent:
                     self._printer.say(f"{running.task.name} did not end and is killed.")
                     running.child.kill()
 
-    def _tell(self, number: int) -> None:
+    def _signal_all(self, number: int) -> None:
         for running in self._running.values():
             if running.child is not None:
                 running.child.signal(number)
@@ -505,10 +505,10 @@ class Agent:
         lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._policy)
         if isinstance(lost, RestartAfter):
             hosted.slot, hosted.start_at = lost.slot, time.monotonic() + lost.pause
-            self._printer.say(f"The coordinator {_ended_how(status)}; it is started again.")
+            self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
             return
         hosted.final = lost
-        self._printer.say(f"The coordinator {_ended_how(status)} and is given up: {lost.given_up or 'bad options'}.")
+        self._printer.say(f"The coordinator {_end_text(status)} and is given up: {lost.given_up or 'bad options'}.")
         self._failure, self._is_ending = max(1, status), True
         self._drop_restarts()
         self._ask_at = time.monotonic()
@@ -524,6 +524,6 @@ class Agent:
             child.kill()
 
 
-def _ended_how(status: int) -> str:
+def _end_text(status: int) -> str:
     words = in_words(status)
     return f"was {words}" if words.startswith("killed") else f"ended ({words})"

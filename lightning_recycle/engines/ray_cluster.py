@@ -61,21 +61,21 @@ def room(node: Node, needs: Mapping[str, float]) -> int:
     return min(fits, default=1_000_000)
 
 
-def homes(
+def pipeline_nodes(
     nodes: Sequence[Node], needs: Mapping[str, float], pipelines: int, stages: int
 ) -> list[tuple[str, ...] | None]:
     """For each pipeline the node of each of its workers; None for any room."""
     left = {node.name: room(node, needs) for node in nodes}
     chosen: list[tuple[str, ...] | None] = []
     for _ in range(pipelines):
-        home = _home(left, stages)
+        home = _pipeline_node(left, stages)
         for name in home or ():
             left.pop(name, None)
         chosen.append(home)
     return chosen
 
 
-def _home(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
+def _pipeline_node(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
     """The smallest node with room for ``stages`` workers, else as few as possible."""
     whole = [name for name in left if left[name] >= stages]
     if whole:
@@ -86,7 +86,7 @@ def _home(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
     return tuple(home) if len(home) == stages else None
 
 
-def beside_others(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
+def nodes_with_room(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
     """Nodes of further positions: each the one with most room left, or None."""
     left = Counter({node.name: room(node, needs) for node in nodes})
     left.subtract(taken)
@@ -99,7 +99,7 @@ def beside_others(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iter
         yield name
 
 
-def stand_in(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
+def replacement_node(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
     """A node with room for a worker that none of the ``used`` ones is; None if none."""
     fitting = [node for node in nodes if node.name not in used and room(node, needs) > 0]
     return max(fitting, key=lambda node: room(node, needs)).name if fitting else None

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        place = _appointment(options, os.environ)
+        place = _meeting_address(options, os.environ)
         agent = _agent(options, command, place)
         with _scalable(agent, least=int(place.hosts_it)):
             return agent.run()
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_OPTIONS
 
 
-def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
+def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
         return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)

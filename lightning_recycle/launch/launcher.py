@@ -34,7 +34,7 @@ from lightning_recycle.launch.run_preparation import ConfiguredStrategy, Prepare
 from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results
 from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
 from lightning_recycle.launch.worker_process import run_outside
-from lightning_recycle.pickling import end_import
+from lightning_recycle.pickling import exit_if_importing
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.reporting_callbacks import show_cursor
@@ -74,7 +74,7 @@ class SupervisorLauncher:
         assert trainer is not None
         install_if_wanted()
         ignore_deprecations_of_lightning()
-        end_import()
+        exit_if_importing()
         outside = discover()
         if outside is None:
             check_copies()

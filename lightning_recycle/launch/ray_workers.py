@@ -148,8 +148,8 @@ class RayWorkerGroup(WorkerGroup):
         self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
         grid, nodes = positions.grid, ray_cluster.schedulable_nodes()
-        found = ray_cluster.homes(nodes, self._needs, grid.lanes, grid.stages)
-        others = ray_cluster.beside_others(nodes, self._needs, [node for home in found for node in home or ()])
+        found = ray_cluster.pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
+        others = ray_cluster.nodes_with_room(nodes, self._needs, [node for home in found for node in home or ()])
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
                 node = next(others) if home is None else home[stage]
@@ -261,9 +261,9 @@ class RayWorkerGroup(WorkerGroup):
             else:
                 used = {node for other, node in self._nodes.items() if node and other not in {rank, *siblings}}
                 nodes = ray_cluster.schedulable_nodes()
-                node = ray_cluster.stand_in(nodes, self._needs, used)
+                node = ray_cluster.replacement_node(nodes, self._needs, used)
                 if node is None and siblings:
-                    node = ray_cluster.stand_in(nodes, self._needs, ())
+                    node = ray_cluster.replacement_node(nodes, self._needs, ())
             self._nodes[rank] = node
             return node
 

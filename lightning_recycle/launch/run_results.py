@@ -218,7 +218,7 @@ class LeaderResult:
     precision: dict[str, Any]
 
 
-def way_home(session: Session, gathering: Gathering) -> ResultRoute:
+def result_route(session: Session, gathering: Gathering) -> ResultRoute:
     """How the result of the run comes home: all workers ask, and are answered alike."""
     if not gathering.depends_on_size:
         return gathering.way(0)

@@ -164,7 +164,7 @@ class LocalWorker(WorkerHandle):
         self, context: BaseContext, target: Callable[[Any], None], argument: Any, name: str, imports_main: bool = True
     ) -> None:
         self._imports_main = imports_main
-        self._process = self._start(context, partial(_work, os.getpid(), target, argument), name)
+        self._process = self._start(context, partial(_run_worker, os.getpid(), target, argument), name)
         self._pidfd = _open_pidfd(self._process.pid)
         self.sentinel = self._process.sentinel if self._pidfd is None else self._pidfd
         self._end: str | None = None
@@ -205,7 +205,7 @@ class LocalWorker(WorkerHandle):
         unknown = "it ended; how is not known, because the fork server that started it"
         if not wait([self._process.sentinel], _STATUS_SECONDS):
             return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
-        if not self._is_told():
+        if not self._has_exit_code():
             return f"{unknown} is gone"
         self._process.join(_STATUS_SECONDS)
         code: int = self._process.exitcode
@@ -213,7 +213,7 @@ class LocalWorker(WorkerHandle):
             return f"it was killed by {signal.Signals(-code).name}"
         return "it was told to stop" if code == EXIT_STOPPED else f"it exited with code {code}"
 
-    def _is_told(self) -> bool:
+    def _has_exit_code(self) -> bool:
         waiting = fcntl.ioctl(self._process.sentinel, termios.FIONREAD, bytes(4))
         return int.from_bytes(waiting, sys.byteorder) > 0
 
@@ -312,7 +312,7 @@ def _watch_fork_server(started: threading.Event) -> None:
             )  # fmt: skip
 
 
-def _work(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
+def _run_worker(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
     """The main function of a worker process, which ends with process ``launcher``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

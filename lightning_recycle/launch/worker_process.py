@@ -99,12 +99,12 @@ def run_worker(
     setup: RunSetup,
     place: WorkerIdentity,
     call: TrainerCall,
-    goes_on: bool = False,
+    continues: bool = False,
     reports: bool = True,
 ) -> Any:
     """Runs the function in this worker; returns its result.
 
-    ``goes_on``: this process goes on as a launching process; ``reports``: there is a launching process that wants the
+    ``continues``: this process goes on as a launching process; ``reports``: there is a launching process that wants the
     result.
     """
     trainer = call.trainer
@@ -117,7 +117,7 @@ def run_worker(
     with session.settled():
         returned = call()
         session.weights.release()
-        way = run_results.way_home(session, setup.gathering)
+        way = run_results.result_route(session, setup.gathering)
         whole = None
         if setup.outsiders and way is ResultRoute.MESSAGES:
             whole = session.checkpoints.joined("weights", weights_of(session.module))
@@ -125,9 +125,9 @@ def run_worker(
         extras: Callable[[], Any] = partial(
             run_results.leader_result, session, user, way, setup.gathering.large_bytes, returned
         )
-        session.checkpoints.deliver_result(part if reports else _nothing, extras if reports else _nothing)
+        session.checkpoints.deliver_result(part if reports else _no_result, extras if reports else _no_result)
     client.leave()
-    if goes_on:
+    if continues:
         session.leave()
         strategy.enter(None)
         if call.fits:
@@ -139,7 +139,7 @@ def run_worker(
     return returned
 
 
-def _nothing() -> None:
+def _no_result() -> None:
     """No result, where there is no launching process."""
 
 
@@ -226,7 +226,7 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
         setup = _own_setup(run.setup, assignment) if assignment.setup is None else unpack(assignment.setup)
         client.heartbeat_interval = setup.heartbeat_interval
         place = WorkerIdentity(client.rank, assignment.incarnation, outside.device, outside.host or client.local_host)
-        returned = run_worker(client, setup, place, run.call, goes_on=True, reports=assignment.takes_results)
+        returned = run_worker(client, setup, place, run.call, continues=True, reports=assignment.takes_results)
     _run_ended = time.monotonic()
     return returned
 

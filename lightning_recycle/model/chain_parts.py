@@ -30,7 +30,7 @@ from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, Side
 from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts
-from lightning_recycle.model.recording import StepRecorder, WholeStep, ask_instead, ask_no_more
+from lightning_recycle.model.recording import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
@@ -114,7 +114,7 @@ class ChainParts(ModelParts):
         self._watched = {
             index: call_trace.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
         }
-        ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
+        redirect_forward(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     @property
     def stages(self) -> Sequence[range]:
@@ -130,10 +130,10 @@ class ChainParts(ModelParts):
 
     @override
     @contextmanager
-    def handed_out(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
+    def unwatched(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
         modules = [self.module.get_submodule(self._chain.paths[index]) for index in layers]
         for index in layers:
-            self._look_away(index)
+            self._unwatch(index)
         try:
             yield modules
         finally:
@@ -141,7 +141,7 @@ class ChainParts(ModelParts):
                 path, is_last = self._chain.paths[index], index == len(self._chain.paths) - 1
                 self._watched[index] = call_trace.watch(layer, path, index, last=is_last)
 
-    def _look_away(self, index: int) -> None:
+    def _unwatch(self, index: int) -> None:
         for handle in self._watched.pop(index):
             handle.remove()
 
@@ -158,9 +158,9 @@ class ChainParts(ModelParts):
 
     def _put_back(self) -> None:
         """The modules of other stages are in their places again, as far as they are here."""
-        ask_no_more(self.module)
+        restore_forward(self.module)
         for index in list(self._watched):
-            self._look_away(index)
+            self._unwatch(index)
         for parent, name, original in self._dropped:
             modules_of(parent)[name] = original
 

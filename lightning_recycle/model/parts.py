@@ -92,7 +92,7 @@ class ModelParts:
         """Groups of parts that share a weight."""
         return ()
 
-    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+    def unwatched(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
         """Within the block these layers can be pickled as the user's."""
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
@@ -290,7 +290,7 @@ class LayerParts(ModelParts):
         return tuple(tuple(sorted({split_name(name)[0] for name in group})) for group in self.module.tied_groups())
 
     @override
-    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+    def unwatched(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
         return nullcontext([self.module.layers[index] for index in layers])
 
     @override

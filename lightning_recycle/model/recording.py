@@ -5,8 +5,8 @@ of the same name that also derives from it (:func:`recorded`). ``batch_idx`` and
 parameters of the hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
 
 The user's module, and each submodule in which all layers of the chain are (``self.model(x)``), can be evaluated outside
-of steps by all stages together, so their ``forward`` becomes one that asks for that (:func:`ask_instead`). Pickles and
-copies of all these are of the class that the user wrote, and do not ask.
+of steps by all stages together, so their ``forward`` becomes one that asks for that (:func:`redirect_forward`). Pickles
+and copies of all these are of the class that the user wrote, and do not ask.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def recorded(module: pl.LightningModule) -> RecordedModule:
     return module
 
 
-def as_it_was(module: nn.Module) -> None:
+def restore_class(module: nn.Module) -> None:
     """Gives ``module`` the class back that it had before :func:`disguised`."""
     original = getattr(type(module), "_disguised_from", None)
     if original is not None:
@@ -196,32 +196,32 @@ class StepRecorder(Protocol):
 CallArguments: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 """Which module is called, by its path in the user's ("" is that itself), and its arguments."""
 
-_asking: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]] = WeakKeyDictionary()
+_redirected: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]] = WeakKeyDictionary()
 
 
-class _Asking(nn.Module):
+class _Redirected(nn.Module):
     pass
 
 
-def ask_instead(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
+def redirect_forward(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
     """From now on ``ask`` answers calls of ``module`` outside of steps.
 
     Also those of its submodules that contain all of ``layers``.
     """
     for path, holder in list(_holders(module, layers)):
-        if holder not in _asking:
-            made = disguised(type(holder), _Asking)  # type: ignore[arg-type]
+        if holder not in _redirected:
+            made = disguised(type(holder), _Redirected)  # type: ignore[arg-type]
             if "forward" not in vars(made):
-                made.forward = _asking_forward(made.forward)
+                made.forward = _redirecting_forward(made.forward)
             holder.__class__ = made
-        _asking[holder] = path, ask
+        _redirected[holder] = path, ask
 
 
-def ask_no_more(module: nn.Module) -> None:
-    """Ends :func:`ask_instead`."""
+def restore_forward(module: nn.Module) -> None:
+    """Ends :func:`redirect_forward`."""
     for part in module.modules():
-        if _asking.pop(part, None) is not None and isinstance(
-            part, _Asking
+        if _redirected.pop(part, None) is not None and isinstance(
+            part, _Redirected
         ):  # its class may be the user's again already
             part.__class__ = type(part).__bases__[1]  # which was disguised
 
@@ -233,10 +233,10 @@ def _holders(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn
             yield path, part
 
 
-def _asking_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _redirecting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)  # with its signature, which models of transformers look at
     def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path, ask = _asking.get(self, ("", None))
+        path, ask = _redirected.get(self, ("", None))
         if ask is None or is_tracing():
             return forward(self, *args, **kwargs)
         if any(is_cache(leaf) or isinstance(leaf, _AbsentCache) for leaf in _leaves((args, kwargs))):

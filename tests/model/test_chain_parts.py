@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_recycle import ConfigurationError
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.recording import as_it_was, ask_instead, ask_no_more, recorded
+from lightning_recycle.model.recording import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
@@ -611,7 +611,7 @@ def test_what_asks_all_stages_passes_for_what_it_was() -> None:
     model = made(Stacked)
     (parts, _), _ = stages_of(model, 2)
     module, asked = parts.module, []
-    ask_instead(module, ["net.layers.0", "net.layers.3"], lambda what: asked.append(what))
+    redirect_forward(module, ["net.layers.0", "net.layers.3"], lambda what: asked.append(what))
     x = batch()[0]
     module(x)
     module.net(x, scale=2.0)
@@ -711,7 +711,7 @@ def test_a_module_that_has_its_own_class_again_ends_to_ask() -> None:
     """As in a worker whose process goes on: its module is the user's again before the whole model is put together."""
     module = made(Stacked)
     cls = type(module)
-    ask_instead(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
-    as_it_was(module)
-    ask_no_more(module)
+    redirect_forward(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
+    restore_class(module)
+    restore_forward(module)
     assert type(module) is cls
