@@ -1,4 +1,4 @@
-"""ReCycle for PyTorch Lightning: training that goes on when workers die, with the same result.
+"""ReCycle for PyTorch Lightning: training survives failures, with the same result.
 
 Importing this package registers the strategy name ``"recycle"``. The import is cheap: everything that needs torch is
 loaded on first use, and ``lightning_recycle.planning`` works without torch.

@@ -119,7 +119,7 @@ def release_cache(device: torch.device) -> None:
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of an accelerator that nobody uses, and that it has."""
+    """Free bytes of an accelerator, and all of its bytes."""
     free, total = _call(device, "mem_get_info", "get_memory_info")(device)
     return int(free), int(total)
 

@@ -1,6 +1,7 @@
 """System processes: ending with the one they work for, states by process id.
 
-A process id means something only on one machine, in one boot, in one container (:func:`process_space`).
+A process id means something only on one machine, in one boot, in one container (:func:`process_space`). psutil knows
+neither the states of single threads nor how the kernel ends a process with another one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors to be hashed, summed, pickled or sent: their memory, and any value as tensors and the bytes that are left."""
+"""Memory of tensors; values as tensors and the rest, to be hashed, summed or sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recycle-simulate``: how a training run copes with failures, for any cluster, on a laptop.
+"""``recycle-simulate``: a simulated training run with failures, for any cluster.
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min

@@ -1,4 +1,4 @@
-"""Data that is read forwards: an IterableDataset without indices, and any iterable of batches.
+"""Data read forwards: an IterableDataset without indices, an iterable of batches.
 
 Every worker reads all of it, even in middle stages, which must know when it ends. The reader only moves forward; redone
 steps need the samples of at most three steps, which are kept.

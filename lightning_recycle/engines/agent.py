@@ -382,8 +382,8 @@ class Agent:
                 self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
-        everybody = [*([self._hosted] if self._hosted else []), *self._running.values()]
-        waits = [running.start_at for running in everybody if not running.child and not running.final]
+        every = [*([self._hosted] if self._hosted else []), *self._running.values()]
+        waits = [running.start_at for running in every if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))

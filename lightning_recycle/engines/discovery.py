@@ -23,7 +23,7 @@ from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.errors import ConfigurationError
 
 BY_HAND = "hand"
-"""The engine of a worker that nobody has named one for."""
+"""The engine of a worker without ``RECYCLE_ENGINE``."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Task 0 hosts the coordinator and writes address and key to a file in a folder th
 submitted from; the others wait for that file, and so does a further job that joins. When a worker has finished, its
 agent leaves a note beside the file: then no worker is started again that could not find the run any more.
 
-The file is its owner's alone (mode 0600), and one that somebody else could have written does not count. It appears
-under its name when it is complete. Task 0 removes both when it ends.
+The file is its owner's alone (mode 0600); otherwise it is ignored. It appears under its name when it is complete. Task
+0 removes both when it ends.
 """
 
 from __future__ import annotations

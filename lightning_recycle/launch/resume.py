@@ -69,7 +69,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
 
 
 _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
-"""Of the last one that was begun nobody may have heard that it was completed."""
+"""A save that was begun may have been completed without a report of it."""
 
 
 def newest_saved(

@@ -109,7 +109,7 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
     return len(parents) == 1 and isinstance(module.get_submodule(parents.pop()), nn.Sequential)
 
 
-# ---------------------------------------------------------------------- a chain that nobody named
+# ---------------------------------------------------------------------- a chain without names
 
 
 def _found(module: nn.Module, num_stages: int) -> list[str]:

@@ -366,7 +366,7 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
 
 
 def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
-    """Makes one object of the parameters of ``module`` in each group, as far as they are here.
+    """Makes one object of the parameters of ``module`` in each group, if here.
 
     It is that of a module that was here before those whose names begin with one of ``came``, if there is one. All have
     the same values.

@@ -1,4 +1,4 @@
-"""A LightningModule whose layers are a sequence that can be cut into pipeline stages.
+"""A LightningModule whose layers are a sequence, to be cut into pipeline stages.
 
 The layers live in ``self.layers``, an ``nn.ModuleList`` with one entry per layer of the whole model on every worker.
 Entries that a worker does not own are parameterless :class:`AbsentLayer` placeholders, so names in a state dict are
