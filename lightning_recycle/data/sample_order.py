@@ -12,7 +12,6 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,7 +43,7 @@ def compact(order: list[Any]) -> Sequence[Any]:
 
 def digest_of(order: Sequence[Any]) -> str:
     """A digest of an order's indices and their division into batches."""
-    found = blake2b(digest_size=8)
+    found = hashlib.blake2b(digest_size=8)
     if isinstance(order, (range, np.ndarray)):
         found.update(np.asarray(order, np.int64).data)
     else:
@@ -174,7 +173,7 @@ def _digest(value: Any) -> bytes | None:
         value = _as_array(value)
     if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
         return None
-    return blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
 def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
