@@ -24,7 +24,7 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator, Coord
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.communicator import Communicator

@@ -1,4 +1,4 @@
-"""``recycle-report``: results of ``recycle-simulate`` as one self-contained HTML page.
+"""``recycle-report``: results of ``recycle-simulate`` as one HTML page.
 
     recycle-report results -o report.html
 

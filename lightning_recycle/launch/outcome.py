@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
-    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
-    the user can do.
-    """
+    """The exception for ``outcome``, with the remedy ``then`` for a lost stage."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -67,7 +65,7 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then:
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
+    """A worker's traceback, shown as the cause of the same exception raised here."""
 
     __module__ = "builtins"  # so Python shows its name without that of a module
 
@@ -109,12 +107,11 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Pytho
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle of ``error`` without the attributes that cannot be pickled; None if its class cannot be.
+    """Pickle of ``error`` without unpicklable attributes; None for such a class.
 
-    Python's own pickles of exceptions call the class with ``args`` again. That fails where ``__init__`` takes other
-    arguments than it hands on, and changes the message where it makes one of them. So a class with an ``__init__`` of
-    its own is rebuilt without calling it, unless it says itself how it is pickled. The exceptions that this one was
-    raised from arrive in its traceback.
+    Python's own pickles of exceptions call the class with ``args`` again, which fails where ``__init__`` takes other
+    arguments than it hands on. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own
+    pickling.
     """
     with contextlib.suppress(Exception):
         return _dumps(error)
@@ -149,7 +146,6 @@ def _has_own_init(kind: type[BaseException]) -> bool:
 
 
 def _state(error: BaseException) -> dict[str, Any]:
-    """The attributes of ``error`` in its dictionary and in slots."""
     slots = {name: getattr(error, name) for name in slots_of(type(error)) if hasattr(error, name)}
     if isinstance(error, OSError | ImportError):  # kept outside of both
         kept = ("filename", "filename2", "name", "path")
@@ -157,12 +153,8 @@ def _state(error: BaseException) -> dict[str, Any]:
     return {**slots, **vars(error)}
 
 
-def _builtin(kind: type[BaseException]) -> type[BaseException]:
-    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-
-
 def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    builtin = _builtin(kind)
+    builtin: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     error: BaseException = builtin.__new__(kind, *args)
     with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
         builtin.__init__(error, *args)  # fills what it keeps besides args
@@ -202,20 +194,17 @@ _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 
 def from_users_code(error: BaseException) -> str:
-    """The formatted traceback of ``error`` and of the exceptions that it was raised from."""
+    """The formatted traceback of ``error`` and its causes, from the user's code on."""
     shown = TracebackException.from_exception(error)
     links: list[TracebackException | None] = [shown]
     while links:
         link = links.pop()
         if link is not None:  # a chain that has a loop is cut by the standard library
-            link.stack = _from_users_code(link.stack, _has_remedy(link))
+            kind = link.exc_type
+            has_remedy = isinstance(kind, type) and issubclass(kind, ReCycleError)
+            link.stack = _from_users_code(link.stack, has_remedy)
             links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
     return "".join(shown.format())
-
-
-def _has_remedy(shown: TracebackException) -> bool:
-    """Whether it is an error of this package about the user's input, not a defect."""
-    return isinstance(shown.exc_type, type) and issubclass(shown.exc_type, ReCycleError)
 
 
 def _from_users_code(stack: StackSummary, has_remedy: bool = False) -> StackSummary:

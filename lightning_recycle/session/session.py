@@ -22,7 +22,7 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
+from lightning_recycle.model.recording import RecordedModule, recorded, restore_class
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
@@ -113,7 +113,7 @@ class Session:
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
         self._preemption.release()
-        as_it_was(self.module)
+        restore_class(self.module)
 
     def reach(self, point: str, step: int) -> None:
         """Calls the hooks :attr:`at_point`."""

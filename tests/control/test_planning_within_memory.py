@@ -9,7 +9,7 @@ import pytest
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.commands.plan_settings import problems_ahead
+from lightning_recycle.commands.plan import problems_ahead
 from lightning_recycle.control.plans import plan_maker
 from lightning_recycle.control.plans.plan_maker import PlanAnswer
 from lightning_recycle.control.plans.plan_provider import PlanProvider

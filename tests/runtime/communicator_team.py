@@ -26,7 +26,7 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object

@@ -32,7 +32,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.extras import install_command
+from lightning_recycle.arguments import install_command
 from lightning_recycle.planning.child_process import Report, UnavailableError
 from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
 from lightning_recycle.planning.exact.time_indexed_problem import Placement, TimeIndexedProblem

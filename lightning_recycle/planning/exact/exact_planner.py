@@ -30,9 +30,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import at_least, require, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.extras import require
 from lightning_recycle.planning.child_process import Report, run_in_child
 from lightning_recycle.planning.exact.time_indexed_problem import (
     Placement,

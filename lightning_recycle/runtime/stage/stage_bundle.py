@@ -2,7 +2,7 @@
 
 Layers that a worker gets from other stages, at a step boundary, lie beside those that it has until the coordinator has
 decided: see :mod:`~lightning_recycle.control.protocol.layout_change`. A *tie* is a weight that several stages hold
-(:mod:`~lightning_recycle.model.weights`). Its gradient is one sum over the workers of all stages that hold it: the same
+(:mod:`~lightning_recycle.model.layers`). Its gradient is one sum over the workers of all stages that hold it: the same
 bits everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage that is *ahead*, REDUCED in
 an attempt before, gives that sum to the others, so the copies stay equal. The *shadow* has the parameters of the
 previous version, with which a stage that is ahead computes while others redo a step.
@@ -23,7 +23,7 @@ from lightning_recycle.control.protocol.layout_change import Transfer, ranges, t
 from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.model.weights import Tie
+from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
