@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--layouts", choices=("small", "large"), help="time and result of plan_layout")
     parser.add_argument("--quick", action="store_true", help="without the large grids")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds for a solver (default: 300)")
-    parser.add_argument("--backends", default="cbc,highs,gurobi,cpsat", help="for --solvers")
+    parser.add_argument("--backends", default="cbc,highs,gurobi", help="for --solvers")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:

@@ -7,7 +7,7 @@ for grids of up to about 60 micro-batch stages.
 
 A micro-batch runs at home where its home is alive, else on any live peer of the stage, F, B and W on the same one.
 
-Needs OR-tools (the extra ``cpsat``).
+Needs OR-tools.
 """
 
 from __future__ import annotations

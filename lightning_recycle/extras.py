@@ -11,7 +11,7 @@ import importlib.util
 
 from lightning_recycle.errors import ConfigurationError
 
-_MODULES = {"cpsat": "ortools", "metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
+_MODULES = {"metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
 
 
 def install_command(extra: str) -> str:

@@ -1,7 +1,7 @@
 """Planners by name, and the call that everyone uses, ``plan(problem)``.
 
-Concept: a planner turns a problem into a schedule. "heuristic" is the default; "cbc", "highs", "gurobi" and "cpsat" ask
-a solver for more; others can be registered.
+Concept: a planner turns a problem into a schedule. "heuristic" is the default; "cbc", "highs" and "gurobi" ask a
+solver for more; others can be registered.
 
 Contract: :func:`plan` and :func:`solve` never return a schedule that the validator rejects.
 

@@ -15,30 +15,27 @@ solver that is missing, crashes or runs out of time is a warning, and the best p
 runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
 is credited with it.
 
-Must not know: the model (:mod:`milp`, :mod:`cpsat`).
+Must not know: the model (:mod:`milp`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.extras import require
-from lightning_recycle.planning.child_process import Report, run_in_child
+from lightning_recycle.planning.child_process import run_in_child
 from lightning_recycle.planning.exact.time_indexed_problem import (
-    Placement,
     TimeIndexedProblem,
     discretize,
-    placements,
     schedule_from_placements,
 )
 from lightning_recycle.planning.heuristic.heuristic_planner import heuristic, with_memory_descent
@@ -71,37 +68,6 @@ class SolverTask:
     """The largest model to build."""
 
 
-class Solver(Protocol):
-    """A question about a :class:`TimeIndexedProblem`; solutions and bounds are reported as they are found."""
-
-    def shorten(
-        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
-    ) -> tuple[int | None, list[Placement]]:
-        """Find the smallest length.
-
-        Args:
-            problem: the problem.
-            low: no schedule is shorter, in slots.
-            high: the length of ``known``, in slots.
-            known: the best plan known, with starts in the unit of the costs.
-            deadline: of ``time.monotonic()``.
-
-        Returns:
-            The smallest length, None if that is not decided; and the best plan.
-        """
-        ...
-
-
-def improve(task: SolverTask, report: Report, solver: Solver) -> None:
-    """Shorten the period; runs in the solver's process."""
-    deadline = time.monotonic() + task.time_limit
-    problem = task.problem
-    length, known = solver.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
-    if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
-        fine = problem.refined()  # periods can be fractions of a slot
-        solver.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
-
-
 @dataclass(slots=True)
 class SolverOutcome:
     """A solver's answer."""
@@ -115,8 +81,8 @@ class SolverOutcome:
     use: SolverUse = NOT_ASKED
 
 
-def run_solver(entry: str, task: SolverTask, on_progress: Callable[[SolverOutcome], object]) -> SolverOutcome:
-    """Run the function ``entry`` ("module:function") on ``task``.
+def run_solver(task: SolverTask, on_progress: Callable[[SolverOutcome], object]) -> SolverOutcome:
+    """Run a solver on ``task`` in a process of its own.
 
     It reports ("bound", in the unit of the costs, or None), ("solution", placements of all operations), ("call", 1) for
     each model that the solver is given and ("seconds", what it took); ``on_progress`` is called after each report.
@@ -140,20 +106,17 @@ def run_solver(entry: str, task: SolverTask, on_progress: Callable[[SolverOutcom
                 log.info("A solution of the solver was not usable: %s", error)
         on_progress(outcome)
 
-    outcome.failure = run_in_child(entry, task, receive, task.time_limit + GRACE)
+    outcome.failure = run_in_child(SOLVE, task, receive, task.time_limit + GRACE)
     return outcome
 
 
-BACKENDS = {
-    "cbc": "lightning_recycle.planning.exact.milp:solve",
-    "highs": "lightning_recycle.planning.exact.milp:solve",
-    "gurobi": "lightning_recycle.planning.exact.milp:solve",
-    "cpsat": "lightning_recycle.planning.exact.cpsat:solve",
-}
-"""Names of the exact planners, and the function that each runs in the solver's process."""
+BACKENDS = "cbc", "highs", "gurobi"
+"""Names of the exact planners."""
 
-_FINE = 100_000  # slots per iteration for a solver whose model does not grow with them
-_MOST_ROUTES = 24  # of a family, for a solver whose model grows with them
+SOLVE = "lightning_recycle.planning.exact.milp:solve"
+"""The function that runs in the solver's process."""
+
+_MOST_ROUTES = 24  # of a family: the model grows with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +124,11 @@ class ExactPlanner:
     """A planner that asks a solver.
 
     Args:
-        backend: the solver: "cbc", "highs", "gurobi" (python-mip, the extra ``milp``) or "cpsat" (OR-tools, the extra
-            ``cpsat``).
+        backend: the solver: "cbc", "highs" or "gurobi" (python-mip, the extra ``milp``).
         time_limit: seconds the solver may take.
-        threads: number of the solver's threads; by default 1, for CP-SAT one per core (at most 8).
-        max_variables: largest model in slots to build (not for CP-SAT). Durations are rounded to longer slots to stay
-            below it; if even that is too large, no solver is asked.
+        threads: number of the solver's threads.
+        max_variables: largest model in slots to build. Durations are rounded to longer slots to stay below it; if even
+            that is too large, no solver is asked.
         least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked.
         max_operations: nor for a plan with more operations than this, the closing ones included.
 
@@ -176,7 +138,7 @@ class ExactPlanner:
 
     backend: str = "highs"
     time_limit: float = 60.0
-    threads: int | None = None
+    threads: int = 1
     max_variables: int = 40_000
     least_gap: float = 1e-3
     max_operations: int = 8_000
@@ -184,10 +146,9 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
-        require("cpsat" if self.backend == "cpsat" else "milp", f"The planner {self.backend!r}")
+        require("milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)
-        if self.threads is not None:
-            whole("ExactPlanner", "threads", self.threads, 1)
+        whole("ExactPlanner", "threads", self.threads, 1)
         whole("ExactPlanner", "max_variables", self.max_variables, 1)
         at_least("ExactPlanner", "least_gap", self.least_gap)
         whole("ExactPlanner", "max_operations", self.max_operations)
@@ -231,7 +192,7 @@ class ExactPlanner:
 
         with Console(stderr=True).status("") as line:  # a line on a terminal, nothing elsewhere
             show(SolverOutcome())
-            outcome = run_solver(BACKENDS[self.backend], task, show)
+            outcome = run_solver(task, show)
         best = best_of([schedule, *outcome.schedules])
         if best is not schedule:
             best = with_memory_descent(best)
@@ -287,13 +248,11 @@ class ExactPlanner:
             lower=lower,
             upper=upper,
             time_limit=self.time_limit,
-            threads=self.threads or (min(8, os.cpu_count() or 1) if self.backend == "cpsat" else 1),
+            threads=self.threads,
             max_variables=self.max_variables,
         )
 
     def _discretize(self, first: PlanResult) -> TimeIndexedProblem | None:
-        if self.backend == "cpsat":  # its variables are times: their number does not depend on the slots
-            return discretize(first.schedule, _FINE)
         # The search begins at the lower bound and stops at lengths whose models are too large.
         for slots in (self.max_variables, None):
             problem = discretize(first.schedule, slots, _MOST_ROUTES)

@@ -47,8 +47,8 @@ from typing import Any
 import mip
 
 from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
-from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem
+from lightning_recycle.planning.exact.exact_planner import SolverTask
+from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
@@ -69,8 +69,13 @@ class _InfeasibleError(Exception):
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """See :func:`improve`."""
-    improve(task, report, _MilpSearch(task, report))
+    """Find a shorter period; solutions and bounds are reported as they are found."""
+    deadline = time.monotonic() + task.time_limit
+    problem, search = task.problem, _MilpSearch(task, report)
+    length, known = search.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
+    if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
+        fine = problem.refined()  # periods can be fractions of a slot
+        search.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
 
 
 @dataclass

@@ -245,18 +245,6 @@ class TimeIndexedProblem:
             found.append((kind, stage, number, rank, begin))
         return found
 
-    def lengths(self, rows: Iterable[tuple[int, int, int, int, int]]) -> tuple[int, list[int]]:
-        """The period of a plan in whole slots, and when each stage begins, by which it counts."""
-        begin = [math.inf] * self.stages
-        end = [0] * self.stages
-        for kind, stage, _, rank, start in rows:
-            if kind == FORWARD:
-                begin[stage] = min(begin[stage], start)
-            elif kind == self.release:
-                end[stage] = max(end[stage], start + self.durations[kind, rank] + self.closing[stage])
-        begins = [int(first) if self.staggered and stage else 0 for stage, first in enumerate(begin)]
-        return max(e - b for b, e in zip(begins, end, strict=True)), begins
-
     def _flow(self, row: Placement) -> int:
         """At equal starts, operations without duration go first, in the order in which data flows."""
         kind, stage = row[0], row[1]
