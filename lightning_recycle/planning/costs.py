@@ -1,23 +1,13 @@
-"""Costs of operations: their seconds by stage, the time of a message between stages, and the bytes that they hold.
+"""Costs of operations: their seconds by stage, the time of a message, and bytes.
 
-*Seconds*: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or
-a guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
-REDUCE is what a worker waits for the reduction of its stage's gradients after its last backward.
+*Seconds* (or any unit used consistently): REDUCE is the time that a worker waits for the reduction of its stage's
+gradients after its last backward.
 
-*Memory*: parameters, gradients, optimizer state and buffers are held whatever the schedule; the rest is for
-micro-batches. Memory follows from the operations: F takes what the micro-batch's backward needs (``after_forward``), B
-replaces that by what its W still needs (``after_backward``, which may be more: a linear layer keeps its input *and* the
-gradient of its output), W frees the rest, and BW frees everything without the detour. The most that a worker holds is
-therefore a property of the order of its operations, and of whether each backward is split. A limit in micro-batches is
-the same with sizes of 1 (:meth:`Memory.counting`). An operation takes memory at its start and frees it at its end.
-Where a forward is computed again, F keeps less at its end (``checkpoint``), and R takes what F would have kept.
-
-Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy. Deltas in
-:meth:`Memory.delta` are the only place that knows what an operation does to memory.
-
-Must not know: workers, failures, schedules, torch.
-
-Units: seconds, or any unit used consistently ("slots"); bytes.
+*Memory*: F takes what the micro-batch's backward needs (``after_forward``), B replaces that by what its W still needs
+(``after_backward``, which may be more: a linear layer keeps its input *and* the gradient of its output), W frees the
+rest, and BW frees everything without the detour. Where a forward is computed again, F keeps less at its end
+(``checkpoint``), and R takes what F would have kept. An operation takes memory at its start and frees it at its end. A
+limit in micro-batches is the same with sizes of 1 (:meth:`Memory.counting`).
 """
 
 from __future__ import annotations
@@ -132,7 +122,7 @@ def communication_seconds(
 
 
 def cost_difference(one: Costs, other: Costs) -> float:
-    """Distance of two costs: the largest difference of a duration, as a fraction of the mean F, B or W.
+    """Largest difference of a duration, as a fraction of the mean F, B or W.
 
     The two are first scaled to the same mean, because a common factor changes no plan. Infinite if the numbers of
     stages differ.
@@ -192,7 +182,7 @@ class Memory:
 
     @classmethod
     def counting(cls, limits: Sequence[int]) -> Memory:
-        """The memory in which a worker of stage s can hold ``limits[s]`` micro-batches from F to W or BW."""
+        """Memory that counts micro-batches: ``limits[s]`` for a worker of stage s."""
         ones = (1,) * len(limits)
         return cls(tuple(limits), (0,) * len(limits), ones, ones)
 
@@ -202,12 +192,13 @@ class Memory:
         return len(self.capacity)
 
     def room(self, stage: int) -> float:
-        """Bytes of a worker of ``stage`` that are free for micro-batches, with an allowance for rounding."""
+        """Bytes of a worker that are free for micro-batches, rounding allowed for."""
         return self.capacity[stage] - self.fixed[stage] + _ROUNDING * self.capacity[stage]
 
     def delta(self, kind: OpKind, stage: int, recomputed: bool = False) -> float:
-        """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it; ``recomputed``:
-        whether its micro-batch has an R.
+        """Bytes by which an operation changes what a worker holds.
+
+        ``recomputed``: whether the micro-batch has an R.
         """
         held = self.after_forward[stage]
         kept = held if self.checkpoint is None else self.checkpoint[stage]
@@ -218,7 +209,7 @@ class Memory:
         return sum(self.parts(kind, stage))
 
     def parts(self, kind: OpKind, stage: int) -> tuple[float, float]:
-        """:meth:`delta` of a micro-batch that is not computed again: what is held from F to B, and from B to W."""
+        """:meth:`delta` of a micro-batch without R: held from F to B, and from B to W."""
         held, waiting = self.after_forward[stage], self.after_backward[stage]
         if kind is OpKind.FORWARD:
             return held, 0.0
@@ -229,27 +220,27 @@ class Memory:
         return (-held if kind is OpKind.BACKWARD else 0.0), 0.0
 
     def needed(self, kind: OpKind, stage: int) -> float:
-        """Bytes that a worker of ``stage`` holds more in an operation of ``kind`` than before it."""
+        """Bytes that a worker holds more during an operation than before it."""
         if kind is OpKind.FORWARD:
             return max(self.after_forward[stage], self.delta(kind, stage, recomputed=True))
         return max(0.0, self.delta(kind, stage))
 
     def least(self, stage: int) -> float:
-        """The fewest bytes that one micro-batch may hold after F, whether it is computed again or not."""
+        """The fewest bytes that one micro-batch may hold after F, with or without R."""
         held = self.after_forward[stage]
         return held if self.checkpoint is None else min(held, self.checkpoint[stage])
 
     def most(self, stage: int, each: float) -> float:
-        """Number of micro-batches of ``each`` bytes that fit into a worker of ``stage``; infinite for 0 bytes."""
+        """Number of micro-batches of ``each`` bytes that fit into a worker."""
         return self.room(stage) // each if each else float("inf")
 
     def check(self) -> None:
-        """Raises PlanningError when a stage has no room for one micro-batch: then no plan exists."""
+        """Raises PlanningError when a stage has no room for one micro-batch."""
         for stage in range(self.stages):
             self._check(stage, self.after_forward[stage])
 
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
-        """The number of micro-batches that fit into a worker of each stage whatever the order of its operations.
+        """Micro-batches that fit into a worker of each stage in any order of operations.
 
         Args:
             most: the limit where micro-batches need no memory, e.g. D * M.

@@ -1,17 +1,11 @@
 """Plan files: ``plan.json``, and the CSV of ``torch.distributed.pipelining``.
 
-Concept: the format of ``plan.json`` is documented in docs/planner.md: the problem, what is proven of the plan, and the
-operations of all workers or of the lane that all share, field by field. For torch,
-``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes a line for each rank of a pipeline, with the
-actions of that rank in order: stage, kind and micro-batch, as in ``0F0``. Kinds are F; B for a backward in one piece; I
-and W for its two parts. The runtime inserts the messages. The pipelines of a grid are alike, so the lines of one serve
-all; reducing gradients and stepping the optimizer is left to the caller, as in torch.
-
-Contract: written atomically; what :func:`load_plan` returns has passed the validator, and a status or bound that the
-schedule contradicts is an error. Every error is one line that names the file and says what to do. Torch binds a stage
-to one rank of its pipeline and computes no forward again, so plans that need either are refused as CSV.
-
-Must not know: planners, the plan library's keys, torch.
+The format of ``plan.json`` is documented in docs/planner.md; what :func:`load_plan` returns has passed the validator,
+and every error is one line that names the file and the remedy. For torch,
+``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes a line for each rank of a pipeline, with its
+actions in order: stage, kind (F; B for a backward in one piece; I and W for its two parts) and micro-batch, as in
+``0F0``. Torch binds a stage to one rank of its pipeline and computes no forward again, so plans that need either are
+refused as CSV.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ from lightning_recycle.planning.schedule import (
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
 PLAN_SCHEMA = 1
-"""Version of the plan file's format; a reader refuses versions that it does not know."""
+"""Version of the plan file's format; a reader refuses unknown versions."""
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
-    """The content of the plan file, ready for ``json.dump``. A bare schedule counts as the heuristic's."""
+    """The content of the plan file; a bare schedule counts as the heuristic's."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
     schedule, use = result.schedule, result.solver
@@ -239,7 +233,7 @@ _TORCH_LETTERS = {
 
 
 def check_torch_runs(problem: Problem) -> None:
-    """Raises PlanningError if plans for ``problem`` re-route micro-batches or compute forwards again."""
+    """Raises PlanningError for plans that re-route or compute forwards again."""
     if problem.failed or problem.worker_factors:
         raise PlanningError(
             "a plan with failed or slow workers re-routes micro-batches between pipelines, and"
@@ -253,7 +247,7 @@ def check_torch_runs(problem: Problem) -> None:
 
 
 def save_torch_csv(path: str | PathLike[str], schedule: Schedule) -> None:
-    """Write the lines of one pipeline, atomically: line s holds the actions of stage s on micro-batches 0 to M - 1.
+    """Write one pipeline's actions on micro-batches 0 to M - 1, a line per stage.
 
     Raises:
         PlanningError: when torch cannot run the schedule, or the file cannot be written.

@@ -1,21 +1,14 @@
-"""Library of plans that were made ahead: a directory with one compressed plan file for each plan.
+"""Library of plans that were made ahead: a directory of compressed plan files.
 
-Concept: the name of a file says what its plan is for. The first part is the same for all plans
+The first part of a file's name is the same for plans of the same planner and version of the package, for the same grid
+and techniques and as many failed (and slow) workers in each stage, as the plan is renamed
+(:mod:`~lightning_recycle.planning.rerouting`); the second part for the same costs and limits. A plan serves a problem
+with the same first part if its costs differ by at most a quarter of the mean operation (it is timed again; a common
+factor is no difference), and if it fits into the memory. Of several, the plan for the nearest costs is taken, then the
+shortest.
 
-- of the same planner and version of the package, for the same grid and techniques;
-- for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
-  (:mod:`~lightning_recycle.planning.rerouting`);
-
-the second part for those of the same costs and limits. A plan serves a problem with the same first part if its costs
-differ by at most a quarter of the mean operation (it is timed again with those of the problem; a common factor is no
-difference, as it changes no plan), and if its workers hold no more than the problem allows, whatever limits it was made
-for. Of several the one for the nearest costs is taken, then the shortest.
-
-Contract: nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator;
-otherwise it is reported once and treated as absent, so that the next :meth:`PlanLibrary.compute` or
-:meth:`~PlanLibrary.put` replaces it. Files appear whole or not at all; several processes may share a directory.
-
-Must not know: who needs a plan, and when.
+Nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator; otherwise it is
+reported once and treated as absent. Files appear whole or not at all; several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -60,7 +53,7 @@ _DAMAGE = (OSError, EOFError, zlib.error, ValueError, RecursionError, ReCycleErr
 
 
 class PlanLibrary:
-    """The plans of one planner in a directory, which is created when the first plan is stored.
+    """The plans of one planner in a directory, created with the first plan.
 
     Args:
         path: the directory.
@@ -95,7 +88,7 @@ class PlanLibrary:
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def has(self, problem: Problem) -> bool:
-        """Whether a plan for exactly these costs and limits is stored: the planner has nothing to add to it."""
+        """Whether a plan for exactly these costs and limits is stored."""
         return self._path(problem).exists()
 
     def miss(self, problem: Problem) -> str:
@@ -136,8 +129,10 @@ class PlanLibrary:
     def compute(
         self, problems: Iterable[Problem], processes: int | None = None, progress: bool = False
     ) -> list[PlanResult]:
-        """The plans of all ``problems``, in order; those not stored yet, for exactly these costs and limits, are
-        computed and stored. One plan is made for all problems that are alike.
+        """The plans of all ``problems``, in order; missing ones are made and stored.
+
+        Plans are missing that are not stored for exactly these costs and limits. One plan is made for all problems that
+        are alike.
 
         Args:
             problems: the problems to plan.
@@ -212,7 +207,7 @@ class PlanLibrary:
 
 
 def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
-    """A stored plan as a plan for ``problem``; None if a worker would hold more than it may."""
+    """A stored plan as a plan for ``problem``; None if it exceeds the memory."""
     schedule, stored = result.schedule, result.schedule.problem
     # First the names, for which all else must be equal; then costs and limits.
     mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))

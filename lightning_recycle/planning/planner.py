@@ -1,11 +1,7 @@
 """Planners by name, and the call that everyone uses, ``plan(problem)``.
 
-Concept: a planner turns a problem into a schedule. "heuristic" is the default; "cbc", "highs" and "gurobi" ask a
-solver for more; others can be registered.
-
-Contract: :func:`plan` and :func:`solve` never return a schedule that the validator rejects.
-
-Must not know: what is inside a planner; who needs a plan, and when.
+A planner turns a problem into a schedule: "heuristic" is the default, "cbc", "highs" and "gurobi" ask a solver for
+more, and others can be registered. :func:`plan` and :func:`solve` never return a schedule that the validator rejects.
 """
 
 from __future__ import annotations

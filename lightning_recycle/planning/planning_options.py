@@ -15,8 +15,10 @@ from lightning_recycle.planning.problem import Technique
 from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
 Partition: TypeAlias = Literal["count"] | Sequence[int]
-"""How layers are distributed over stages: equal numbers of layers or of parameters; the number of layers of each stage,
-as integers (``[3, 5, 4]``); or the seconds of each layer, as floats, for stages of equal seconds.
+"""How layers are distributed over stages.
+
+Equal numbers of layers; the number of layers of each stage, as integers (``[3, 5, 4]``); or the seconds of each layer,
+as floats, for stages of equal seconds.
 """
 
 Switch: TypeAlias = bool | Literal["auto"]
@@ -88,12 +90,12 @@ class PlanningOptions(OptionGroup):
 
     @property
     def technique(self) -> Technique:
-        """The techniques that may be used; where ``split_backward`` is "auto", plans choose."""
+        """The techniques that may be used; plans choose where a switch is "auto"."""
         return Technique(split_backward=bool(self.split_backward), staggered=bool(self.staggered))
 
     @property
     def in_flight_limit(self) -> int | None:
-        """The number of micro-batches that a worker may hold, if ``memory`` is given as that."""
+        """The most micro-batches that a worker may hold, if ``memory`` is given so."""
         found = _MICROBATCHES.fullmatch(self.memory) if isinstance(self.memory, str) else None
         return None if found is None else int(found[1])
 

@@ -1,11 +1,8 @@
-"""Profiles: measured seconds and bytes of operations, as costs and limits of plans.
+"""Profiles: measured seconds and bytes, as costs and limits of plans.
 
-Concept: the runtime measures, this module keeps the figures in a form that planners read:
-
-- :class:`Profile`, in ``profile.json``: one model on one kind of machine with one number of stages, whatever the number
-  of pipelines and micro-batches;
-- :class:`Footprint`: memory of one worker. The :class:`Memory` of a plan for any set of failed workers follows from
-  those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device.
+A :class:`Profile`, in ``profile.json``, is of one model on one kind of machine with one number of stages, whatever the
+number of pipelines and micro-batches. A :class:`Footprint` is the memory of one worker. The :class:`Memory` of a plan
+follows from those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device.
 
 File (schema 1)::
 
@@ -14,12 +11,6 @@ File (schema 1)::
      "stages": [{"forward": 0.010, "backward_input": 0.011, "backward_weight": 0.009, "reduce": 0.002,
                  "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000,
                  "waiting_bytes": 12000000}, ...]}
-
-Contract: pure functions and immutable, validated values; every error is one line that names the file and the remedy.
-
-Must not know: how anything was measured, torch.
-
-Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ PROFILE_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """One stage: seconds of its operations on one micro-batch (F, B, W) or once per step (REDUCE, STEP), and bytes."""
+    """One stage: seconds per micro-batch (F, B, W) or step (REDUCE, STEP), and bytes."""
 
     forward: float
     backward_input: float
@@ -51,7 +42,7 @@ class StageProfile:
     reduce: float = 0.0
     optimizer: float = 0.0
     activation_bytes: int = 0
-    """Held for one micro-batch from its F to its B; to its W where ``waiting_bytes`` is not known."""
+    """Held from F to B; to W where ``waiting_bytes`` is not known."""
     output_bytes: int = 0
     """Sent to the next stage for one micro-batch; its gradient is as large."""
     waiting_bytes: int | None = None
@@ -89,7 +80,7 @@ class Profile:
         whole("Profile", "steps", self.steps)
 
     def costs(self) -> Costs:
-        """The planner's costs, in seconds. A message counts as the largest between any two stages."""
+        """The planner's costs, in seconds, with the largest message of any stage."""
         message = max((stage.output_bytes for stage in self.stages[:-1]), default=0)
         transfer = message / self.bandwidth if self.bandwidth else 0.0
         return Costs(
@@ -102,7 +93,7 @@ class Profile:
         )
 
     def memory(self, activation_memory: float) -> Memory:
-        """The memory of a plan with ``activation_memory`` bytes of each worker left free for micro-batches."""
+        """The memory of a plan with ``activation_memory`` bytes for micro-batches."""
         return Memory(
             capacity=(activation_memory,) * len(self.stages),
             fixed=(0.0,) * len(self.stages),
@@ -161,11 +152,14 @@ def _profile(data: Mapping[str, Any]) -> Profile:
 
 
 MemoryLimit: TypeAlias = float | int | Literal["auto"]
-"""Bytes of a worker that the training may hold, as an integer; a fraction of its share of the device; or "auto"."""
+"""Bytes of a worker as an integer; a fraction of its share of the device; "auto"."""
 
 _AUTO = 0.9
-"""Of the share of a device. The rest is for what is not measured: temporary tensors within an operation (on CUDA they
-are), messages on their way, and what an allocator cannot use."""
+"""Part of a share of a device that plans may use.
+
+The rest is for what is not measured: temporary tensors within an operation (on CUDA they are), messages on their way,
+and what an allocator cannot use.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +210,8 @@ def memory_of(
     """The memory of a worker of each stage while ``failed`` are gone.
 
     Args:
-        grid: the grid.
-        failed: the dead workers; their micro-batches, and the messages of these, are their peers'.
-        footprints: of at least one worker of each stage.
+        footprints: of at least one worker of each stage. The micro-batches of dead workers, and their messages, are
+            their peers'.
         limit: what may be used of a device.
         recompute: whether forwards may be computed again.
     """

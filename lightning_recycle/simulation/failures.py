@@ -1,13 +1,11 @@
-"""Failures of nodes: drawn from a seed, replayed from a trace, or given one by one.
+"""Failures of nodes: drawn from a seed, replayed from a trace, or given.
 
-Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the
-same seed gives the same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at
-time 0 says otherwise.
+:meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the same seed gives the
+same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at time 0 says
+otherwise.
 
-Must not know: the work of the nodes, policies, how time advances.
-
-Sources of rates: Llama 3 (Dubey et al., arXiv 2407.21783, section 3.3.4): 419 unplanned interruptions in 54 days on
-16,384 GPUs. Meta RSC-1 (Kokolis et al., HPCA'25, arXiv 2410.21680): 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
+Rates: Llama 3 (arXiv 2407.21783, section 3.3.4), 419 unplanned interruptions in 54 days on 16,384 GPUs; Meta RSC-1
+(arXiv 2410.21680), 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
 """
 
 from __future__ import annotations
@@ -37,13 +35,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At ``tick`` (nanoseconds), all at once.
-
-    Args:
-        tick: when.
-        down: nodes that fail.
-        up: nodes that come back.
-    """
+    """Nodes that fail and come back at ``tick`` (nanoseconds), all at once."""
 
     tick: int
     down: tuple[int, ...] = ()
@@ -60,7 +52,7 @@ class FailureSource(Protocol):
 
 
 def changes_of(outages: Iterable[Outage], duration: float) -> tuple[Change, ...]:
-    """The changes of outages, which may overlap: a node is up again when its last outage has ended."""
+    """The changes of outages, which may overlap: a node is up after its last outage."""
     marks: dict[int, dict[int, int]] = {}
     for outage in outages:
         for when, step in ((outage.begin, 1), (outage.end, -1)):
@@ -153,7 +145,7 @@ class Scripted:
 def _one_by_one(
     times: Iterable[float], random: Random, cluster: Cluster, duration: float, repair: float | None, most: int
 ) -> tuple[Change, ...]:
-    """At each of ``times`` a live node fails, each equally likely, while fewer than ``most`` are down."""
+    """At each of ``times`` a live node fails, while fewer than ``most`` are down."""
     back: dict[int, float] = {}  # down nodes, with the time of their return
     outages: list[Outage] = []
     for time in times:
@@ -167,9 +159,10 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class Poisson:
-    """A Poisson process: some node of the cluster fails every ``mtbf`` on average, each live one equally likely.
+    """A Poisson process: some node of the cluster fails every ``mtbf`` on average.
 
-    As in the paper's experiments, the rate is that of the cluster: it does not fall while nodes are down.
+    Each live node is equally likely. As in the paper's experiments, the rate is that of the cluster: it does not fall
+    while nodes are down.
 
     Args:
         mtbf: mean time between failures.
@@ -206,7 +199,7 @@ _RATES = {"llama3": LLAMA3_PER_GPU_DAY, "rsc1": RSC1_PER_GPU_DAY}
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Independent exponential lifetimes: a node with g GPUs fails at g times the rate of a GPU.
+    """Independent exponential lifetimes: g GPUs fail at g times the rate of a GPU.
 
     Args:
         rate: failures per GPU and day, or "llama3" or "rsc1".
@@ -245,10 +238,10 @@ class FailureRate:
 
 @dataclass(frozen=True)
 class Regular:
-    """Every ``interval``, one node fails, drawn from the live ones, until half of them are down; none comes back.
+    """Every ``interval`` a node fails, until half of them are down; none comes back.
 
-    Source: the public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of this kind: 30 nodes, one
-    removed after each interval, 15 in total.
+    Nodes are drawn from the live ones. The public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of
+    this kind: 30 nodes, one removed after each interval, 15 in total.
 
     Args:
         interval: time between two failures; the first comes after one interval.
@@ -267,7 +260,7 @@ class Regular:
 
 @dataclass(frozen=True)
 class FailedFraction:
-    """``part`` of the nodes fail at the very beginning and stay down: the throughput is that of the failed fraction.
+    """``part`` of the nodes fail at the very beginning and stay down.
 
     Args:
         part: fraction of the nodes, e.g. 0.01, 0.05, 0.1; rounded to whole nodes, at least one where it is above 0.

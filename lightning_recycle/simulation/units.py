@@ -46,7 +46,9 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
 
 
 def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
-    """Replace the durations ``names`` of a frozen dataclass by seconds; None stays None where the field allows it.
+    """Replace the durations ``names`` of a frozen dataclass by seconds.
+
+    None stays None where the field allows it.
 
     Raises:
         ConfigurationError: as for :func:`as_seconds`.

@@ -1,21 +1,13 @@
 """Exact planners: the heuristic's plan, improved or proven optimal by a solver.
 
-Concept: a solver is asked only what arithmetic cannot answer. If the heuristic's plan meets the analytic lower bound,
-no solver is needed; nor where it is as close as makes no difference, or the plan is too large for a solver to have a
-chance. Otherwise the solver searches between the two in its own process; what it finds counts only after its order of
-operations has been timed again, validated and compared. If it is better, the heuristic looks for one that is as fast
-with less memory. Meanwhile a line on the terminal shows bound, incumbent and gap.
+No solver is needed if the heuristic's plan meets the analytic lower bound, nor where it is as close as makes no
+difference, or the plan is too large for a solver. Otherwise the solver searches between the two in a process of its own
+(solvers crash and overrun their limits), which reports bounds and solutions as it finds them. A solution counts only
+after its order of operations has been timed again, validated and compared; if it is better, the heuristic looks for a
+plan that is as fast with less memory.
 
-Solvers are native libraries. They crash, overrun their limits, and conflict (importing ortools before highspy breaks
-highspy), so each solve is a child process, which reports bounds and solutions as it finds them.
-
-Contract: never worse than the heuristic (:func:`~lightning_recycle.planning.schedule.is_better`), never longer than
-the time limit (plus the heuristic's own time and ``GRACE``), never an exception because of a solver: a
-solver that is missing, crashes or runs out of time is a warning, and the best plan so far is the result. Which peer
-runs a re-routed micro-batch is part of the decision, so "optimal" is for the problem. Only a solver that found the plan
-is credited with it.
-
-Must not know: the model (:mod:`milp`).
+A plan is never worse than the heuristic's, never takes longer than the time limit (plus the heuristic's own time and
+``GRACE``), and a solver that is missing, crashes or runs out of time is only a warning.
 """
 
 from __future__ import annotations
@@ -51,7 +43,7 @@ GRACE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SolverTask:
-    """Find a schedule with a shorter period than ``schedule``, or prove that there is none."""
+    """The task of finding a shorter schedule, or proving that there is none."""
 
     backend: str
     schedule: Schedule

@@ -1,17 +1,10 @@
 """The list-scheduling heuristic: a good plan for any failures, immediately.
 
-Concept: play the iteration forward in time under a priority rule (see ``list_scheduling``), search for the rule with
-the best result (see ``rule_search``), then for an order that is as fast with less memory, and fuse the backwards that
-were split for nothing; where memory makes that slow, forwards may be computed again (see ``refinement``). Identical
-pipelines, as without failures, are planned once and copied. Where workers differ in
-speed, two distributions of the micro-batches are searched: the one that balances the work best is not always best for
-the pipeline as a whole.
-
-Contract: deterministic; respects the memory and the in-flight limit; with ``effort=0``, the plain rule alone.
-
-Must not know: the validator (which is written from the definition, independently), exact solvers.
-
-Source: ReCycle (arXiv 2405.14009), sections 3 and 4, for the three techniques.
+It plays the iteration forward in time under a priority rule (:mod:`list_scheduling`), searches for the best rule
+(:mod:`rule_search`), then for an order that is as fast with less memory, and fuses the backwards that were split for
+nothing; where memory makes that slow, forwards may be computed again (:mod:`refinement`). Identical pipelines, as
+without failures, are planned once and copied. Where workers differ in speed, two distributions of the micro-batches are
+searched. Plans are deterministic and keep within memory and in-flight limits.
 """
 
 from __future__ import annotations
@@ -42,12 +35,17 @@ from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 
 DEFAULT_EFFORT = 800_000
-"""Operations to play in search of a better schedule: at most about 1 s, and 0.1 s for small grids. Grids with more
-operations than this get only a few rules."""
+"""Operations to play in search of a schedule: about 1 s, 0.1 s for small grids.
+
+Grids with more operations than this get only a few rules.
+"""
 
 _LEANING = 1.5
-"""The other distribution at unequal speeds: each worker's factor is raised to this power, so that a slow worker gets
-fewer micro-batches than its speed suggests, because the pipeline also waits for its individual operations."""
+"""Power of the workers' factors in the other distribution at unequal speeds.
+
+A slow worker gets fewer micro-batches than its speed suggests, because the pipeline also waits for its individual
+operations.
+"""
 
 _LEANING_SHARE = 4
 """The effort is so many times that for the other distribution."""
@@ -70,11 +68,11 @@ class HeuristicPlanner:
 
 
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int = COMPACT_FROM) -> Schedule:
-    """A schedule for ``problem``: 1F1B where it applies (no failure, slow worker or split), else a list schedule.
+    """A schedule for ``problem``: 1F1B where it applies, else a list schedule.
 
-    Among the schedules found, it has the smallest period (with the staggered optimizer, else makespan), then the
-    smallest makespan, then the least memory on the tightest worker, then in the sum: see
-    :mod:`~lightning_recycle.planning.schedule`.
+    1F1B applies without failure, slow worker or split. Among the schedules found, the result has the smallest period
+    (with the staggered optimizer, else makespan), then the smallest makespan, then the least memory on the tightest
+    worker, then in the sum: see :mod:`~lightning_recycle.planning.schedule`.
 
     Args:
         problem: the problem to plan.
@@ -102,12 +100,10 @@ def heuristic_with_variation(
     """A schedule where stages share layers, planned by what each micro-batch takes.
 
     Args:
-        schedule: one for the mean micro-batch, which lists all operations; what is found is at most 0.1 % slower.
-        variation: how micro-batches differ.
-        effort: see :func:`heuristic`.
+        schedule: a schedule for the mean micro-batch, which lists all operations; the result is at most 0.1 % slower.
 
     Returns:
-        The schedule, with the times of the mean micro-batch, and the times of its operations as they are. If more
+        The schedule, with the times of the mean micro-batch, and the real times of its operations. If more
         micro-batches are in flight than the memory has room for in the mean, its problem has their number as a limit
         instead of the memory.
     """
@@ -124,7 +120,7 @@ def heuristic_with_variation(
 
 
 def with_memory_descent(schedule: Schedule) -> Schedule:
-    """A plan as fast as ``schedule``, which lists all operations, with the least memory that the descent finds."""
+    """A plan as fast as ``schedule``, which lists all operations, with less memory."""
     codes, sequence = operations_of(schedule, schedule.problem)
     with gc_paused():
         found = _solved(codes, DEFAULT_EFFORT, [sequence])
@@ -132,7 +128,7 @@ def with_memory_descent(schedule: Schedule) -> Schedule:
 
 
 def _counted(schedule: Schedule) -> Schedule:
-    """The schedule with a limit of as many micro-batches as it has in flight, instead of memory."""
+    """The schedule with the peaks of its micro-batches in flight as its limit."""
     problem = schedule.problem
     peaks = [max(map(schedule.peak_in_flight, problem.live_workers(stage))) for stage in range(problem.grid.stages)]
     return schedule.under(replace(problem, memory=None, in_flight_limit=tuple(peaks)))
@@ -140,12 +136,10 @@ def _counted(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class VariedPlanner:
-    """A heuristic planner for stages that share layers, within the memory that problems give to the mean micro-batch.
+    """A heuristic planner for stages that share layers.
 
-    Args:
-        planner: for the mean micro-batch.
-        split: how micro-batches differ, where backwards may be split.
-        fused: the same where they are not.
+    Plans keep within the memory that problems give to the mean micro-batch. ``split`` and ``fused`` are the variations
+    where backwards may be split, and where they are not.
     """
 
     planner: HeuristicPlanner
@@ -205,9 +199,7 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
 
 
 def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Solution:
-    """The best order of the operations, with backwards split where that is of use; ``starts`` are orders that fit into
-    memory.
-    """
+    """The best order of the operations; ``starts`` are orders that fit into memory."""
     solution = search(codes, effort, [*starts, *_zero_bubble_start(codes)])
     if effort:
         solution = with_least_memory(codes, solution, effort)
@@ -216,7 +208,7 @@ def _best(codes: Codes, effort: int, starts: Sequence[list[int]] = ()) -> Soluti
 
 
 def _fits(codes: Codes, sequence: Sequence[int]) -> bool:
-    """Whether no worker holds more bytes than it has, whichever micro-batches these are of."""
+    """Whether no worker exceeds its memory, with the bytes of each micro-batch."""
     memory = codes.problem.memory
     if memory is None:
         return True
@@ -238,6 +230,6 @@ def _zero_bubble_start(codes: Codes) -> list[list[int]]:
 
 
 def _codes(problem: Problem, power: float = 1.0) -> Codes:
-    """The operations, distributed as if the workers' factors were their powers of ``power``."""
+    """The operations, routed as if workers' factors were raised to ``power``."""
     routes = reroute(problem.grid, problem.failed, {w: factor**power for w, factor in problem.worker_factors})
     return Codes(problem, routes, fused=not problem.technique.split_backward)

@@ -1,28 +1,16 @@
 """List scheduling under a priority rule, and the fixed patterns 1F1B and ZB-H1.
 
-*List scheduling*: a free worker takes whatever is ready there: a forward, a backward or a weight gradient, older
-micro-batches first. The rule decides which kind goes first, from the number of micro-batches that the worker holds. A
-backward that may be split is run as B at once and W later, or as BW where B would take more memory than there is. A
-worker that expects a backward soon may stay idle until it arrives: one operation in the way at each stage adds up for a
-gradient that passes all of them.
+*List scheduling*: a free worker takes an operation that is ready there: a forward, a backward or a weight gradient,
+older micro-batches first. The rule decides which kind goes first, from the number of micro-batches that the worker
+holds. A backward that may be split is run as B at once and W later, or as BW where B would take more memory than there
+is. A worker that expects a backward soon may stay idle until it arrives. A schedule never holds more than the rule's
+hard numbers, nor more bytes than the problem's memory, and never deadlocks: the last stage can always finish its
+micro-batches (BW takes no memory), so it takes new ones, so the stage before it does too, and so on.
 
-*Fixed patterns*, without failures: every worker runs the micro-batches of its own pipeline in order. In 1F1B stage s
-first runs S - s forwards, then alternates one backward, one forward, and drains; at most S - s micro-batches are in
-flight on a worker, however many there are in an iteration. ZB-H1 is the same with a split backward, in which a
-weight gradient waits until its memory is needed: there is a W between backward and forward once the stage holds as many
-micro-batches as it may, and when the forwards are done, backwards and weight gradients alternate. With S micro-batches
-held it takes 3M + S - 1 slots at equal costs. At unequal costs no list schedule is as short, because a W that fills a
-short idle time is in the way of the next backward. No stage warms up further than the one before it, which would
-deadlock.
-
-Contract: deterministic. A list schedule never holds more than the rule's hard numbers, nor more bytes than the
-problem's memory, and never deadlocks: the last stage can always finish what it has begun (BW takes no memory), so it
-eventually takes new micro-batches, so the stage before it does too, and so on. O(n log n) for n operations.
-
-Must not know: what makes a schedule good; periods. Internal to ``planning``.
-
-Source: PipeDream-Flush (Narayanan et al., ICML'21, arXiv 2006.09503); Zero Bubble Pipeline Parallelism (Qi et al.,
-ICLR'24, arXiv 2401.10241), section 3.
+*Fixed patterns*, without failures: in 1F1B (PipeDream-Flush, arXiv 2006.09503) stage s first runs S - s forwards, then
+alternates one backward, one forward, and drains. ZB-H1 (arXiv 2401.10241) is the same with a split backward, in which a
+weight gradient waits until its memory is needed; with S micro-batches held it takes 3M + S - 1 slots at equal costs. No
+stage warms up further than the one before it, which would deadlock.
 """
 
 from __future__ import annotations
@@ -43,15 +31,17 @@ _NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], 
 
 @dataclass(frozen=True, slots=True)
 class Express:
-    """Operations that nothing may delay: the first gradient, without which stages with little
-    memory are idle, and the way of the last micro-batches to the last stage and back, after which the step is over.
+    """Operations that nothing may delay.
+
+    They are the first gradient, without which stages with little memory are idle, and the way of the last micro-batches
+    to the last stage and back, after which the step is over.
 
     Args:
-        first_backwards: so many backwards that come first are waited for, whatever else could begin.
-        last_backwards: so many that come last, too.
-        forward_first: so many last F go before any B.
-        awaited: so many last F are waited for where they would go before what could begin instead, if that costs less
-            than `patience` times what they would wait.
+        first_backwards: how many of the first backwards are waited for, whatever else could begin.
+        last_backwards: the same for the last ones.
+        forward_first: how many of the last F go before any B.
+        awaited: how many of the last F are waited for where they would go before what could begin instead, if that
+            costs less than ``patience`` times what they would wait.
         patience: see ``awaited``.
     """
 
@@ -94,7 +84,7 @@ class Rule:
 
 
 def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
-    """One list schedule: its operations in order of start, and the sum of the workers' peaks of micro-batches held.
+    """One list schedule: the order of its operations, and the sum of the peaks held.
 
     Raises:
         PlanningError: when micro-batches differ and a worker has no room for one of them.
@@ -277,7 +267,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
-    """The 1F1B schedule of a problem without failures; its technique has ``split_backward=False``.
+    """The 1F1B schedule of a problem without failures, with fused backwards.
 
     Where memory holds fewer than S - s the warm-up is shortened.
 
@@ -315,9 +305,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
 def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
     """The operations of ZB-H1 in an order that respects their dependencies.
 
-    Args:
-        codes: the operations of a problem with split backwards without failures.
-        held: the most micro-batches a worker holds, per stage.
+    ``held`` is the most micro-batches that a worker may hold, per stage.
     """
     grid = codes.problem.grid
     programs: dict[int, list[int]] = {}

@@ -1,25 +1,19 @@
-"""Refinement of plans: less memory, fused backwards, forwards that are computed again.
+"""Refinement of plans: less memory, fused backwards, forwards computed again.
 
-*Memory descent*: the search for a fast plan ends when nothing is faster, and an eager plan holds many times the
-micro-batches that its period needs. So it is searched again under less and less memory, with the known period and
-makespan as the goal, which few rules then miss: first the tightest worker, by bisection for the least level, a fraction
-of every worker's memory, under which a plan is still as fast (levels that the lower bound excludes cost no play); then
-the sum, by bisection stage by stage, while no other stage may hold more than it does, from the stage that holds most.
-Memory is that of ``Problem.measure``. A limit of the problem is tightened, so slow workers, re-routing, and
-micro-batches that differ need nothing of their own. It takes at most an eighth of the effort: hundreds of plays for
-small grids, three for a lane of 64 stages and 128 micro-batches, and none for a plan that lists more than an eighth of
-the effort in operations.
+*Memory descent*: an eager plan holds many times the micro-batches that its period needs. So it is searched again under
+less and less memory (``Problem.measure``), with the known period and makespan as the goal: first the tightest worker,
+by bisection for the least fraction of every worker's memory under which a plan is still as fast; then the sum, by
+bisection stage by stage, from the stage that holds most. It takes at most an eighth of the effort, and makes neither
+period nor makespan more than 0.1 % longer.
 
-*Fusion*: a backward is split so that the stage before gets its gradient early. Where that stage is busy until after the
-W anyway, or where there is no stage before, one BW does the same work in one pass over the graph: it is a little
-cheaper than B + W, and holds less in between. So the search splits every backward that memory allows, and this pass
-takes back what brought nothing: at stage 0, where no stage waits, B and W become BW at the place of B if no F comes in
-between, which others wait for; elsewhere if W directly follows B and the stage before does not begin its own backward
-until W has ended.
+*Fusion*: one BW is a little cheaper than B + W, and holds less in between. The search splits every backward that memory
+allows, and this pass fuses those that brought nothing: at stage 0, where no stage waits, at the place of B if no F
+comes in between; elsewhere if W directly follows B and the stage before does not begin its own backward until W has
+ended.
 
-*Recomputation*: a micro-batch whose F keeps only what the stage got (a checkpoint) leaves room for others; R, the same
-forward again, takes what its backward needs shortly before that. It costs an F, so it is used only where memory is what
-makes the plan slow, and for as few micro-batches as possible. The search for good orders need not know of it:
+*Recomputation* (activation checkpointing, arXiv 1604.06174): a micro-batch whose F keeps only its input leaves room for
+others; R, the same forward again, takes what its backward needs. It costs an F, so it is used only where memory makes
+the plan slow, and for as few micro-batches as possible:
 
 1. plan without it, and without the limit in bytes. Where the first is as short as the second, it is the answer;
 2. the stages whose workers hold more in the second than they have are *tight*. Plan as if every F of a tight stage kept
@@ -28,13 +22,6 @@ makes the plan slow, and for as few micro-batches as possible. The search for go
 4. take it back for every micro-batch whose activations fit into memory from F on.
 
 At the last stage there is never an R: an F at the place of its R is as early for all workers, and needs no F before.
-
-Contract: deterministic. Fusion and recomputation never make the period longer, the descent by at most 0.1 % (nor the
-makespan), and none takes more memory than there is, the activations during an R included.
-
-Must not know: how the order was found. Internal to ``planning``.
-
-Source: activation checkpointing (Chen et al., arXiv 1604.06174), by micro-batch as in GPipe (arXiv 1811.06965).
 """
 
 from __future__ import annotations
@@ -52,13 +39,7 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 
 
 def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
-    """The sequence with such pairs fused, and its times.
-
-    Args:
-        codes: the operations.
-        sequence: all operations in an order that respects their dependencies.
-        timing: its times.
-    """
+    """The sequence with the backwards fused that were split for nothing; its times."""
     if codes.fused:
         return sequence, timing
     pairs = _idle_splits(codes, sequence, timing.starts)
@@ -112,12 +93,9 @@ _FINENESS = 4  # levels in bytes for each micro-batch
 
 
 def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution:
-    """A solution as fast as ``solution``, with the least memory that the descent finds.
+    """A solution as fast as ``solution``, with the least memory that is found.
 
-    Args:
-        codes: the operations.
-        solution: a good one.
-        effort: number of operations to play in the search for it.
+    ``effort`` is the number of operations that were played in the search for it.
     """
     return _Descent(codes, solution, effort).run()
 
@@ -157,7 +135,7 @@ class _Descent:
         return max(peak / all for peak, all in zip(self.peaks, self.memory.capacity, strict=True))
 
     def found(self, limits: Sequence[float], plays: int) -> bool:
-        """Whether there is a plan that is as fast, with these peaks at most; it becomes the best one."""
+        """Whether there is a plan that is as fast within these peaks; keeps it."""
         plays = min(plays, self.plays)
         try:
             problem = self.limited(limits)
@@ -196,9 +174,7 @@ _BACKWARDS = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD)
 def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedule]) -> Schedule:
     """The best of the plans with and without recomputation.
 
-    Args:
-        problem: the problem.
-        plan: makes a plan of a problem in which nothing may be computed again, with a share of the usual effort.
+    ``plan`` makes a plan of a problem in which nothing may be computed again, with a share of the usual effort.
     """
     memory = problem.memory
     if memory is None or memory.checkpoint is None:
@@ -227,7 +203,7 @@ def _met(schedule: Schedule, period: float) -> bool:
 
 
 def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Problem:
-    """The problem in which each backward of ``stages`` begins with an R, for which memory is kept free."""
+    """The problem with an R, and memory for it, in each backward of ``stages``."""
     assert memory.checkpoint is not None
     costs = problem.costs
     backward, capacity, held = list(costs.backward_input), list(memory.capacity), list(memory.after_forward)
@@ -240,7 +216,7 @@ def _reduced(problem: Problem, memory: Memory, stages: frozenset[int]) -> Proble
 
 
 def _expanded(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> Schedule:
-    """A schedule of the reduced problem as one of ``problem``, with an R directly before each of the backwards."""
+    """A schedule of the reduced problem as one of ``problem``, with R before B."""
 
     def operations(worker: Worker) -> Iterator[Op]:
         for op in schedule.program(worker):
@@ -254,7 +230,7 @@ def _expanded(schedule: Schedule, problem: Problem, stages: frozenset[int]) -> S
 
 
 def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
-    """The schedule without the R of those micro-batches whose activations fit into memory from F on."""
+    """The schedule without the R of micro-batches that fit into memory from F on."""
     programs = {}
     for worker in schedule.live_workers:
         program = schedule.program(worker)
@@ -264,8 +240,9 @@ def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
 
 
 def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
-    """The micro-batches of one worker that need no R. Those go first whose R would come first, which is best for the
-    number of them: each takes the same memory for an interval.
+    """The micro-batches of one worker that need no R.
+
+    The first R is taken back first, which is best for their number: each takes the same memory for an interval.
     """
     again = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
     forwards = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.FORWARD}

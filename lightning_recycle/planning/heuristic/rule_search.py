@@ -1,28 +1,17 @@
 """The search for a good rule of list scheduling.
 
-Concept: the quality of a list schedule depends on its rule far more than on luck. These choices matter most:
+These choices matter most:
 
 - how many micro-batches a stage holds before W goes before F (*soft*), how many it holds at most (*hard*), and how many
   of them may wait for their B (*ahead*). They follow the distance to the last stage, ``a * (S - s) + b``, as the
   warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
-- up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
-  gradients back;
-- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and how many
-  micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*). With
-  backwards first these become fewer and fewer, until F and B alternate; after its last F a stage then waits for
-  gradients, and the last stages, which set the pace of all gradients, do not get forwards at the pace they could run;
-- where durations differ, whether the first gradient and the last micro-batches wait at any stage (*express*). With
-  memory for as many micro-batches as there are stages, an F that waits for half an operation at each stage is late by
-  as much as a third of the iteration, and its gradient is what the first stage waits for at the end.
+- up to which stage forwards go first (*split*): early stages feed the pipeline, late stages feed the gradients back;
+- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), how many
+  micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*), and whether
+  the first gradient and the last micro-batches wait at any stage (*express*).
 
-A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
-
-Contract: deterministic (a seeded generator); stops when its goal is met or the effort is spent; without effort, the
-result is that of the plain rule, "backward, then forward, then weight gradient, oldest first".
-
-Must not know: how a play works; the validator. Internal to ``planning``.
-
-Source: the warm-up of 1F1B (arXiv 2006.09503); ZB-H1 and ZB-H2 of Zero Bubble (arXiv 2401.10241), section 3.
+A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse, by
+a seeded generator, until the goal is met or the effort is spent.
 """
 
 from __future__ import annotations
@@ -59,12 +48,7 @@ _MOST_FRUITLESS = 400  # plays in a row without a better schedule
 class Solution:
     """An order of operations, its times, and the rule that led to it, if any.
 
-    Args:
-        score: see :meth:`of`; a smaller one is better.
-        rule: the rule.
-        sequence: the order.
-        timing: its times.
-        plays: the number of rules that were played to find it.
+    ``plays`` rules were played to find it. The smaller ``score`` (:meth:`of`) is better.
     """
 
     score: tuple[float, float, int]
@@ -75,14 +59,9 @@ class Solution:
 
     @classmethod
     def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, held: int = 0) -> Solution:
-        """The solution with its score: period (with the staggered optimizer, else makespan), makespan, ``held``.
+        """The solution with its score: period (else makespan), makespan, ``held``.
 
-        Args:
-            codes: the operations.
-            rule: see :class:`Solution`, as are ``sequence`` and ``timing``.
-            sequence: the order.
-            timing: its times.
-            held: the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
+        ``held`` is the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
         """
         length = timing.period if codes.problem.technique.staggered else timing.makespan
         # Rounding must not decide between equally good schedules.
@@ -90,8 +69,7 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: a number of stages, and indices of three caps, a patience, what is kept and what is
-    express."""
+    """A position of the hill climb: a number of stages, and indices of the rest."""
 
     soft: int
     hard: int
@@ -110,10 +88,9 @@ def search(
     goal: Sequence[float] | None = None,
     first: Rule | None = None,
 ) -> Solution:
-    """The best list schedule that ``effort`` operations buy; with 0, that of the plain rule.
+    """The best list schedule that ``effort`` operations buy; 0: the plain rule's.
 
     Args:
-        codes: the problem.
         effort: number of operations to play in total.
         starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
         goal: period (without the staggered optimizer makespan) and makespan that are good enough; by default a period
@@ -246,7 +223,10 @@ class _RuleSearch:
         )
 
     def _climb(self, at: _Point) -> None:
-        """Improve the numbers of a point one by one, from a few starts. ``at`` has been played."""
+        """Improve the numbers of a point one by one, from a few starts.
+
+        ``at`` has been played.
+        """
         seen = {at}
 
         def better(point: _Point) -> bool:
@@ -289,7 +269,7 @@ class _RuleSearch:
         yield from (at._replace(express=express) for express in range(len(self.expresses)))
 
     def _changed(self, rule: Rule) -> Rule:
-        """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
+        """``rule`` with random changes, or a random template, or micro-batches shuffled."""
         draw, stages = self.draw, self.stages
         kind = draw()
         if kind < 0.15:
@@ -335,12 +315,9 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
 
 
 def _round_trips(costs: Costs, durations: Sequence[float], itself: bool = False) -> tuple[float, ...]:
-    """Per stage, how many forwards a worker can run until the gradient of its first one arrives.
+    """Per stage, the forwards that fit until the gradient of the first one arrives.
 
-    Args:
-        costs: of the stages.
-        durations: by kind and stage; see ``Codes``.
-        itself: whether to count F and B of the stage itself, too.
+    ``itself``: whether to count F and B of the stage itself, too.
     """
     stages, trip, trips = costs.stages, 0.0, []
     for stage in reversed(range(stages)):

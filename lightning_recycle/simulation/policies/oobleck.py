@@ -1,8 +1,7 @@
-"""Oobleck: pipeline templates for every number of nodes, and the policy that uses them.
+"""Oobleck: pipeline templates for every number of nodes, and its policy.
 
-Concept: templates are planned once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of
-such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node
-needs to be idle.
+Templates are planned once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of such numbers
+(the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node needs to be idle.
 
 Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its public repository with a simulator
 (SymbioticLab/Oobleck).
@@ -37,9 +36,6 @@ _PARAMETER_BYTES = 4.0
 def iteration_estimate(stages: Sequence[float]) -> float:
     """Oobleck's estimate T of an iteration with 4 S micro-batches: T1 + T2 + T3.
 
-    Args:
-        stages: F + B of one micro-batch, by stage.
-
     With k the slowest stage (from 0): T1 is the first micro-batch's way through all stages; T2 = (2 S + k + 1)
     slots of stage k; T3 the way back, the sum over the stages from k on.
     """
@@ -49,7 +45,7 @@ def iteration_estimate(stages: Sequence[float]) -> float:
 
 @cache
 def cut(units: int, stages: int) -> tuple[int, ...]:
-    """Units of each of ``stages`` stages, by divide and conquer: halve the stages, try every split of the units.
+    """Units of each stage, by divide and conquer: halve the stages, try every split.
 
     All units cost the same, so a subproblem is determined by its size alone.
 
@@ -74,13 +70,9 @@ def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """``total`` micro-batches over pipelines so that the least-squares difference of their times is smallest.
+    """``total`` micro-batches over pipelines, with nearly equal times.
 
-    Args:
-        total: micro-batches in a step.
-        speeds: micro-batches per second of each pipeline in steady state.
-
-    Without rounding the solution is proportional to speed (all times equal). It is rounded to whole
+    Without rounding the solution is proportional to speed, micro-batches per second. It is rounded to whole
     micro-batches by giving the next one to the pipeline that finishes it first; each gets at least one.
     """
     shares = [max(1, math.floor(total * speed / sum(speeds))) for speed in speeds]
@@ -95,7 +87,7 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def least_nodes(model: TrainingModel, memory_factor: float) -> int | None:
-    """n0: the fewest workers whose memory holds the model; None if not even one unit per stage fits.
+    """n0: the fewest workers whose memory holds the model; None if none do.
 
     Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations of as many micro-batches
     as a pipeline of that depth has in flight.
@@ -115,15 +107,9 @@ def pipelines_step(
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
 ) -> Judgement:
-    """One step on pipelines of these sizes: that of the slowest with its share of the batch.
+    """One step on pipelines of these sizes: the slowest with its share of the batch.
 
     Pipelines are filled again together, and all have finished a step before the slowest begins the next but one.
-
-    Args:
-        model: the model.
-        sizes: workers of each pipeline.
-        schedule: schedule of the pipelines.
-        effort: effort of the planner.
     """
     units = [cut(model.units, size) for size in sizes]
     costs = [model.costs(parts, pipelines=len(sizes)) for parts in units]
@@ -205,7 +191,7 @@ class Oobleck(Policy):
         return self.regrouped(found, len(workers), broken=broken, transfer=transfer)
 
     def _anew(self, context: Context, workers: tuple[int, ...]) -> Teams:
-        """The fastest of a few instantiations: even pipelines near the fault-free depth, or that depth and a rest."""
+        """The fastest of a few instantiations: even pipelines, or that depth and a rest."""
         model, least = context.model, self.least_nodes(context)
         used = workers[: model.pipelines * model.stages]
         if len(used) < least:
@@ -241,7 +227,7 @@ class Oobleck(Policy):
         return tuple(map(tuple, teams))
 
     def _grown(self, context: Context, teams: Teams, workers: tuple[int, ...]) -> Teams:
-        """Idle workers join the shortest pipelines, unless a pipeline would have more stages than there are layers."""
+        """Idle workers join the shortest pipelines, as far as there are layers."""
         model = context.model
         if len(workers) >= model.pipelines * model.stages and any(len(team) != model.stages for team in teams):
             return assemble_teams((), workers, model.stages, model.pipelines)[0]

@@ -31,7 +31,7 @@ _RECONFIGURE, _RENDEZVOUS = 20.0, 30.0  # seconds for a planned reconfiguration,
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Pipelines, and the positions (pipeline, stage) of lost workers, whose predecessors run both stages."""
+    """Pipelines, and lost positions (pipeline, stage), which predecessors run too."""
 
     teams: Teams = ()
     lost: frozenset[tuple[int, int]] = frozenset()
@@ -76,7 +76,7 @@ class Bamboo(Policy):
         fraction("Bamboo", "threshold", self.threshold)
 
     def memory_bytes(self, model: TrainingModel) -> float:
-        """Bytes that the first stage's GPUs need: redundant state, and S micro-batches in flight, redundantly."""
+        """Bytes of the first stage's GPUs: redundant state, and S micro-batches twice."""
         part = 1 / model.stages
         in_flight = min(model.stages, model.grid.microbatches) * model.activation_bytes(part)
         return _COPIES * (model.state_bytes(part) + in_flight)
@@ -178,7 +178,7 @@ class Bamboo(Policy):
         )
 
     def _in_flight_limit(self, model: TrainingModel) -> tuple[int, ...]:
-        """Micro-batches that fit beside the redundant state, for a schedule that holds more than 1F1B."""
+        """Micro-batches that fit beside the redundant state, for a planned schedule."""
         part = 1 / model.stages
         free = model.memory_bytes - _COPIES * model.state_bytes(part)
         held = int(free // (_COPIES * model.activation_bytes(part)))
@@ -257,13 +257,9 @@ def morph(
     schedule: str = "1f1b",
     effort: int = DEFAULT_EFFORT,
 ) -> tuple[int, int, int, Judgement] | None:
-    """(D, P, micro-batch, step) of the fastest depth on that many workers; None when none fits.
+    """(D, P, micro-batch, step) of the fastest depth; None when none fits.
 
-    Args:
-        model: the model, with ``recompute``.
-        workers: number of live workers.
-        schedule: schedule of the pipelines; the depth is chosen by 1F1B, as Varuna's own simulator does.
-        effort: effort of the planner.
+    The depth is chosen by 1F1B, as Varuna's own simulator does.
     """
     best: tuple[int, int, int, Judgement] | None = None
     chosen: tuple[TrainingModel, int] | None = None
@@ -288,7 +284,7 @@ def morph(
 
 
 def _largest_fitting(model: TrainingModel, depth: int) -> int:
-    """Samples of the largest micro-batch of which ``depth`` can be in flight; 0 when not even one sample fits."""
+    """Samples of the largest micro-batch of which ``depth`` can be in flight, or 0."""
     free = model.memory_bytes - model.state_bytes(1 / depth)
     shape = model.transformer
     # Inputs of the layers for each micro-batch in flight, and one layer being recomputed.
