@@ -46,7 +46,7 @@ from lightning_recycle.planning import (
     save_plan,
     solve,
 )
-from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
+from lightning_recycle.planning.plan_library import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
 _NAME = "recycle-plan"

@@ -2,7 +2,7 @@
 
 Concept: everything that is printed, drawn or reported is read from these dictionaries, which are ready for
 ``json.dump``, so a figure on a page is the figure in the file. Their contents are explained where they are read:
-``visualize/report/records.py``.
+``visualize/records.py``.
 
 Contract: every mistake raises an error that names the value and the remedy.
 
@@ -38,7 +38,7 @@ from lightning_recycle.simulation import (
 )
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize.report.records import RESULT_SCHEMA
+from lightning_recycle.visualize.records import RESULT_SCHEMA
 
 _USUAL_DURATION = 86400.0
 

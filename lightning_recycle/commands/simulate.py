@@ -37,7 +37,7 @@ from lightning_recycle.commands.application import run_command
 from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
-from lightning_recycle.visualize.report.records import (
+from lightning_recycle.visualize.records import (
     EXPERIMENT_FILE,
     assumptions_text,
     cost_of,

@@ -3,7 +3,7 @@
 Concept: a *group* is the names of one parameter, in the order of the layers. On one device all of them are one object.
 On a grid the layers may lie on different stages; then every such stage owns a *copy*, and the copies stay equal because
 they start equal, see the same gradient, and step with the same options. So it is with the parameters of a layer that
-neighbouring stages share (:mod:`~lightning_recycle.planning.layouts.cuts`): each of its names is a group of
+neighbouring stages share (:mod:`~lightning_recycle.planning.cuts`): each of its names is a group of
 its own.
 
 What the runtime must do for each :class:`Tie`:

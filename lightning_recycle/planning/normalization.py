@@ -25,7 +25,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
+from lightning_recycle.planning.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem, stage_lower_bounds
 
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
-from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
 Partition: TypeAlias = Literal["count"] | Sequence[int]
 """How layers are distributed over stages.

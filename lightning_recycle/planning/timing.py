@@ -5,7 +5,7 @@ optimizer the orders also determine the smallest period: the largest mean weight
 steps, next iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N +
 microbatch`` with N = D * M, so that a 600,000-operation schedule takes seconds.
 
-Where stages share layers (:mod:`~lightning_recycle.planning.layouts.cuts`), each micro-batch has costs of its own
+Where stages share layers (:mod:`~lightning_recycle.planning.cuts`), each micro-batch has costs of its own
 (:class:`MicrobatchVariation`), relative to the mean of the problem. The gradients of a shared layer are summed over the
 workers of both stages, and neither steps before the other has all weight gradients of the layer.
 """

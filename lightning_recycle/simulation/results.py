@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.simulation.policies.policy import Configuration
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
+from lightning_recycle.simulation.failures import TICKS_PER_SECOND, as_ticks
+from lightning_recycle.simulation.policy import Configuration
 
 
 class Cause(str, Enum):

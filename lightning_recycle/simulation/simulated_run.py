@@ -17,8 +17,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.failures import Change, FailureSource
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.simulation.failures import (
+    TICKS_PER_SECOND,
+    Change,
+    Duration,
+    FailureSource,
+    as_seconds,
+    as_ticks,
+)
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Loss,
@@ -36,7 +43,6 @@ from lightning_recycle.simulation.results import (
     samples_of,
 )
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
 _FILL = "fill"
 

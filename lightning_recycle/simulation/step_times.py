@@ -23,7 +23,7 @@ from lightning_recycle.planning import (
     normalize,
     normalized_failures,
 )
-from lightning_recycle.planning.layouts.layout_candidates import Judgement, judgement_of, with_variation
+from lightning_recycle.planning.layout_candidates import Judgement, judgement_of, with_variation
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds

@@ -23,9 +23,9 @@ from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.exact import exact_planner as exact_module
-from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
+from lightning_recycle.planning import planner as exact_module
 from lightning_recycle.planning.schedule import best_of
+from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 BACKENDS = ["cbc", "highs"]
@@ -241,21 +241,21 @@ FAKES = """
         time.sleep(600)
 
     def nonsense(task, report):
-        from lightning_recycle.planning.exact.time_indexed_problem import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
 
     def backwards(task, report):
-        from lightning_recycle.planning.exact.time_indexed_problem import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
 
     def corridors_alone(task, report):
-        from lightning_recycle.planning.exact import milp
+        from lightning_recycle.planning import milp
         milp._SMALL = 0
         milp._MilpSearch._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
         milp.solve(task, report)
 
     def good_then_crash(task, report):
-        from lightning_recycle.planning.exact.milp import solve
+        from lightning_recycle.planning.milp import solve
         solve(task, report)
         os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import Costs, ExactPlanner, Grid, Problem, Technique, Worker, lower_bound, plan
-from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b
+from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import next_failures, normalized_problem
-from lightning_recycle.planning.plan_files import load_plan, save_plan
+from lightning_recycle.planning.plan_library import load_plan, save_plan
 from lightning_recycle.planning.rerouting import renamed
 from lightning_recycle.planning.validation import validate
 from lightning_recycle.visualize.gantt import gantt_svg

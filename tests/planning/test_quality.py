@@ -18,7 +18,7 @@ from lightning_recycle.planning import (
     plan,
     validate,
 )
-from lightning_recycle.planning.heuristic.list_scheduling import Express, Rule, play
+from lightning_recycle.planning.list_scheduling import Express, Rule, play
 from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.timing import Codes, assemble, best_timing
 

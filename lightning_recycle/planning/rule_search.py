@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from lightning_recycle.planning.child_process import check_cancelled
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 

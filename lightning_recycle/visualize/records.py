@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.visualize.report.charts import Series
+from lightning_recycle.visualize.charts import Series
 
 Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)

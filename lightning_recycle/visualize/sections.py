@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from lightning_recycle.visualize.report.charts import (
+from lightning_recycle.visualize.charts import (
     Axis,
     Picture,
     Point,
@@ -22,7 +22,7 @@ from lightning_recycle.visualize.report.charts import (
     row_chart,
     step_chart,
 )
-from lightning_recycle.visualize.report.records import (
+from lightning_recycle.visualize.records import (
     LEAST_RUNS,
     Record,
     Variants,

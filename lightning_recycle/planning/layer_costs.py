@@ -2,7 +2,7 @@
 
 A stage takes the sum of its layers' seconds. Where a bound lies within a layer, the stages on both sides hold it, and
 each takes its part of the layer's seconds in the mean over the micro-batches
-(:mod:`~lightning_recycle.planning.layouts.cuts`). Seconds are per micro-batch (F, B, W, BW) or per step (REDUCE, STEP).
+(:mod:`~lightning_recycle.planning.cuts`). Seconds are per micro-batch (F, B, W, BW) or per step (REDUCE, STEP).
 
 A worker that is to hold further layers gets each from a live worker that holds it now. Copies of different workers run
 at the same time; each link carries its sends and its receives at once, so the busiest direction of a link decides.
@@ -21,8 +21,7 @@ from typing import Any
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
-from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.layouts.cuts import (
+from lightning_recycle.planning.cuts import (
     Bounds,
     bounds_of,
     check_cuts,
@@ -30,6 +29,7 @@ from lightning_recycle.planning.layouts.cuts import (
     parts_of,
     shared_layers,
 )
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
 
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
@@ -319,7 +319,7 @@ def layer_moves(
     Args:
         grid: the grid.
         failed: vacant positions before the change.
-        before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.layouts.layer_costs`.
+        before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.layer_costs`.
         roles: the new position of each live worker; by default all stay.
         state_bytes: bytes of each layer, by which owners share the sends; by default all are equal.
 

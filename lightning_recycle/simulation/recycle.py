@@ -14,8 +14,9 @@ from typing import Literal
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.failures import Duration, keep_seconds
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
@@ -26,7 +27,6 @@ from lightning_recycle.simulation.policies.policy import (
 )
 from lightning_recycle.simulation.step_times import ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
-from lightning_recycle.simulation.units import Duration, keep_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from lightning_recycle.planning.compact_schedule import (
     worth_compacting,
 )
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b, zero_bubble
-from lightning_recycle.planning.heuristic.refinement import with_fused_backwards, with_least_memory, with_recomputation
-from lightning_recycle.planning.heuristic.rule_search import Solution, search
+from lightning_recycle.planning.list_scheduling import one_f_one_b, zero_bubble
 from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.refinement import with_fused_backwards, with_least_memory, with_recomputation
 from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.rule_search import Solution, search
 from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import Codes, MicrobatchVariation, Timing, assemble, best_timing, operations_of
 

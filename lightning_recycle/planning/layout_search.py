@@ -6,7 +6,7 @@ There are three ways to go on, of which each needs more state to be sent than th
 - ``layers``: stages that lost workers give layers to their neighbours;
 - ``both``: workers change their stage, too (failure normalization).
 
-Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.layouts.cuts`), by the load of the slowest stage.
+Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage.
 A load is only a bound, so of each way the layouts with the least lower bounds are planned, and the period of the real
 schedule decides. The result is never worse than re-routing by its own figures; a way that is impossible is refused in
 one line.
@@ -24,8 +24,7 @@ from typing import TypeAlias
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import (
+from lightning_recycle.planning.cuts import (
     Bounds,
     Cut,
     Stages,
@@ -36,8 +35,9 @@ from lightning_recycle.planning.layouts.cuts import (
     shares,
     smooth_counts,
 )
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
-from lightning_recycle.planning.layouts.layout_candidates import (
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
+from lightning_recycle.planning.layout_candidates import (
     LEAST_GAIN,
     Candidate,
     Judge,
@@ -84,7 +84,7 @@ def plan_layout(
         layers: what single layers cost.
         cuts: bounds of the stages now.
         next_change: seconds expected until the next change, e.g. of
-            :meth:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord.next_change`.
+            :meth:`~lightning_recycle.planning.layout_candidates.FailureRecord.next_change`.
         switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
             are built again.
         least_gain: the smallest part of a period that a layout must save.

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Loss,

@@ -42,10 +42,10 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.failures import Duration, keep_seconds
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
-from lightning_recycle.simulation.units import Duration, keep_seconds
 
 
 class Loss(Enum):

@@ -28,9 +28,9 @@ from typing import Literal, TypeAlias
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
+from lightning_recycle.planning.cuts import Bounds, check_cuts, rounded, shared_layers
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
-from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
+from lightning_recycle.planning.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
 from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
@@ -171,7 +171,7 @@ class Layout:
 
     Args:
         cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
-            within a layer: see :mod:`~lightning_recycle.planning.layouts.cuts`.
+            within a layer: see :mod:`~lightning_recycle.planning.cuts`.
         workers: live workers of each stage, at least one.
 
     Raises:

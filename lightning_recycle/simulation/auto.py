@@ -1,14 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 The ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`). Of each way, the training until
+that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). Of each way, the training until
 the next change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
 The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
 expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord`).
+(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
 
 Assumptions:
 
@@ -39,11 +39,11 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.layouts.cuts import Bounds, held_ranges
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.cuts import Bounds, held_ranges
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning.layout_candidates import Way as LayoutWay
 from lightning_recycle.planning.problem import lower_bound
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,

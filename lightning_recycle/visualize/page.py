@@ -17,9 +17,9 @@ from importlib import resources
 
 from jinja2 import Environment
 
-from lightning_recycle.visualize.report.charts import swatch
-from lightning_recycle.visualize.report.records import POLICIES, Record, number
-from lightning_recycle.visualize.report.sections import sections_of
+from lightning_recycle.visualize.charts import swatch
+from lightning_recycle.visualize.records import POLICIES, Record, number
+from lightning_recycle.visualize.sections import sections_of
 
 _NARROW = 0.005
 

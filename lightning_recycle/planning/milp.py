@@ -47,8 +47,8 @@ from typing import Any
 import mip
 
 from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.exact.exact_planner import SolverTask
-from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
+from lightning_recycle.planning.planner import SolverTask
+from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
