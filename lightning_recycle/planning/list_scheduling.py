@@ -21,12 +21,11 @@ from heapq import heappop, heappush
 from math import inf
 
 from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, assemble, best_timing, interleave
-
-_NO_BYTES: tuple[list[list[float]], list[list[float]], list[list[float]]] = [], [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,181 +88,227 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
     Raises:
         PlanningError: when micro-batches differ and a worker has no room for one of them.
     """
-    grid, comm = codes.problem.grid, codes.problem.costs.communication
-    n, stages, last = codes.n, codes.stages, codes.stages - 1
-    ranks, times, fused = codes.ranks, codes.times, codes.fused
-    workers = grid.num_workers
-    # What is ready on each worker, as n * age + micro-batch, so that older micro-batches go first.
-    tickets = [age * n + number for number, age in enumerate(rule.ages)]
-    forwards: list[list[int]] = [[] for _ in range(workers)]
-    backwards: list[list[int]] = [[] for _ in range(workers)]
-    weights: list[list[int]] = [[] for _ in range(workers)]
-    busy = [False] * workers
-    in_flight, peak = [0] * workers, [0] * workers
-    # F that may still start until a B: `ahead`, less those under way.
-    credit = [rule.ahead[rank % stages] for rank in range(workers)]
-    soft = [min(rule.soft[rank % stages], rule.hard[rank % stages]) for rank in range(workers)]
-    hard = [rule.hard[rank % stages] for rank in range(workers)]
-    # Above this credit an F that may start goes before a B.
-    keep = rule.keep or (0,) * stages
-    urgent_above = [
-        0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
-    ] * grid.lanes
-    memory = codes.problem.memory
-    bounded = memory is not None
-    # By stage and micro-batch: bytes that F takes; those that B takes in addition; and what W frees.
-    for_forward, for_backward, for_weight = _NO_BYTES
-    room, usual = [0.0] * workers, [0.0] * stages
-    if memory is not None:
-        for_forward, for_backward, for_weight, _ = codes.bytes_of(memory)
-        room = [memory.room(rank % stages) for rank in range(workers)]
-        usual = list(memory.after_forward)
-    # When backwards will arrive that are under way, if anybody is to wait for them.
-    express = rule.express
-    expressed = express != NO_EXPRESS
-    patient = any(rule.patience) or expressed
-    for_f, for_w = rule.patience
-    expected: list[list[float]] = [[] for _ in range(workers if patient else 0)]
-    # The same of forwards, and what each worker has still to begin and has begun, if any are express.
-    coming: list[list[float]] = [[] for _ in range(workers if expressed else 0)]
-    forwards_left, backwards_left, backwards_begun = [0] * workers, [0] * workers, [0] * workers
-    if expressed:
-        for row in ranks[:stages]:
-            for rank in row:
-                forwards_left[rank] += 1
-                backwards_left[rank] += 1
-    # Events: an operation ends (its code), or its result arrives at the next stage (code + size).
-    size = codes.size
-    events: list[tuple[float, int]] = []
-    awake: set[int] = set()
-    positive = [time for row in times for time in set(row) if time > 0.0]
-    together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
-    sequence: list[int] = []
-    record = sequence.append
-    for number in range(n):
-        rank = ranks[FORWARD][number]
-        heappush(forwards[rank], tickets[number])
-        awake.add(rank)
-    now = 0.0
-    while True:
-        for rank in awake:
-            if busy[rank]:
-                continue
-            stage = rank % stages
-            held = in_flight[rank]
-            may_forward = forwards[rank] and credit[rank] > 0
-            fits, size_next = held < hard[rank], 0.0
-            if bounded:
-                size_next = for_forward[stage][forwards[rank][0] % n] if forwards[rank] else usual[stage]
-                fits = fits and size_next <= room[rank]
-            urgent = credit[rank] > urgent_above[rank] or (expressed and forwards_left[rank] <= express.forward_first)
-            if may_forward and urgent and (fits or weights[rank]):
-                kind = FORWARD if fits else WEIGHT
-            elif backwards[rank]:
-                kind = BACKWARD
-                if bounded and not fused:
-                    left = room[rank] - for_backward[stage][backwards[rank][0] % n]
-                    if left < min(0.0, room[rank]):
-                        kind = FUSED
-            elif may_forward and fits and (held < soft[rank] or not weights[rank]):
-                kind = FORWARD
-            elif weights[rank]:
-                kind = WEIGHT
-            else:
-                continue
-            if (
-                expressed
-                and coming[rank]
-                and forwards_left[rank] <= express.awaited
-                and (kind == WEIGHT or (urgent and kind != FORWARD))
-                and fits
-                and credit[rank] > 0
-            ):
-                waiting = weights[rank] if kind == WEIGHT else backwards[rank]
-                idle = coming[rank][0] - now
-                if idle < express.patience * (times[kind * stages + stage][waiting[0] % n] - idle) - together:
-                    continue
-            if patient and expected[rank] and kind in (FORWARD, WEIGHT):
-                waiting, most = (forwards[rank], for_f) if kind == FORWARD else (weights[rank], for_w)
-                if expressed:
-                    if kind == FORWARD and forwards_left[rank] <= express.forward_first:
-                        most = 0.0
-                    elif (
-                        backwards_begun[rank] < express.first_backwards
-                        or backwards_left[rank] <= express.last_backwards
-                    ):
-                        most = inf
-                idle = expected[rank][0] - now
-                left = times[kind * stages + stage][waiting[0] % n] - idle
-                if left > together and idle < most * left:
-                    continue
-            if kind == FORWARD:
-                number = heappop(forwards[rank]) % n
-                credit[rank] -= 1
-                if expressed:
-                    forwards_left[rank] -= 1
-                    if stage < last:
-                        heappush(coming[ranks[stage + 1][number]], now + times[kind * stages + stage][number] + comm)
-                in_flight[rank] = held = held + 1
-                if held > peak[rank]:
-                    peak[rank] = held
-                if bounded:
-                    room[rank] -= for_forward[stage][number]
-            elif kind == WEIGHT:
-                number = heappop(weights[rank]) % n
-                if bounded:
-                    room[rank] -= for_weight[stage][number]
-            else:
-                number = heappop(backwards[rank]) % n
-                backwards_begun[rank] += 1
-                backwards_left[rank] -= 1
-                credit[rank] += 1
-                if bounded:  # a worker runs one operation at a time: what this one frees may as well count at once
-                    room[rank] -= for_backward[stage][number] if kind == BACKWARD else -for_forward[stage][number]
-            key = kind * stages + stage
-            code = key * n + number
-            if patient and stage and kind in (BACKWARD, FUSED):
-                heappush(expected[ranks[stage - 1][number]], now + times[key][number] + comm)
-            busy[rank] = True
-            record(code)
-            heappush(events, (now + times[key][number], code))
-        awake.clear()
-        if not events:
-            if any(forwards):
-                raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
-            return sequence, sum(peak)
-        now = events[0][0]
-        while events and events[0][0] <= now + together:
-            now, event = heappop(events)
-            arrival, code = divmod(event, size)
-            key, number = divmod(code, n)
-            kind, stage = divmod(key, stages)
-            if not arrival:
-                rank = ranks[key][number]
-                busy[rank] = False
-                awake.add(rank)
-                if kind == BACKWARD and not fused:
-                    heappush(weights[rank], tickets[number])
-                elif kind != FORWARD:
-                    in_flight[rank] -= 1
-                elif stage == last:
-                    heappush(backwards[rank], tickets[number])
-                if kind == WEIGHT or stage == (last if kind == FORWARD else 0):
-                    continue
-                if comm > 0.0:
-                    heappush(events, (now + comm, event + size))
-                    continue
-            if kind == FORWARD:
-                rank = ranks[stage + 1][number]
-                if expressed:
-                    heappop(coming[rank])
-                heappush(forwards[rank], tickets[number])
-            else:
-                rank = ranks[stage - 1][number]
-                if patient:
-                    heappop(expected[rank])
-                heappush(backwards[rank], tickets[number])
+    state = _Play(codes, rule)
+    state.run()
+    return state.sequence, sum(state.peak)
+
+
+class _Play:
+    """An iteration that is played forward in time; workers by rank."""
+
+    def __init__(self, codes: Codes, rule: Rule) -> None:
+        stages, n, workers = codes.stages, codes.n, range(codes.problem.grid.num_workers)
+        self.codes, self.rule, self.stages, self.n, self.last = codes, rule, stages, n, stages - 1
+        self.communication = codes.problem.costs.communication
+        # Ready operations, as n * age + micro-batch: older micro-batches go first.
+        self.forwards: list[list[int]] = [[] for _ in workers]
+        self.backwards: list[list[int]] = [[] for _ in workers]
+        self.weights: list[list[int]] = [[] for _ in workers]
+        self.tickets = [age * n + number for number, age in enumerate(rule.ages)]
+        self.busy = [False] * len(workers)
+        self.held, self.peak = [0] * len(workers), [0] * len(workers)
+        # F that may still start until a B: `ahead`, less those under way. Above a limit, F goes before B.
+        self.credit = [rule.ahead[rank % stages] for rank in workers]
+        keep = rule.keep or (0,) * stages
+        self.urgent_above = [
+            0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
+        ] * codes.problem.grid.lanes
+        self.hard = [rule.hard[rank % stages] for rank in workers]
+        self.soft = [min(rule.soft[rank % stages], self.hard[rank]) for rank in workers]
+        positive = [time for row in codes.times for time in set(row) if time > 0.0]
+        self.together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
+        memory = codes.problem.memory
+        self.room = None if memory is None else _Room(codes, memory)
+        is_patient = any(rule.patience) or rule.express != NO_EXPRESS
+        self.arrivals = _Arrivals(codes, rule, self.together) if is_patient else None
+        # An operation ends (its code), or its result arrives at the next stage (code + size).
+        self.events: list[tuple[float, int]] = []
+        self.awake: set[int] = set()  # workers that may begin an operation
+        self.now = 0.0
+        self.sequence: list[int] = []
+
+    def run(self) -> None:
+        """Play until no operation is left."""
+        events, awake, size, together = self.events, self.awake, self.codes.size, self.together
+        for number, rank in enumerate(self.codes.ranks[FORWARD]):
+            heappush(self.forwards[rank], self.tickets[number])
             awake.add(rank)
+        while True:
+            for rank in awake:
+                if not self.busy[rank]:
+                    self._begin_next(rank)
+            awake.clear()
+            if not events:
+                if any(self.forwards):
+                    raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
+                return
+            self.now = events[0][0]
+            while events and events[0][0] <= self.now + together:
+                self.now, event = heappop(events)
+                if event < size:
+                    self._end(event)
+                else:
+                    self._arrive(event - size)
+
+    def _begin_next(self, rank: int) -> None:
+        """Begin an operation on an idle worker, if one is ready and not to wait."""
+        stage, n = rank % self.stages, self.n
+        forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
+        may_forward = forwards and self.credit[rank] > 0
+        fits = self.held[rank] < self.hard[rank]
+        if self.room is not None:
+            fits = fits and self.room.has_for_forward(rank, stage, forwards[0] % n if forwards else None)
+        urgent = self.credit[rank] > self.urgent_above[rank]
+        if self.arrivals is not None:
+            urgent = urgent or self.arrivals.is_last_forward(rank)
+        if may_forward and urgent and (fits or weights):
+            kind, ready = (FORWARD, forwards) if fits else (WEIGHT, weights)
+        elif backwards:
+            kind, ready = BACKWARD, backwards
+            if self.room is not None and not self.codes.fused:
+                kind = self.room.backward(rank, stage, backwards[0] % n)
+        elif may_forward and fits and (self.held[rank] < self.soft[rank] or not weights):
+            kind, ready = FORWARD, forwards
+        elif weights:
+            kind, ready = WEIGHT, weights
+        else:
+            return
+        number, key = ready[0] % n, kind * self.stages + stage
+        seconds = self.codes.times[key][number]
+        end = self.now + seconds
+        if self.arrivals is not None:
+            takes_forward = fits and self.credit[rank] > 0 and (kind == WEIGHT or (urgent and kind != FORWARD))
+            if self.arrivals.are_worth_waiting_for(rank, kind, self.now, seconds, takes_forward):
+                return
+            self.arrivals.begin(rank, kind, number, end + self.communication)
+        heappop(ready)
+        if kind == FORWARD:
+            self.credit[rank] -= 1
+            self.held[rank] += 1
+            self.peak[rank] = max(self.peak[rank], self.held[rank])
+        elif kind != WEIGHT:
+            self.credit[rank] += 1
+        if self.room is not None:
+            self.room.take(rank, kind, stage, number)
+        self.busy[rank] = True
+        code = key * n + number
+        self.sequence.append(code)
+        heappush(self.events, (end, code))
+
+    def _end(self, code: int) -> None:
+        """End an operation."""
+        key, number = divmod(code, self.n)
+        kind, stage = divmod(key, self.stages)
+        rank = self.codes.ranks[key][number]
+        self.busy[rank] = False
+        self.awake.add(rank)
+        if kind == BACKWARD and not self.codes.fused:
+            heappush(self.weights[rank], self.tickets[number])
+        elif kind != FORWARD:
+            self.held[rank] -= 1
+        elif stage == self.last:
+            heappush(self.backwards[rank], self.tickets[number])
+        if kind == WEIGHT or stage == (self.last if kind == FORWARD else 0):
+            return
+        if self.communication > 0.0:
+            heappush(self.events, (self.now + self.communication, code + self.codes.size))
+        else:
+            self._arrive(code)
+
+    def _arrive(self, code: int) -> None:
+        """The result of an operation arrives at the next or previous stage."""
+        key, number = divmod(code, self.n)
+        kind, stage = divmod(key, self.stages)
+        is_forward = kind == FORWARD
+        rank = self.codes.ranks[stage + 1 if is_forward else stage - 1][number]
+        if self.arrivals is not None:
+            self.arrivals.arrive(rank, is_forward)
+        heappush((self.forwards if is_forward else self.backwards)[rank], self.tickets[number])
+        self.awake.add(rank)
+
+
+class _Room:
+    """Bytes that are free on each worker, and changes of them by operations."""
+
+    def __init__(self, codes: Codes, memory: Memory) -> None:
+        self.changes = codes.bytes_of(memory)
+        self.usual = memory.after_forward
+        self.free = [memory.room(rank % codes.stages) for rank in range(codes.problem.grid.num_workers)]
+
+    def has_for_forward(self, rank: int, stage: int, number: int | None) -> bool:
+        """Whether F of a micro-batch, by default of the mean one, fits."""
+        size = self.usual[stage] if number is None else self.changes[FORWARD][stage][number]
+        return size <= self.free[rank]
+
+    def backward(self, rank: int, stage: int, number: int) -> int:
+        """BACKWARD if what its W needs fits, else FUSED."""
+        left = self.free[rank] - self.changes[BACKWARD][stage][number]
+        return FUSED if left < min(0.0, self.free[rank]) else BACKWARD
+
+    def take(self, rank: int, kind: int, stage: int, number: int) -> None:
+        """A worker runs one operation at a time: what it frees may as well count from its begin on."""
+        self.free[rank] -= self.changes[kind][stage][number]
+
+
+class _Arrivals:
+    """Results that are under way to each worker, for which it may stay idle."""
+
+    def __init__(self, codes: Codes, rule: Rule, together: float) -> None:
+        self.codes, self.express, self.patience, self.together = codes, rule.express, rule.patience, together
+        workers = range(codes.problem.grid.num_workers)
+        self.forwards: list[list[float]] = [[] for _ in workers]
+        self.backwards: list[list[float]] = [[] for _ in workers]
+        self.forwards_left, self.backwards_left, self.backwards_begun = ([0] * len(workers) for _ in range(3))
+        for row in codes.ranks[: codes.stages]:
+            for rank in row:
+                self.forwards_left[rank] += 1
+                self.backwards_left[rank] += 1
+
+    def is_last_forward(self, rank: int) -> bool:
+        """Whether the next F is one of the last, which go before any B."""
+        return self.forwards_left[rank] <= self.express.forward_first
+
+    def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
+        """Whether to stay idle instead of beginning an operation that takes ``seconds``.
+
+        ``takes_forward``: whether an F would go first if it were here.
+        """
+        forwards, backwards = self.forwards[rank], self.backwards[rank]
+        if takes_forward and forwards and self.forwards_left[rank] <= self.express.awaited:
+            idle = forwards[0] - now
+            if idle < self.express.patience * (seconds - idle) - self.together:
+                return True
+        if not backwards or kind not in (FORWARD, WEIGHT):
+            return False
+        most = self.patience[kind == WEIGHT]
+        if kind == FORWARD and self.is_last_forward(rank):
+            most = 0.0
+        elif (
+            self.backwards_begun[rank] < self.express.first_backwards
+            or self.backwards_left[rank] <= self.express.last_backwards
+        ):
+            most = inf
+        idle = backwards[0] - now
+        left = seconds - idle
+        return left > self.together and idle < most * left
+
+    def begin(self, rank: int, kind: int, number: int, arrival: float) -> None:
+        """An operation begins, whose result arrives at ``arrival``."""
+        stages = self.codes.stages
+        stage = rank % stages
+        if kind == FORWARD:
+            self.forwards_left[rank] -= 1
+            if stage < stages - 1:
+                heappush(self.forwards[self.codes.ranks[stage + 1][number]], arrival)
+        elif kind != WEIGHT:
+            self.backwards_begun[rank] += 1
+            self.backwards_left[rank] -= 1
+            if stage:
+                heappush(self.backwards[self.codes.ranks[stage - 1][number]], arrival)
+
+    def arrive(self, rank: int, is_forward: bool) -> None:
+        """A result of the neighbour's F or B is there."""
+        heappop((self.forwards if is_forward else self.backwards)[rank])
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
