@@ -171,7 +171,6 @@ class LanePlaces:
         return worker.pipeline if worker.pipeline < self.lanes else self._adopted.get(worker)
 
     def worker(self, lane: int, stage: int) -> Worker:
-        """The worker of ``stage`` of a lane."""
         home = Worker(lane, stage)
         return self._substitutes.get(home, home)
 
@@ -260,7 +259,6 @@ class CompactSchedule(Schedule):
         return self.lane.makespan
 
     def route(self, stage: int, microbatch: Microbatch) -> Worker:
-        """The worker that executes ``microbatch`` at ``stage``."""
         grid = self.grid
         inside = 0 <= microbatch.pipeline < grid.pipelines and 0 <= microbatch.index < grid.microbatches
         if not (inside and 0 <= stage < grid.stages):

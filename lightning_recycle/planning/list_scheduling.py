@@ -3,8 +3,8 @@
 *List scheduling*: a free worker takes an operation that is ready there: a forward, a backward or a weight gradient,
 older micro-batches first. The rule decides which kind goes first, from the number of micro-batches that the worker
 holds. A backward that may be split is run as B at once and W later, or as BW where B would take more memory than there
-is. A worker that expects a backward soon may stay idle until it arrives. A schedule never holds more than the rule's
-hard numbers, nor more bytes than the problem's memory, and never deadlocks: the last stage can always finish its
+is. A worker that expects a backward soon may stay idle until it arrives. A schedule never holds more than the
+limit, nor more bytes than the problem's memory, and never deadlocks: the last stage can always finish its
 micro-batches (BW takes no memory), so it takes new ones, so the stage before it does too, and so on.
 
 *Fixed patterns*, without failures: in 1F1B (PipeDream-Flush, arXiv 2006.09503) stage s first runs S - s forwards, then
@@ -59,36 +59,30 @@ class Rule:
     """Priorities among the operations that are ready.
 
     Args:
-        soft: per stage; with this many micro-batches held, W goes before F.
-        hard: per stage; with this many micro-batches held, no F starts.
-        ahead: per stage; with this many micro-batches between their F and their B, no F starts.
         ages: per micro-batch, numbered d * M + m; lower goes first.
-        forward_first: per stage; whether an F that may start goes before a B, as does a W that makes room for it.
-        keep: per stage; with fewer micro-batches than this between their F and their B, `forward_first` holds; None for
-            0 everywhere. A stage that lets them become few has nothing but W to do at the end, between its last F and
-            the gradient of that F.
+        forward_first: per stage; with fewer micro-batches than this between their F and their B, an F goes before a B,
+            as does a W that makes room for it. A stage that lets them become few has nothing but W to do at the end,
+            between its last F and the gradient of that F.
         patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
             what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
         express: what is not to wait at all, at the beginning and at the end.
     """
 
-    soft: tuple[int, ...]
-    hard: tuple[int, ...]
-    ahead: tuple[int, ...]
     ages: Sequence[int]
-    forward_first: tuple[bool, ...]
+    forward_first: tuple[int, ...]
     patience: tuple[float, float] = (0.0, 0.0)
-    keep: tuple[int, ...] | None = None
     express: Express = NO_EXPRESS
 
 
-def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
+def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
     """One list schedule: the order of its operations, and the sum of the peaks held.
+
+    ``limit``: per stage, the most micro-batches that a worker holds.
 
     Raises:
         PlanningError: when micro-batches differ and a worker has no room for one of them.
     """
-    state = _Play(codes, rule)
+    state = _Play(codes, rule, limit)
     state.run()
     return state.sequence, sum(state.peak)
 
@@ -96,7 +90,7 @@ def play(codes: Codes, rule: Rule) -> tuple[list[int], int]:
 class _Play:
     """An iteration that is played forward in time; workers by rank."""
 
-    def __init__(self, codes: Codes, rule: Rule) -> None:
+    def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
         stages, n, workers = codes.stages, codes.n, range(codes.problem.grid.num_workers)
         self.codes, self.rule, self.stages, self.n, self.last = codes, rule, stages, n, stages - 1
         self.communication = codes.problem.costs.communication
@@ -107,14 +101,8 @@ class _Play:
         self.tickets = [age * n + number for number, age in enumerate(rule.ages)]
         self.busy = [False] * len(workers)
         self.held, self.peak = [0] * len(workers), [0] * len(workers)
-        # F that may still start until a B: `ahead`, less those under way. Above a limit, F goes before B.
-        self.credit = [rule.ahead[rank % stages] for rank in workers]
-        keep = rule.keep or (0,) * stages
-        self.urgent_above = [
-            0 if rule.forward_first[stage] else max(0, rule.ahead[stage] - keep[stage]) for stage in range(stages)
-        ] * codes.problem.grid.lanes
-        self.hard = [rule.hard[rank % stages] for rank in workers]
-        self.soft = [min(rule.soft[rank % stages], self.hard[rank]) for rank in workers]
+        self.waiting = [0] * len(workers)  # between F and B
+        self.forward_first, self.limit = rule.forward_first, limit
         positive = [time for row in codes.times for time in set(row) if time > 0.0]
         self.together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
         memory = codes.problem.memory
@@ -154,20 +142,19 @@ class _Play:
         """Begin an operation on an idle worker, if one is ready and not to wait."""
         stage, n = rank % self.stages, self.n
         forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
-        may_forward = forwards and self.credit[rank] > 0
-        fits = self.held[rank] < self.hard[rank]
+        fits = self.held[rank] < self.limit[stage]
         if self.room is not None:
             fits = fits and self.room.has_for_forward(rank, stage, forwards[0] % n if forwards else None)
-        urgent = self.credit[rank] > self.urgent_above[rank]
+        urgent = self.waiting[rank] < self.forward_first[stage]
         if self.arrivals is not None:
             urgent = urgent or self.arrivals.is_last_forward(rank)
-        if may_forward and urgent and (fits or weights):
+        if forwards and urgent and (fits or weights):
             kind, ready = (FORWARD, forwards) if fits else (WEIGHT, weights)
         elif backwards:
             kind, ready = BACKWARD, backwards
             if self.room is not None and not self.codes.fused:
                 kind = self.room.backward(rank, stage, backwards[0] % n)
-        elif may_forward and fits and (self.held[rank] < self.soft[rank] or not weights):
+        elif forwards and fits:
             kind, ready = FORWARD, forwards
         elif weights:
             kind, ready = WEIGHT, weights
@@ -177,17 +164,17 @@ class _Play:
         seconds = self.codes.times[key][number]
         end = self.now + seconds
         if self.arrivals is not None:
-            takes_forward = fits and self.credit[rank] > 0 and (kind == WEIGHT or (urgent and kind != FORWARD))
+            takes_forward = fits and (kind == WEIGHT or (urgent and kind != FORWARD))
             if self.arrivals.are_worth_waiting_for(rank, kind, self.now, seconds, takes_forward):
                 return
             self.arrivals.begin(rank, kind, number, end + self.communication)
         heappop(ready)
         if kind == FORWARD:
-            self.credit[rank] -= 1
+            self.waiting[rank] += 1
             self.held[rank] += 1
             self.peak[rank] = max(self.peak[rank], self.held[rank])
         elif kind != WEIGHT:
-            self.credit[rank] += 1
+            self.waiting[rank] -= 1
         if self.room is not None:
             self.room.take(rank, kind, stage, number)
         self.busy[rank] = True
@@ -196,7 +183,6 @@ class _Play:
         heappush(self.events, (end, code))
 
     def _end(self, code: int) -> None:
-        """End an operation."""
         key, number = divmod(code, self.n)
         kind, stage = divmod(key, self.stages)
         rank = self.codes.ranks[key][number]

@@ -110,8 +110,6 @@ BACKENDS = "cbc", "highs", "gurobi"
 SOLVE = "lightning_recycle.planning.milp:solve"
 """The function that runs in the solver's process."""
 
-_MOST_ROUTES = 24  # of a family: the model grows with them
-
 
 @dataclass(frozen=True, slots=True)
 class ExactPlanner:
@@ -249,7 +247,7 @@ class ExactPlanner:
     def _discretize(self, first: PlanResult) -> TimeIndexedProblem | None:
         # The search begins at the lower bound and stops at lengths whose models are too large.
         for slots in (self.max_variables, None):
-            problem = discretize(first.schedule, slots, _MOST_ROUTES)
+            problem = discretize(first.schedule, slots)
             fits = problem.variables(math.ceil(first.lower_bound / problem.slot)) <= self.max_variables
             if fits and (problem.exact or slots is None):
                 return problem

@@ -91,7 +91,6 @@ class StageChecks:
         return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
 
     def of(self, worker: Worker) -> WorkerChecks:
-        """The part of ``worker``."""
         return WorkerChecks(self.ranks, self.every, self.free, self.places[worker])
 
 

@@ -2,13 +2,11 @@
 
 These choices matter most:
 
-- how many micro-batches a stage holds before W goes before F (*soft*), how many it holds at most (*hard*), and how many
-  of them may wait for their B (*ahead*). They follow the distance to the last stage, ``a * (S - s) + b``, as the
-  warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
 - up to which stage forwards go first (*split*): early stages feed the pipeline, late stages feed the gradients back;
-- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), how many
-  micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*), and whether
-  the first gradient and the last micro-batches wait at any stage (*express*).
+- how many micro-batches the other stages have on their way to the last stage and back before they prefer backwards
+  (*keep*);
+- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and whether the
+  first gradient and the last micro-batches wait at any stage (*express*).
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse, by
 a seeded generator, until the goal is met or the effort is spent.
@@ -29,7 +27,6 @@ from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 _SEED = 1
-_SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
 _EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
@@ -71,10 +68,7 @@ class Solution:
 class _Point(NamedTuple):
     """A position of the hill climb: a number of stages, and indices of the rest."""
 
-    soft: int
-    hard: int
-    ahead: int
-    split: int
+    split: int = 0
     patience: int = 0
     keep: int = 0
     express: int = 0
@@ -119,17 +113,12 @@ class _RuleSearch:
 
         self.ages = tuple(microbatch.index for microbatch in grid.all_microbatches())
         self.limit = _most_held(codes)
-        self.caps = [self.limit]
-        for slope, extra in _SLOPES:
-            cap = tuple(min(self.limit[s], int(slope * (self.stages - s)) + extra) for s in range(self.stages))
-            if cap not in self.caps:
-                self.caps.append(cap)
         # At equal durations all operations begin and end together: nothing is ever in the way of a backward.
         costs = problem.costs
         work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
         self.patiences: tuple[tuple[float, float], ...] = _PATIENCES if uneven else _PATIENCES[:1]
-        self.keeps: list[tuple[int, ...] | None] = [None]
+        self.keeps: list[tuple[int, ...]] = [(0,) * self.stages]
         self.expresses = [NO_EXPRESS]
         if uneven and self.stages > 1:
             trips = _round_trips(problem.costs, codes.durations)
@@ -149,15 +138,14 @@ class _RuleSearch:
         self.plays = 0
 
     def run(self, starts: Iterable[list[int]], given: Rule | None) -> Solution:
-        first = _Point(0, 0, 0, 0)
+        first = _Point()
         if self.few and len(self.keeps) > 1:  # the better guess with only a few plays; patience alone comes second
-            kept = self.keeps[1]
-            short = kept is not None and self.limit[0] < kept[0]
+            short = self.limit[0] < self.keeps[1][0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
             first = self._awaiting if short else patient
         if given is not None:
-            self._try(self._within_limits(given))
+            self._try(given)
         if not self._finished:
             self._try(self._template(first))
         for sequence in starts:
@@ -181,7 +169,7 @@ class _RuleSearch:
         return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
 
     def _try(self, rule: Rule) -> Solution:
-        sequence, held = play(self.codes, rule)
+        sequence, held = play(self.codes, rule, self.limit)
         solution = self._judge(sequence, rule, held)
         if self.ruled is None or solution.score < self.ruled.score:
             self.ruled = solution
@@ -202,25 +190,11 @@ class _RuleSearch:
     @property
     def _awaiting(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
-        return _Point(0, 0, 0, 0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
-
-    def _within_limits(self, rule: Rule) -> Rule:
-        soft, hard, ahead = (tuple(map(min, caps, self.limit)) for caps in (rule.soft, rule.hard, rule.ahead))
-        return replace(rule, soft=soft, hard=hard, ahead=ahead)
+        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
 
     def _template(self, point: _Point) -> Rule:
-        soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
-        first = tuple(stage < point.split for stage in range(self.stages))
-        return Rule(
-            soft,
-            hard,
-            ahead,
-            self.ages,
-            first,
-            self.patiences[point.patience],
-            self.keeps[point.keep],
-            self.expresses[point.express],
-        )
+        forward_first = self.limit[: point.split] + self.keeps[point.keep][point.split :]
+        return Rule(self.ages, forward_first, self.patiences[point.patience], self.expresses[point.express])
 
     def _climb(self, at: _Point) -> None:
         """Improve the numbers of a point one by one, from a few starts.
@@ -240,17 +214,13 @@ class _RuleSearch:
                 at = point
             return self.ruled is not before
 
-        last, stages = len(self.caps) - 1, self.stages
+        stages = self.stages
         patient = range(1, min(len(self.patiences), len(_PATIENCES)))
         for start in (
-            *(_Point(0, 0, 0, 0, patience=patience) for patience in reversed(patient)),
-            _Point(0, 0, 0, 0),
-            _Point(min(1, last), 0, 0, stages // 2),
-            _Point(0, last, 0, stages),
-            _Point(0, 0, min(1, last), stages),  # without failures, ZB-H1
-            _Point(0, min(2, last), 0, 1),
+            *(_Point(patience=patience) for patience in reversed(patient)),
+            *(_Point(split) for split in (0, stages // 2, stages, 1)),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
-            *(_Point(0, 0, 0, 0, patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
+            *(_Point(patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
             *((self._awaiting,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
@@ -258,12 +228,9 @@ class _RuleSearch:
             pass
 
     def _neighbours(self, at: _Point) -> Iterator[_Point]:
-        stages, caps = self.stages, range(len(self.caps))
+        stages = self.stages
         splits = range(stages + 1) if stages <= 8 else sorted({0, 1, *(stages * k // 8 for k in range(9))})
         yield from (at._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - at.split)))
-        yield from (at._replace(soft=cap) for cap in caps)
-        yield from (at._replace(hard=cap) for cap in caps)
-        yield from (at._replace(ahead=cap) for cap in caps)
         yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (at._replace(keep=keep) for keep in range(len(self.keeps)))
         yield from (at._replace(express=express) for express in range(len(self.expresses)))
@@ -273,29 +240,21 @@ class _RuleSearch:
         draw, stages = self.draw, self.stages
         kind = draw()
         if kind < 0.15:
-            caps = len(self.caps)
-            return self._template(_Point(*(int(draw() * n) for n in (caps, caps, caps, stages + 1))))
+            return self._template(_Point(int(draw() * (stages + 1))))
         if kind < 0.3:
             spread = 4.0 if kind < 0.2 else 1.5
             return replace(rule, ages=_ranks([age + draw() * spread for age in self.ages]))
-        counts = [list(rule.soft), list(rule.hard), list(rule.ahead)]
         first, ages = list(rule.forward_first), [float(age) for age in rule.ages]
         for _ in range(1 + int(draw() * 2)):
             stage, choice = int(draw() * stages), draw()
             if choice < 0.2:
-                first[stage] = not first[stage]
+                first[stage] = 0 if first[stage] else self.limit[stage]
             elif choice < 0.7:
-                count = counts[int((choice - 0.2) * 6)]
                 # Beyond twice the number of stages, a count has no effect worth searching.
-                most = min(self.limit[stage], 2 * stages + 1)
-                step = 1 if draw() < 0.5 else -1
-                count[stage] = max(
-                    1, min(most, min(count[stage], most) + step) if draw() < 0.5 else 1 + int(draw() * most)
-                )
+                first[stage] = int(draw() * (min(self.limit[stage], 2 * stages + 1) + 1))
             else:
                 ages[int(draw() * len(ages))] += (draw() - 0.5) * 4.0
-        soft, hard, ahead = (tuple(count) for count in counts)
-        return replace(rule, soft=soft, hard=hard, ahead=ahead, ages=_ranks(ages), forward_first=tuple(first))
+        return replace(rule, ages=_ranks(ages), forward_first=tuple(first))
 
 
 def _most_held(codes: Codes) -> tuple[int, ...]:

@@ -81,7 +81,6 @@ class OperationColumns:
         )
 
     def operations(self, stage: int) -> tuple[ScheduledOp, ...]:
-        """The operations of a worker of ``stage``."""
         rows = zip(self.kinds, self.pipelines, self.indices, self.starts, self.ends, strict=True)
         return tuple(
             ScheduledOp(Op(KINDS[kind], stage, None if index < 0 else Microbatch(pipeline, index)), start, end)

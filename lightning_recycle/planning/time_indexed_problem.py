@@ -103,7 +103,6 @@ class TimeIndexedProblem:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.closing)
 
     @property
@@ -226,7 +225,7 @@ class TimeIndexedProblem:
         Where durations are whole slots, it is enough to round starts down: that breaks no constraint. Where durations
         are rounded, operations also wait for those before them.
         """
-        rows = sorted(known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, self._flow(row)))
+        rows = sorted(known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages)))
         origin = rows[0][4]
         free: dict[int, int] = {}
         ends: dict[tuple[Step, int], int] = {}
@@ -240,10 +239,10 @@ class TimeIndexedProblem:
             found.append((kind, stage, number, rank, begin))
         return found
 
-    def _flow(self, row: Placement) -> int:
-        """At equal starts, operations without duration go in the order of data flow."""
-        kind, stage = row[0], row[1]
-        return kind * self.stages + (stage if kind == FORWARD else self.stages - stage)
+
+def _flow(kind: int, stage: int, stages: int) -> int:
+    """At equal starts, operations without duration go in the order of data flow."""
+    return kind * stages + (stage if kind == FORWARD else stages - stage)
 
 
 def common_slot(durations: Iterable[float]) -> float:
@@ -256,15 +255,20 @@ def common_slot(durations: Iterable[float]) -> float:
     return float(Fraction(numerator, denominator))
 
 
-def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: int | None = None) -> TimeIndexedProblem:
+_MOST_ROUTES = 24  # of a family: models grow with them
+
+
+def discretize(schedule: Schedule, max_slots: int | None) -> TimeIndexedProblem:
     """The problem of a valid schedule in slots.
+
+    Where a family has more than ``_MOST_ROUTES``, only those of the schedule are kept, and the result is not
+    ``complete``.
 
     Args:
         max_slots: the most slots that its makespan may be divided into; if the common slot of all durations is shorter,
             durations are rounded to a longer one. None: about one slot for each operation. Measured with F : B : W =
             1 : 1.087 : 0.912, the order that HiGHS then finds is within 1.5 % of the best known after 1 to 4 s; with
             two to four slots it is no better after up to 18 s, or there is none.
-        most_routes: where a family has more, only those of the schedule are kept, and the result is not ``complete``.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
     fused = not problem.technique.split_backward
@@ -288,7 +292,7 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
     if not exact:
         slot = max(horizon / max_slots, 1e-12)
     found = _families(schedule)
-    complete = most_routes is None or all(math.prod(map(len, hosts)) <= most_routes for hosts in found)
+    complete = all(math.prod(map(len, hosts)) <= _MOST_ROUTES for hosts in found)
     if not complete:
         found = _families(schedule, reroute=False)
     return TimeIndexedProblem(
@@ -358,12 +362,12 @@ def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]
         routes[stage][microbatches[number]] = grid.worker(rank)
     fused = not problem.technique.split_backward
     codes = Codes(problem, routes, fused=fused)
-    # At equal starts, operations without duration go first, in the order in which data flows.
     programs: dict[int, list[tuple[float, bool, int, int, int]]] = {}
     for kind, stage, number, rank, start in rows:
-        flow = kind * grid.stages + (stage if kind == FORWARD else grid.stages - stage)
         lasts = _duration(problem, kind, grid.worker(rank), fused) > 0.0
-        programs.setdefault(rank, []).append((start, lasts, flow, number, codes.code(kind, stage, number)))
+        programs.setdefault(rank, []).append(
+            (start, lasts, _flow(kind, stage, grid.stages), number, codes.code(kind, stage, number))
+        )
     ordered = {rank: [row[-1] for row in sorted(programs[rank])] for rank in sorted(programs)}
     sequence = interleave(codes, ordered)
     return assemble(codes, *with_fused_backwards(codes, sequence, best_timing(codes, sequence)))

@@ -167,7 +167,6 @@ class Codes:
         return Codes(problem, self.routes, fused=self.fused, variation=self.variation)
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
-        """The code of an operation."""
         return (kind * self.stages + stage) * self.n + microbatch
 
     def rank(self, code: int) -> int:
@@ -176,7 +175,6 @@ class Codes:
 
 
 def _durations(costs: Costs, fused: bool) -> list[float]:
-    """By key."""
     both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
     backward = both if fused else costs.backward_input
     return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]

@@ -237,7 +237,6 @@ class _Chart(NamedTuple):
         return groups, bottom + _AXIS
 
     def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
-        """The operations of a worker."""
         dead = worker in schedule.failed
         fill = "#999999" if dead else _INK
         yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", anchor="end", fill=fill)
