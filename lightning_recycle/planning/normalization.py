@@ -42,7 +42,7 @@ def normalize(
     """The number of failures of each stage so that ``failures`` in total cost least.
 
     Args:
-        problem: the problem to be planned, whoever has failed in it, for workers of equal speed.
+        problem: the problem to be planned, for workers of equal speed; its failed workers do not count.
         failures: number of failed workers.
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
             called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default

@@ -341,7 +341,7 @@ class Policy(ABC):
 
         Args:
             workers: live workers.
-            broken: whether somebody failed, so that it must be detected first.
+            broken: whether a worker failed, which must be detected first.
             transfer: seconds to copy states.
             own: other pauses, between the agreement and the transfer; without any, ``regroup``.
         """
@@ -367,7 +367,7 @@ class Policy(ABC):
         Args:
             context: the model and the cluster.
             found: the configuration after it.
-            broken: whether somebody failed, so that it must be detected first.
+            broken: whether a worker failed, which must be detected first.
             trained: whether there was training before, which is undone.
         """
         steps = self.restarting(context, broken=broken) if found.running else ()

@@ -269,7 +269,7 @@ class DropReplica(WholePipelines):
       the smaller batches counts in full.
     - A scheduler starts a new replica group on any S free workers in a minute, which joins at the end of a step and
       copies its state from a peer while the others wait.
-    - When all replica groups are lost, nobody is left to copy from: training restarts from the newest checkpoint.
+    - When all replica groups are lost, no worker is left to copy from: training restarts from the newest checkpoint.
 
     Takes the arguments of ``Policy``.
     """

@@ -19,7 +19,7 @@ from lightning_recycle.visualize.charts import Series
 Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 
-RESULT_SCHEMA = 3
+RESULT_SCHEMA = 1
 EXPERIMENT_FILE = "experiment.json"
 """In the folder of an experiment, with the number of results it is to have."""
 _PARTS = (

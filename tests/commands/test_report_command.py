@@ -384,7 +384,7 @@ def test_a_logarithmic_axis_holds_its_values() -> None:
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for name, content in (("broken", "{"), ("new", '{"schema": 7}'), ("part", '{"schema": 3, "command": ""}')):
+    for name, content in (("broken", "{"), ("new", '{"schema": 7}'), ("part", '{"schema": 1, "command": ""}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(content)
     (tmp_path / "empty").mkdir()
