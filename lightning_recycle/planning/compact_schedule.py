@@ -65,10 +65,8 @@ def lane_problem(problem: Problem) -> Problem:
 class Lane:
     """One lane's part of a plan.
 
-    Args:
-        problem: see :func:`lane_problem`.
-        stages: the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
-            number within the lane.
+    ``stages`` has the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
+    number within the lane.
     """
 
     problem: Problem
@@ -132,11 +130,6 @@ class LanePlaces:
 
     That the first pipelines stay keeps the leaders of stages at work, and as pipelines are given up from the last on,
     one failure more changes few lanes. There are at most as many lanes as live workers of any stage.
-
-    Args:
-        grid: the grid.
-        failed: the dead workers.
-        lanes: the number of lanes, at most the live workers of any stage.
     """
 
     def __init__(self, grid: Grid, failed: Collection[Worker], lanes: int) -> None:

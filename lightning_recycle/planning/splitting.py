@@ -88,10 +88,6 @@ class SplitTrial:
 class SplitCosts:
     """Costs of splitting backwards in each stage: medians of its workers' trials.
 
-    Args:
-        grid: the grid.
-        trials: of at least one worker of each stage.
-
     Raises:
         ConfigurationError: when a stage has none.
     """

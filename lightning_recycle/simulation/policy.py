@@ -309,13 +309,9 @@ class Policy(ABC):
     def pipeline_step(
         self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
     ) -> Judgement:
-        """A step of a whole pipeline with this policy's schedule.
+        """A step of a whole pipeline, by default of the fault-free split.
 
-        Args:
-            model: the model.
-            microbatches: micro-batches of the pipeline.
-            costs: costs of its stages; by default those of the fault-free split.
-            limit: micro-batches that fit into a worker of each stage; by default those of the fault-free split.
+        ``limit``: micro-batches that fit into a worker of each stage.
         """
         if costs is None:
             costs, limit = model.costs(), model.in_flight_limit()
@@ -339,11 +335,8 @@ class Policy(ABC):
     def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Downtime, ...]:
         """The pauses of a change of the roster.
 
-        Args:
-            workers: live workers.
-            broken: whether a worker failed, which must be detected first.
-            transfer: seconds to copy states.
-            own: other pauses, between the agreement and the transfer; without any, ``regroup``.
+        ``broken``: whether a worker failed, which must be detected first. ``own``: other pauses than ``regroup``,
+        between the agreement and the transfer.
         """
         agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
         middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
@@ -364,11 +357,7 @@ class Policy(ABC):
     def restarted(self, context: Context, found: Configuration, *, broken: bool, trained: bool = True) -> Reaction:
         """A restart from the newest checkpoint, where there are workers for it.
 
-        Args:
-            context: the model and the cluster.
-            found: the configuration after it.
-            broken: whether a worker failed, which must be detected first.
-            trained: whether there was training before, which is undone.
+        ``broken``: whether a worker failed, which must be detected first. ``trained``: whether training is undone.
         """
         steps = self.restarting(context, broken=broken) if found.running else ()
         return Reaction(found, steps, Loss.CHECKPOINT if trained else Loss.NOTHING)
@@ -384,13 +373,7 @@ class Policy(ABC):
     ) -> Configuration:
         """Training at ``step`` with this policy's checkpoints.
 
-        Args:
-            context: the model and the cluster.
-            label: a few words for the timeline.
-            step: a step.
-            workers: how many workers take part; 0: training stands still.
-            layout: the policy's own data.
-            part: part of the global batch that is trained.
+        ``part``: part of the global batch that is trained. Without ``workers``, training stands still.
         """
         model = context.model
         if not workers:

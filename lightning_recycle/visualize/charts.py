@@ -55,14 +55,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together.
+    """Points that belong together, in the order of x.
 
-    Args:
-        key: key of the series, the same in all charts of a section.
-        color: class that sets the colour.
-        points: points in the order of x.
-        marker: shape of the markers; None for none.
-        dashed: whether lines are dashed and markers hollow, unlike those of another series of the same colour.
+    ``key`` is the same in all charts of a section; ``color`` is a class. ``dashed``: whether lines are dashed and
+    markers hollow, unlike those of another series of the same colour.
     """
 
     name: str

@@ -146,9 +146,8 @@ def setting_text(name: str, value: Any) -> str:
 def policy_text(result: Record, settings: Iterable[str] | None = None, *, with_schedule: bool = True) -> str:
     """A policy with its relevant settings.
 
-    Args:
-        settings: names of settings to show; by default those that differ from the policy's defaults.
-        with_schedule: whether to show the schedule, also where it is the default.
+    ``settings``: names of settings to show, by default those that differ from the policy's defaults; ``with_schedule``:
+    whether to show the schedule, also where it is the default.
     """
     policy = result["policy"]
     shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
