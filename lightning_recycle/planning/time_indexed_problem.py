@@ -225,7 +225,9 @@ class TimeIndexedProblem:
         Where durations are whole slots, it is enough to round starts down: that breaks no constraint. Where durations
         are rounded, operations also wait for those before them.
         """
-        rows = sorted(known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages)))
+        rows = sorted(
+            known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages))
+        )
         origin = rows[0][4]
         free: dict[int, int] = {}
         ends: dict[tuple[Step, int], int] = {}
