@@ -92,7 +92,7 @@ class _Play:
 
     def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
         stages, n, workers = codes.stages, codes.n, range(codes.problem.grid.num_workers)
-        self.codes, self.rule, self.stages, self.n, self.last = codes, rule, stages, n, stages - 1
+        self.codes, self.stages, self.n, self.last = codes, stages, n, stages - 1
         self.communication = codes.problem.costs.communication
         # Ready operations, as n * age + micro-batch: older micro-batches go first.
         self.forwards: list[list[int]] = [[] for _ in workers]
@@ -160,15 +160,15 @@ class _Play:
             kind, ready = WEIGHT, weights
         else:
             return
-        number, key = ready[0] % n, kind * self.stages + stage
-        seconds = self.codes.times[key][number]
-        end = self.now + seconds
+        seconds = self.codes.times[kind * self.stages + stage][ready[0] % n]
         if self.arrivals is not None:
             takes_forward = fits and (kind == WEIGHT or (urgent and kind != FORWARD))
             if self.arrivals.are_worth_waiting_for(rank, kind, self.now, seconds, takes_forward):
                 return
-            self.arrivals.begin(rank, kind, number, end + self.communication)
-        heappop(ready)
+        self._begin(rank, kind, heappop(ready) % n, seconds)
+
+    def _begin(self, rank: int, kind: int, number: int, seconds: float) -> None:
+        stage, end = rank % self.stages, self.now + seconds
         if kind == FORWARD:
             self.waiting[rank] += 1
             self.held[rank] += 1
@@ -177,8 +177,10 @@ class _Play:
             self.waiting[rank] -= 1
         if self.room is not None:
             self.room.take(rank, kind, stage, number)
+        if self.arrivals is not None:
+            self.arrivals.begin(rank, kind, number, end + self.communication)
         self.busy[rank] = True
-        code = key * n + number
+        code = self.codes.code(kind, stage, number)
         self.sequence.append(code)
         heappush(self.events, (end, code))
 
