@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/planner.py --solvers    # the table of the running example with each installed solver
     .venv/bin/python benchmarks/planner.py --quick      # the paper's models only
     .venv/bin/python benchmarks/planner.py --optima 200 # the heuristic against proven optima of random small problems
-    .venv/bin/python benchmarks/planner.py --hard       # problems where a solver finds more than the heuristic
+    .venv/bin/python benchmarks/planner.py --hard       # problems with plans above the bound, by each solver
     .venv/bin/python benchmarks/planner.py --scale      # 1,536 to 16,384 workers: planning, storing, loading, using
     .venv/bin/python benchmarks/planner.py --layouts large # plan_layout for 2,048 workers (goal: 30 s); or small
 

@@ -197,7 +197,7 @@ HARD = {
         in_flight_limit=(8, 7, 6, 5, 4, 3),
     ),
 }
-"""Problems where a solver finds a shorter period than the heuristic within a minute."""
+"""Problems with plans above the lower bound, for which solvers are asked."""
 
 
 def random_problem(seed: int) -> Problem:
