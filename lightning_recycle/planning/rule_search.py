@@ -10,6 +10,12 @@ These choices matter most:
 
 A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse, by
 a seeded generator, until the goal is met or the effort is spent.
+
+*Memory descent*: an eager plan holds many times the micro-batches that its period needs. So it is searched again under
+less and less memory (``Problem.measure``), with the known period and makespan as the goal: first the tightest worker,
+by bisection for the least fraction of every worker's memory under which a plan is still as fast; then the sum, by
+bisection stage by stage, from the stage that holds most. It takes at most an eighth of the effort, and makes neither
+period nor makespan more than 0.1 % longer.
 """
 
 from __future__ import annotations
@@ -20,10 +26,12 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import check_cancelled
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
-from lightning_recycle.planning.problem import lower_bound
+from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.schedule import EQUALLY_FAST
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 _SEED = 1
@@ -291,3 +299,84 @@ def _ranks(values: list[float]) -> tuple[int, ...]:
     """For each value, the number of distinct smaller ones."""
     rank = {value: number for number, value in enumerate(sorted(set(values)))}
     return tuple(rank[value] for value in values)
+
+
+_DESCENT_SHARE = 8  # the effort of the search is so many times that of the descent
+_LEVEL_PLAYS = 60  # for one level of all workers
+_STAGE_PLAYS = 2  # for one level of a stage
+_FINENESS = 4  # levels in bytes for each micro-batch
+
+
+def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution:
+    """A solution as fast as ``solution``, with the least memory that is found.
+
+    ``effort`` is the number of operations that were played in the search for it.
+    """
+    return _Descent(codes, solution, effort).run()
+
+
+class _Descent:
+    def __init__(self, codes: Codes, solution: Solution, effort: int) -> None:
+        self.codes, self.best = codes, solution
+        self.memory = codes.problem.measure
+        self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
+        self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
+        self.plays = effort // _DESCENT_SHARE // self.operations
+        self.peaks = codes.peaks(solution.sequence, self.memory)
+        one = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
+        self.least = [fixed + each for fixed, each in zip(self.memory.fixed, one, strict=True)]
+        fineness = 1 if codes.problem.memory is None else _FINENESS
+        self.step = min(each / all for each, all in zip(one, self.memory.capacity, strict=True)) / fineness
+
+    def run(self) -> Solution:
+        """The best solution once no level is left, or no play."""
+        capacity, stages = self.memory.capacity, range(self.codes.stages)
+        low = max(self.least[s] / capacity[s] for s in stages) - self.step
+        while self.plays > 0 and self.level - low > self.step * (1 + 1e-9):
+            middle = (low + self.level) / 2
+            if not self.found([middle * each for each in capacity], _LEVEL_PLAYS):
+                low = middle
+        for stage in sorted(stages, key=lambda s: -self.peaks[s] / capacity[s]):
+            lowest, step = self.least[stage] - self.step * capacity[stage], self.step * capacity[stage]
+            while self.plays > 0 and self.peaks[stage] - lowest > step * (1 + 1e-9):
+                middle = (lowest + self.peaks[stage]) / 2
+                if not self.found([middle if s == stage else self.peaks[s] for s in stages], _STAGE_PLAYS):
+                    lowest = middle
+        return self.best
+
+    @property
+    def level(self) -> float:
+        """The peak on the tightest worker, as a fraction of what it has."""
+        return max(peak / all for peak, all in zip(self.peaks, self.memory.capacity, strict=True))
+
+    def found(self, limits: Sequence[float], plays: int) -> bool:
+        """Whether there is a plan that is as fast within these peaks; keeps it."""
+        plays = min(plays, self.plays)
+        try:
+            problem = self.limited(limits)
+            if self.codes.variation is None and lower_bound(problem) > self.goal[0]:
+                return False
+            found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
+        except PlanningError:  # not even one micro-batch
+            return False
+        self.plays -= found.plays
+        if found.score[0] > self.goal[0] or found.score[1] > self.goal[1]:
+            return False
+        self.best = found
+        self.peaks = self.codes.peaks(found.sequence, self.memory)
+        return True
+
+    def limited(self, limits: Sequence[float]) -> Problem:
+        """The problem with these peaks at most.
+
+        Raises:
+            PlanningError: when a worker cannot hold one micro-batch.
+        """
+        problem = self.codes.problem
+        if problem.memory is not None:
+            return replace(problem, memory=replace(problem.memory, capacity=tuple(limits)))
+        whole = [int(limit + 1e-9) for limit in limits]
+        if min(whole) < 1:
+            raise PlanningError("a worker cannot hold one micro-batch.")
+        given = problem.in_flight_limit or whole
+        return replace(problem, in_flight_limit=tuple(map(min, whole, given)))

@@ -37,8 +37,8 @@ from itertools import product
 from typing import TypeAlias
 
 from lightning_recycle.planning.grid import OpKind, Worker
+from lightning_recycle.planning.heuristic_planner import with_fused_backwards
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.refinement import with_fused_backwards
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
 
