@@ -212,7 +212,7 @@ class _LayoutSearch:
         return smooth_counts(self.shares, self.grid.stages, sum(self.live)) if self.shares_layers else ()
 
     def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
-        """The one that saves most, of the few with the least bounds."""
+        """The candidate that saves most, of the few with the least bounds."""
         ranked = []
         refused = ""
         for cuts, distribution in rivals:

@@ -234,7 +234,7 @@ class _Room:
         return FUSED if left < min(0.0, self.free[rank]) else BACKWARD
 
     def take(self, rank: int, kind: int, stage: int, number: int) -> None:
-        """A worker runs one operation at a time: what it frees may as well count from its begin on."""
+        """An operation begins; memory that it frees counts as free from then on."""
         self.free[rank] -= self.changes[kind][stage][number]
 
 

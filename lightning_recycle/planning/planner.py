@@ -69,7 +69,7 @@ class SolverOutcome:
     bound: float | None = None
     """In the unit of the costs."""
     schedules: list[Schedule] = field(default_factory=list)
-    """Those that it found, valid ones alone."""
+    """The valid ones that it found."""
     failure: str | None = None
     """A few words, or None when the solver ended by itself."""
     use: SolverUse = NOT_ASKED

@@ -1,4 +1,4 @@
-"""Options of planning: who makes the plans, from which costs, with which techniques and how much memory."""
+"""Options of planning: planner, costs, techniques and memory."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class WorkerChecks:
         return candidates[int.from_bytes(digest, "little") % len(candidates)]
 
     def partners(self, step: int, rank: int) -> tuple[int, int]:
-        """Whom ``rank`` checks, and who checks it, in ``step``, which has a check."""
+        """The peer that ``rank`` checks in ``step``, and the peer that checks it."""
         return partners(self.ranks, rank, step // self.spacing)
 
 

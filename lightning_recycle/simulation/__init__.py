@@ -1,4 +1,4 @@
-"""Simulation: how training runs cope with failures, under ReCycle and other policies. No torch.
+"""Simulated training runs with failures, under ReCycle and other policies.
 
 >>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
 >>> model = get_model("gpt3_medium")

@@ -96,7 +96,7 @@ def place(
 
 @dataclass(frozen=True)
 class Recycle(Policy):
-    """ReCycle: peers of a dead worker run its micro-batches, in the schedule's bubbles.
+    """ReCycle: peers of a dead worker run its micro-batches, in bubbles.
 
     Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner provides the step times.
 
