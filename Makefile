@@ -30,7 +30,7 @@ install: $(STAMP) ## create the virtual environment and install the package with
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,milp,cpsat]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,milp]'
 	touch $@
 
 # The demo needs none of the tools of `make install`: without these it has an environment with the package alone.

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import CheckpointOptions, MonitoringOptions, PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
-from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 from lightning_recycle.tensor_memory import local_part
 
 GRIDS = (Grid(2, 3, 4), Grid(2, 4, 4))

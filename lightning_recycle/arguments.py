@@ -68,7 +68,7 @@ def _refuse(owner: str, name: str, value: object, wanted: str) -> NoReturn:
     raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: give {wanted}.")
 
 
-_MODULES = {"cpsat": "ortools", "metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
+_MODULES = {"metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
 
 
 def install_command(extra: str) -> str:

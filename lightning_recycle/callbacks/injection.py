@@ -1,4 +1,4 @@
-"""Fault injection: workers fail on purpose, at exact points of the schedule, at random, or as in a trace."""
+"""Fault injection: workers fail at points of the schedule, at random, or by trace."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FaultInjectionCallback(pl.Callback):
         self._injector: _Injector | None = None
 
     def check(self, positions: Positions) -> None:
-        """Called in the launching process right before it starts the workers; starts the clock of the trace.
+        """Starts the clock of the trace, in the launching process, before workers start.
 
         Raises:
             ConfigurationError: for a fault outside ``positions``.
@@ -216,8 +216,9 @@ class _Injector:
             self._arithmetic.__exit__(None, None, None)
 
     def stretch(self, seconds: float) -> None:
-        """Prolongs the operation that has just computed for ``seconds``, but for the wait for siblings: two slow ones
-        would slow each other down without end.
+        """Prolongs the operation that has just computed for ``seconds``.
+
+        The wait for siblings is not prolonged: two slow ones would slow each other down without end.
         """
         executor = self._strategy.executor
         own = seconds - (executor.communicator.seconds_for_siblings - self._waited)
@@ -235,7 +236,7 @@ class _Injector:
             self._strike(fault, step, where)
 
     def _mine(self) -> list[Fault]:
-        """The faults this process has yet to suffer, by its initial position, wherever it moves."""
+        """The faults that this process has yet to suffer, by its initial position."""
         executor = self._strategy.executor
         if executor is None:
             return []
@@ -281,7 +282,7 @@ class _Injector:
 
 
 def _is_moment(value: Any) -> bool:
-    """Whether a part of an optimizer's state is as large as a parameter, and no count of steps."""
+    """Whether a part of an optimizer's state is a tensor as large as a parameter."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

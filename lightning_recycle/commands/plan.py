@@ -34,7 +34,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
-from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
+from lightning_recycle.planning.plan_library import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")

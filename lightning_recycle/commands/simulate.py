@@ -43,7 +43,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize.report import records
+from lightning_recycle.visualize import records
 
 _USUAL_DURATION = 86400.0
 

@@ -35,9 +35,9 @@ from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
+from lightning_recycle.planning.costs import Profile, save_profile
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity
 

@@ -29,8 +29,8 @@ from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Profile, load_profile
 from lightning_recycle.session import requirements
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup

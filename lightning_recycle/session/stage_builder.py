@@ -19,8 +19,8 @@ from lightning_recycle.control.protocol.layout_change import ranges
 from lightning_recycle.control.protocol.messages import Cuts
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.cuts import are_whole, bounds_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import are_whole, bounds_of
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor

@@ -30,7 +30,7 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measur
 from lightning_recycle.devices import await_stream
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.layouts.cuts import are_whole, rounded, shared_layers
+from lightning_recycle.planning.cuts import are_whole, rounded, shared_layers
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.collectives import WorkerContext

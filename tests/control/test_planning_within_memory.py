@@ -28,8 +28,8 @@ from lightning_recycle.planning import (
     save_profile,
     solve,
 )
+from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.normalization import usual_limit
-from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.schedule import proven
 
 GRID = Grid(2, 2, 8)

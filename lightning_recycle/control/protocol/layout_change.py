@@ -19,8 +19,8 @@ from typing import Any
 from lightning_recycle.control.protocol import generation
 from lightning_recycle.control.protocol.messages import Cuts, LayoutWanted, Reached
 from lightning_recycle.control.protocol.state import LayoutReady, LayoutState, MembershipState, Next, Record, after
+from lightning_recycle.planning.cuts import are_bounds, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import are_bounds, held_ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.protocol.recovery import Decision, WorkerStatus
+from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Program
 from lightning_recycle.planning.splitting import SplitTrial
 
@@ -31,7 +31,7 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
-part, the stages on both sides share it (:mod:`~lightning_recycle.planning.layouts.cuts`). Empty: as at the
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.cuts`). Empty: as at the
 start.
 """
 

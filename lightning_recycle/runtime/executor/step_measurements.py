@@ -34,8 +34,8 @@ from torch import Tensor
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.devices import allocated_bytes, await_stream, is_accelerator, new_event, peak_allocated_bytes
+from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor import device_memory

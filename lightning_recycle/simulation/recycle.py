@@ -14,8 +14,9 @@ from typing import Literal
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.failures import Duration, keep_seconds
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
@@ -26,16 +27,13 @@ from lightning_recycle.simulation.policies.policy import (
 )
 from lightning_recycle.simulation.step_times import ScheduleName, distribution, planned_step
 from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
-from lightning_recycle.simulation.units import Duration, keep_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Position of each physical worker that has one, as sorted pairs.
 
-    Args:
-        positions: pairs (worker, position).
-        copies: the most states any worker must send to reach this placement; different senders copy in parallel.
+    ``copies``: the most states any worker must send to reach this placement; different senders copy in parallel.
     """
 
     positions: tuple[tuple[int, Worker], ...]
@@ -55,7 +53,10 @@ def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -
 
 
 def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
-    """Workers that keep their positions, and the vacant positions; idle workers first fill the barest stages."""
+    """Workers that keep their positions, and the vacant positions.
+
+    Idle workers first fill the barest stages.
+    """
     live = set(workers)
     held = {worker: position for worker, position in before.positions if worker in live}
     idle = sorted(live.difference(held))
@@ -76,11 +77,7 @@ def place(
 ) -> Placement:
     """The new placement of ``workers``, of which each stage has one.
 
-    Args:
-        grid: the grid.
-        before: the previous placement.
-        workers: the live workers; those without a position fill vacant ones.
-        distribution: failures of each stage after normalization; None leaves the failures where they are.
+    ``distribution``: failures of each stage after normalization; None leaves the failures where they are.
     """
     held, vacant = keep(grid, before, workers)
     known = {worker for worker, _ in before.positions}
@@ -99,7 +96,7 @@ def place(
 
 @dataclass(frozen=True)
 class Recycle(Policy):
-    """ReCycle: peers of a dead worker run its micro-batches, in the schedule's bubbles.
+    """ReCycle: peers of a dead worker run its micro-batches, in bubbles.
 
     Source: Gandhi et al., SOSP'24 (arXiv 2405.14009), and this package, whose planner provides the step times.
 
@@ -240,9 +237,10 @@ _LEAST_GAIN = 0.01  # of the step time that a move must save
 
 @dataclass(frozen=True)
 class Elastic(Recycle):
-    """As many workers as there are share a batch that stays the same, also more than it has pipelines.
+    """As many workers as there are share a batch that stays the same.
 
-    Source: this package (``RecoveryOptions(min_pipelines=..., max_pipelines=...)``).
+    There may be more workers than the batch has pipelines. Source: this package (``RecoveryOptions(min_pipelines=...,
+    max_pipelines=...)``).
 
     Assumptions: those of ReCycle, and
 
@@ -353,7 +351,7 @@ class ElasticLayers(Recycle):
         return replace(reaction, wake=before + seconds)
 
     def _balanced(self, context: Context, found: Configuration) -> tuple[Configuration | None, float]:
-        """The configuration with moved layers, if it is worth it, and the seconds of the move."""
+        """The configuration with moved layers, if worth it, and the seconds of the move."""
         layout = found.layout
         assert isinstance(layout, Placement)
         failures = layout.failures(context.model.grid)
@@ -392,13 +390,13 @@ def _best_split(
 
 
 def _fits(model: TrainingModel, units: int) -> bool:
-    """Whether a worker with that many units can hold as many micro-batches as there are stages."""
+    """Whether a worker with that many units has memory for S micro-batches."""
     part = units / model.units
     return model.state_bytes(part) + model.stages * model.activation_bytes(part) <= model.memory_bytes
 
 
 def _moved(model: TrainingModel, units: tuple[int, ...]) -> int:
-    """The most units a stage receives when the even split becomes ``units``, with layers kept in order."""
+    """The most units that a stage receives on the way from the even split."""
     even = model.even()
     most, begin_old, begin_new = 0, 0, 0
     for old, new in zip(even, units, strict=True):

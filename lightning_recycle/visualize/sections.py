@@ -1,9 +1,7 @@
-"""Sections of the report, each the answer to a question: functions from results to charts, tables and notes.
+"""Sections of the report: functions from results to charts, tables and notes.
 
-Concept: a :class:`Section` is a list of parts, which the page's template writes as HTML. A section for which there are
-no results is left out. A numeric cell shows a rounded number and keeps the exact one.
-
-Must not know: HTML, files.
+A :class:`Section` is a list of parts, which the page's template writes as HTML. A section without results is left out.
+A numeric cell shows a rounded number and keeps the exact one.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from lightning_recycle.visualize.report.charts import (
+from lightning_recycle.visualize.charts import (
     Axis,
     Picture,
     Point,
@@ -24,7 +22,7 @@ from lightning_recycle.visualize.report.charts import (
     row_chart,
     step_chart,
 )
-from lightning_recycle.visualize.report.records import (
+from lightning_recycle.visualize.records import (
     LEAST_RUNS,
     Record,
     Variants,
@@ -50,7 +48,7 @@ _IDEAL = "Ideal: what the live GPUs would achieve without bubbles, pauses and an
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Content of a cell; ``value`` is the exact number behind it, ``key`` its name for programs that read the page."""
+    """Content of a cell: text, exact ``value``, and its ``key`` for programs."""
 
     text: str
     value: float | None = None
@@ -59,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Legend:
-    """Names and looks of series; a click switches one off and on in the charts that follow."""
+    """Names and looks of series; a click switches one off and on."""
 
     kind: ClassVar[str] = "legend"
     series: Sequence[Series]
@@ -99,7 +97,7 @@ Part = Legend | Charts | Table | Paragraph
 
 @dataclass(frozen=True)
 class Section:
-    """A section: the anchor ``key``, its heading, a sentence on what it shows, and its parts."""
+    """A section: the anchor ``key``, its heading, a sentence, and its parts."""
 
     key: str
     title: str
@@ -135,13 +133,13 @@ def _schedule_of(record: Record) -> str:
 
 
 def _same_schedules(records: Sequence[Record]) -> bool:
-    """Whether all policies ran with each of the schedules, so that a picture needs only one schedule."""
+    """Whether all policies ran with each of the schedules."""
     found = [{run["policy"]["name"] for run in runs} for runs in by(records, _schedule_of).values()]
     return all(names == found[0] for names in found)
 
 
 class _Scene(NamedTuple):
-    """Runs that belong in one picture: a model, a batch, and a schedule ("" where policies differ in it)."""
+    """Runs of one picture: a model, a batch, and a schedule ("" for several)."""
 
     model: str
     batch: int
@@ -172,14 +170,7 @@ def _assumed(records: Iterable[Record]) -> str:
 def _ratio_lines(
     records: Sequence[Record], x: Axis, x_of: Callable[[Record], float], heads: dict[float, str]
 ) -> list[Part]:
-    """Charts of the ratio to fault-free over ``x``, and a table with a column for each of its values.
-
-    Args:
-        records: the runs.
-        x: the common axis.
-        x_of: place of a run on it.
-        heads: the columns, by place.
-    """
+    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``."""
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"] or unaffected
     apart = _same_schedules(failing)

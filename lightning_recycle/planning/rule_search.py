@@ -1,28 +1,21 @@
 """The search for a good rule of list scheduling.
 
-Concept: the quality of a list schedule depends on its rule far more than on luck. These choices matter most:
+These choices matter most:
 
-- how many micro-batches a stage holds before W goes before F (*soft*), how many it holds at most (*hard*), and how many
-  of them may wait for their B (*ahead*). They follow the distance to the last stage, ``a * (S - s) + b``, as the
-  warm-up does in 1F1B (a = 1) and in the zero-bubble schedules (a up to 2);
-- up to which stage forwards go first (*split*): early stages feed the pipeline and must not wait, late stages feed the
-  gradients back;
-- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and how many
-  micro-batches a stage has on their way to the last stage and back before it prefers backwards (*keep*). With
-  backwards first these become fewer and fewer, until F and B alternate; after its last F a stage then waits for
-  gradients, and the last stages, which set the pace of all gradients, do not get forwards at the pace they could run;
-- where durations differ, whether the first gradient and the last micro-batches wait at any stage (*express*). With
-  memory for as many micro-batches as there are stages, an F that waits for half an operation at each stage is late by
-  as much as a third of the iteration, and its gradient is what the first stage waits for at the end.
+- up to which stage forwards go first (*split*): early stages feed the pipeline, late stages feed the gradients back;
+- how many micro-batches the other stages have on their way to the last stage and back before they prefer backwards
+  (*keep*);
+- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and whether the
+  first gradient and the last micro-batches wait at any stage (*express*).
 
-A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse.
+A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse, by
+a seeded generator, until the goal is met or the effort is spent.
 
-Contract: deterministic (a seeded generator); stops when its goal is met or the effort is spent; without effort, the
-result is that of the plain rule, "backward, then forward, then weight gradient, oldest first".
-
-Must not know: how a play works; the validator. Internal to ``planning``.
-
-Source: the warm-up of 1F1B (arXiv 2006.09503); ZB-H1 and ZB-H2 of Zero Bubble (arXiv 2401.10241), section 3.
+*Memory descent*: an eager plan holds many times the micro-batches that its period needs. So it is searched again under
+less and less memory (``Problem.measure``), with the known period and makespan as the goal: first the tightest worker,
+by bisection for the least fraction of every worker's memory under which a plan is still as fast; then the sum, by
+bisection stage by stage, from the stage that holds most. It takes at most an eighth of the effort, and makes neither
+period nor makespan more than 0.1 % longer.
 """
 
 from __future__ import annotations
@@ -33,14 +26,15 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import check_cancelled
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.heuristic.list_scheduling import NO_EXPRESS, Express, Rule, play
-from lightning_recycle.planning.problem import lower_bound
+from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.schedule import EQUALLY_FAST
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
 
 _SEED = 1
-_SLOPES = ((1.0, 0), (1.0, 1), (1.5, 0), (2.0, 0), (2.0, 1))
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
 _PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
 _EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
@@ -59,12 +53,7 @@ _MOST_FRUITLESS = 400  # plays in a row without a better schedule
 class Solution:
     """An order of operations, its times, and the rule that led to it, if any.
 
-    Args:
-        score: see :meth:`of`; a smaller one is better.
-        rule: the rule.
-        sequence: the order.
-        timing: its times.
-        plays: the number of rules that were played to find it.
+    ``plays`` rules were played to find it. The smaller ``score`` (:meth:`of`) is better.
     """
 
     score: tuple[float, float, int]
@@ -75,14 +64,9 @@ class Solution:
 
     @classmethod
     def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, held: int = 0) -> Solution:
-        """The solution with its score: period (with the staggered optimizer, else makespan), makespan, ``held``.
+        """The solution with its score: period (else makespan), makespan, ``held``.
 
-        Args:
-            codes: the operations.
-            rule: see :class:`Solution`, as are ``sequence`` and ``timing``.
-            sequence: the order.
-            timing: its times.
-            held: the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
+        ``held`` is the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
         """
         length = timing.period if codes.problem.technique.staggered else timing.makespan
         # Rounding must not decide between equally good schedules.
@@ -90,13 +74,9 @@ class Solution:
 
 
 class _Point(NamedTuple):
-    """A position of the hill climb: a number of stages, and indices of three caps, a patience, what is kept and what is
-    express."""
+    """A position of the hill climb: a number of stages, and indices of the rest."""
 
-    soft: int
-    hard: int
-    ahead: int
-    split: int
+    split: int = 0
     patience: int = 0
     keep: int = 0
     express: int = 0
@@ -110,10 +90,9 @@ def search(
     goal: Sequence[float] | None = None,
     first: Rule | None = None,
 ) -> Solution:
-    """The best list schedule that ``effort`` operations buy; with 0, that of the plain rule.
+    """The best list schedule that ``effort`` operations buy; 0: the plain rule's.
 
     Args:
-        codes: the problem.
         effort: number of operations to play in total.
         starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
         goal: period (without the staggered optimizer makespan) and makespan that are good enough; by default a period
@@ -142,17 +121,12 @@ class _RuleSearch:
 
         self.ages = tuple(microbatch.index for microbatch in grid.all_microbatches())
         self.limit = _most_held(codes)
-        self.caps = [self.limit]
-        for slope, extra in _SLOPES:
-            cap = tuple(min(self.limit[s], int(slope * (self.stages - s)) + extra) for s in range(self.stages))
-            if cap not in self.caps:
-                self.caps.append(cap)
         # At equal durations all operations begin and end together: nothing is ever in the way of a backward.
         costs = problem.costs
         work = {*costs.forward, *costs.backward_input, *(() if codes.fused else costs.backward_weight)}
         uneven = len(work) > 1 or costs.communication or problem.worker_factors
         self.patiences: tuple[tuple[float, float], ...] = _PATIENCES if uneven else _PATIENCES[:1]
-        self.keeps: list[tuple[int, ...] | None] = [None]
+        self.keeps: list[tuple[int, ...]] = [(0,) * self.stages]
         self.expresses = [NO_EXPRESS]
         if uneven and self.stages > 1:
             trips = _round_trips(problem.costs, codes.durations)
@@ -172,15 +146,14 @@ class _RuleSearch:
         self.plays = 0
 
     def run(self, starts: Iterable[list[int]], given: Rule | None) -> Solution:
-        first = _Point(0, 0, 0, 0)
+        first = _Point()
         if self.few and len(self.keeps) > 1:  # the better guess with only a few plays; patience alone comes second
-            kept = self.keeps[1]
-            short = kept is not None and self.limit[0] < kept[0]
+            short = self.limit[0] < self.keeps[1][0]
             limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
             first = self._awaiting if short else patient
         if given is not None:
-            self._try(self._within_limits(given))
+            self._try(given)
         if not self._finished:
             self._try(self._template(first))
         for sequence in starts:
@@ -204,7 +177,7 @@ class _RuleSearch:
         return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
 
     def _try(self, rule: Rule) -> Solution:
-        sequence, held = play(self.codes, rule)
+        sequence, held = play(self.codes, rule, self.limit)
         solution = self._judge(sequence, rule, held)
         if self.ruled is None or solution.score < self.ruled.score:
             self.ruled = solution
@@ -225,28 +198,17 @@ class _RuleSearch:
     @property
     def _awaiting(self) -> _Point:
         """Where forwards are awaited: best where memory holds them back."""
-        return _Point(0, 0, 0, 0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
-
-    def _within_limits(self, rule: Rule) -> Rule:
-        soft, hard, ahead = (tuple(map(min, caps, self.limit)) for caps in (rule.soft, rule.hard, rule.ahead))
-        return replace(rule, soft=soft, hard=hard, ahead=ahead)
+        return _Point(0, len(self.patiences) - 1, len(self.keeps) - 1, len(self.expresses) - 1)
 
     def _template(self, point: _Point) -> Rule:
-        soft, hard, ahead = self.caps[point.soft], self.caps[point.hard], self.caps[point.ahead]
-        first = tuple(stage < point.split for stage in range(self.stages))
-        return Rule(
-            soft,
-            hard,
-            ahead,
-            self.ages,
-            first,
-            self.patiences[point.patience],
-            self.keeps[point.keep],
-            self.expresses[point.express],
-        )
+        forward_first = self.limit[: point.split] + self.keeps[point.keep][point.split :]
+        return Rule(self.ages, forward_first, self.patiences[point.patience], self.expresses[point.express])
 
     def _climb(self, at: _Point) -> None:
-        """Improve the numbers of a point one by one, from a few starts. ``at`` has been played."""
+        """Improve the numbers of a point one by one, from a few starts.
+
+        ``at`` has been played.
+        """
         seen = {at}
 
         def better(point: _Point) -> bool:
@@ -260,17 +222,13 @@ class _RuleSearch:
                 at = point
             return self.ruled is not before
 
-        last, stages = len(self.caps) - 1, self.stages
+        stages = self.stages
         patient = range(1, min(len(self.patiences), len(_PATIENCES)))
         for start in (
-            *(_Point(0, 0, 0, 0, patience=patience) for patience in reversed(patient)),
-            _Point(0, 0, 0, 0),
-            _Point(min(1, last), 0, 0, stages // 2),
-            _Point(0, last, 0, stages),
-            _Point(0, 0, min(1, last), stages),  # without failures, ZB-H1
-            _Point(0, min(2, last), 0, 1),
+            *(_Point(patience=patience) for patience in reversed(patient)),
+            *(_Point(split) for split in (0, stages // 2, stages, 1)),
             # The last: where memory is short, keeping changes nothing, and plays are better spent on the others.
-            *(_Point(0, 0, 0, 0, patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
+            *(_Point(patience=patient[-1], keep=keep) for keep in range(1, len(self.keeps))),
             *((self._awaiting,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
@@ -278,44 +236,33 @@ class _RuleSearch:
             pass
 
     def _neighbours(self, at: _Point) -> Iterator[_Point]:
-        stages, caps = self.stages, range(len(self.caps))
+        stages = self.stages
         splits = range(stages + 1) if stages <= 8 else sorted({0, 1, *(stages * k // 8 for k in range(9))})
         yield from (at._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - at.split)))
-        yield from (at._replace(soft=cap) for cap in caps)
-        yield from (at._replace(hard=cap) for cap in caps)
-        yield from (at._replace(ahead=cap) for cap in caps)
         yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
         yield from (at._replace(keep=keep) for keep in range(len(self.keeps)))
         yield from (at._replace(express=express) for express in range(len(self.expresses)))
 
     def _changed(self, rule: Rule) -> Rule:
-        """``rule`` with one or two random changes, or a random template, or all micro-batches shuffled a little."""
+        """``rule`` with random changes, or a random template, or micro-batches shuffled."""
         draw, stages = self.draw, self.stages
         kind = draw()
         if kind < 0.15:
-            caps = len(self.caps)
-            return self._template(_Point(*(int(draw() * n) for n in (caps, caps, caps, stages + 1))))
+            return self._template(_Point(int(draw() * (stages + 1))))
         if kind < 0.3:
             spread = 4.0 if kind < 0.2 else 1.5
             return replace(rule, ages=_ranks([age + draw() * spread for age in self.ages]))
-        counts = [list(rule.soft), list(rule.hard), list(rule.ahead)]
         first, ages = list(rule.forward_first), [float(age) for age in rule.ages]
         for _ in range(1 + int(draw() * 2)):
             stage, choice = int(draw() * stages), draw()
             if choice < 0.2:
-                first[stage] = not first[stage]
+                first[stage] = 0 if first[stage] else self.limit[stage]
             elif choice < 0.7:
-                count = counts[int((choice - 0.2) * 6)]
                 # Beyond twice the number of stages, a count has no effect worth searching.
-                most = min(self.limit[stage], 2 * stages + 1)
-                step = 1 if draw() < 0.5 else -1
-                count[stage] = max(
-                    1, min(most, min(count[stage], most) + step) if draw() < 0.5 else 1 + int(draw() * most)
-                )
+                first[stage] = int(draw() * (min(self.limit[stage], 2 * stages + 1) + 1))
             else:
                 ages[int(draw() * len(ages))] += (draw() - 0.5) * 4.0
-        soft, hard, ahead = (tuple(count) for count in counts)
-        return replace(rule, soft=soft, hard=hard, ahead=ahead, ages=_ranks(ages), forward_first=tuple(first))
+        return replace(rule, ages=_ranks(ages), forward_first=tuple(first))
 
 
 def _most_held(codes: Codes) -> tuple[int, ...]:
@@ -335,12 +282,9 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
 
 
 def _round_trips(costs: Costs, durations: Sequence[float], itself: bool = False) -> tuple[float, ...]:
-    """Per stage, how many forwards a worker can run until the gradient of its first one arrives.
+    """Per stage, the forwards that fit until the gradient of the first one arrives.
 
-    Args:
-        costs: of the stages.
-        durations: by kind and stage; see ``Codes``.
-        itself: whether to count F and B of the stage itself, too.
+    ``itself``: whether to count F and B of the stage itself, too.
     """
     stages, trip, trips = costs.stages, 0.0, []
     for stage in reversed(range(stages)):
@@ -355,3 +299,84 @@ def _ranks(values: list[float]) -> tuple[int, ...]:
     """For each value, the number of distinct smaller ones."""
     rank = {value: number for number, value in enumerate(sorted(set(values)))}
     return tuple(rank[value] for value in values)
+
+
+_DESCENT_SHARE = 8  # the effort of the search is so many times that of the descent
+_LEVEL_PLAYS = 60  # for one level of all workers
+_STAGE_PLAYS = 2  # for one level of a stage
+_FINENESS = 4  # levels in bytes for each micro-batch
+
+
+def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution:
+    """A solution as fast as ``solution``, with the least memory that is found.
+
+    ``effort`` is the number of operations that were played in the search for it.
+    """
+    return _Descent(codes, solution, effort).run()
+
+
+class _Descent:
+    def __init__(self, codes: Codes, solution: Solution, effort: int) -> None:
+        self.codes, self.best = codes, solution
+        self.memory = codes.problem.measure
+        self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
+        self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
+        self.plays = effort // _DESCENT_SHARE // self.operations
+        self.peaks = codes.peaks(solution.sequence, self.memory)
+        one = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
+        self.least = [fixed + each for fixed, each in zip(self.memory.fixed, one, strict=True)]
+        fineness = 1 if codes.problem.memory is None else _FINENESS
+        self.step = min(each / all for each, all in zip(one, self.memory.capacity, strict=True)) / fineness
+
+    def run(self) -> Solution:
+        """The best solution once no level is left, or no play."""
+        capacity, stages = self.memory.capacity, range(self.codes.stages)
+        low = max(self.least[s] / capacity[s] for s in stages) - self.step
+        while self.plays > 0 and self.level - low > self.step * (1 + 1e-9):
+            middle = (low + self.level) / 2
+            if not self.found([middle * each for each in capacity], _LEVEL_PLAYS):
+                low = middle
+        for stage in sorted(stages, key=lambda s: -self.peaks[s] / capacity[s]):
+            lowest, step = self.least[stage] - self.step * capacity[stage], self.step * capacity[stage]
+            while self.plays > 0 and self.peaks[stage] - lowest > step * (1 + 1e-9):
+                middle = (lowest + self.peaks[stage]) / 2
+                if not self.found([middle if s == stage else self.peaks[s] for s in stages], _STAGE_PLAYS):
+                    lowest = middle
+        return self.best
+
+    @property
+    def level(self) -> float:
+        """The peak on the tightest worker, as a fraction of what it has."""
+        return max(peak / all for peak, all in zip(self.peaks, self.memory.capacity, strict=True))
+
+    def found(self, limits: Sequence[float], plays: int) -> bool:
+        """Whether there is a plan that is as fast within these peaks; keeps it."""
+        plays = min(plays, self.plays)
+        try:
+            problem = self.limited(limits)
+            if self.codes.variation is None and lower_bound(problem) > self.goal[0]:
+                return False
+            found = search(self.codes.under(problem), plays * self.operations, goal=self.goal, first=self.best.rule)
+        except PlanningError:  # not even one micro-batch
+            return False
+        self.plays -= found.plays
+        if found.score[0] > self.goal[0] or found.score[1] > self.goal[1]:
+            return False
+        self.best = found
+        self.peaks = self.codes.peaks(found.sequence, self.memory)
+        return True
+
+    def limited(self, limits: Sequence[float]) -> Problem:
+        """The problem with these peaks at most.
+
+        Raises:
+            PlanningError: when a worker cannot hold one micro-batch.
+        """
+        problem = self.codes.problem
+        if problem.memory is not None:
+            return replace(problem, memory=replace(problem.memory, capacity=tuple(limits)))
+        whole = [int(limit + 1e-9) for limit in limits]
+        if min(whole) < 1:
+            raise PlanningError("a worker cannot hold one micro-batch.")
+        given = problem.in_flight_limit or whole
+        return replace(problem, in_flight_limit=tuple(map(min, whole, given)))

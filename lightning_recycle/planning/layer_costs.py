@@ -1,21 +1,12 @@
 """Costs of single layers, of any cut of a model into stages, and of moving layers.
 
-Concept: the layers of a model are cut into S contiguous stages. A cut is a tuple of S + 1 bounds: stage s holds the
-layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one, in all pipelines alike. A stage takes the sum of its layers'
-seconds. Where a bound lies within a layer, the stages on both
-sides hold it, and each takes its part of the layer's seconds in the mean over the micro-batches
-(:mod:`~lightning_recycle.planning.layouts.cuts`).
+A stage takes the sum of its layers' seconds. Where a bound lies within a layer, the stages on both sides hold it, and
+each takes its part of the layer's seconds in the mean over the micro-batches
+(:mod:`~lightning_recycle.planning.cuts`). Seconds are per micro-batch (F, B, W, BW) or per step (REDUCE, STEP).
 
-A worker that is to hold layers it does not have gets each from a live worker that holds it now. Copies of different
-workers run at the same time; each link carries its sends and its receives at once, so the busiest direction of a link
-decides. Owners of a layer take turns, the one with the least to send so far first.
-
-Contract: frozen, validated; pure, deterministic: every worker computes the same moves; every error names the wrong
-value and the remedy.
-
-Must not know: schedules, how anything was measured, how state is copied, torch.
-
-Units: seconds per micro-batch (F, B, W, BW) or per step (REDUCE, STEP); bytes.
+A worker that is to hold further layers gets each from a live worker that holds it now. Copies of different workers run
+at the same time; each link carries its sends and its receives at once, so the busiest direction of a link decides.
+Owners of a layer take turns, the one with the least to send so far first.
 """
 
 from __future__ import annotations
@@ -30,8 +21,7 @@ from typing import Any
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
-from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.layouts.cuts import (
+from lightning_recycle.planning.cuts import (
     Bounds,
     bounds_of,
     check_cuts,
@@ -39,6 +29,7 @@ from lightning_recycle.planning.layouts.cuts import (
     parts_of,
     shared_layers,
 )
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
 
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
@@ -47,7 +38,7 @@ _BYTES = ("output_bytes", "held_bytes", "waiting_bytes", "parameter_bytes", "opt
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of each layer, and what workers and links can do. Tuples have one value per layer.
+    """Costs of each layer and of links; tuples have one value per layer.
 
     Args:
         forward: seconds of F of one micro-batch.
@@ -122,7 +113,7 @@ class LayerCosts:
         waiting_bytes: Sequence[float] = (),
         **known: Any,
     ) -> LayerCosts:
-        """Layers of stages that were measured as a whole: each gets its part of what its stage takes.
+        """Layers of stages that were measured as a whole: each gets its weight's part.
 
         Args:
             costs: seconds by stage under the cuts.
@@ -144,7 +135,7 @@ class LayerCosts:
             raise ConfigurationError(f"weights has {len(by_layer)} values for {count} layers: give one per layer.")
 
         def spread(values: Sequence[float], held: bool = False) -> tuple[float, ...]:
-            """By layer what is known by stage, in the mean over micro-batches or for all layers that are ``held``."""
+            """Values by layer from values by stage, over micro-batches or ``held`` layers."""
             found: list[list[float]] = [[] for _ in range(count)]
             for parts, value in zip(parts_of(bounds), values, strict=True):
                 own = {layer: by_layer[layer] * (1.0 if held else part) for layer, part in parts.items()}
@@ -182,7 +173,7 @@ class LayerCosts:
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
     def costs(self, cuts: Sequence[float], *, split_backward: bool = True) -> Costs:
-        """The planner's costs of the stages between ``cuts``, in the mean over micro-batches.
+        """The planner's costs of the stages between ``cuts``, for the mean micro-batch.
 
         With ``split_backward=False`` they are those of fused backwards: B and W together take what BW takes. A layer
         that stages share is counted twice in REDUCE: its gradients are summed within each stage, then exchanged.
@@ -207,8 +198,10 @@ class LayerCosts:
         )
 
     def memory(self, cuts: Sequence[float]) -> Memory | None:
-        """The memory of a worker of each stage between ``cuts``; None without a limit. A micro-batch counts as the mean
-        of all. Those in flight run a shared layer at most once more often than that, for which there is room.
+        """The memory of a worker of each stage between ``cuts``; None without a limit.
+
+        A micro-batch counts as the mean of all. Those in flight run a shared layer at most once more often than that,
+        for which there is room.
         """
         if self.memory_limit is None:
             return None
@@ -223,7 +216,7 @@ class LayerCosts:
     def variation(
         self, cuts: Sequence[float], grid: Grid, *, split_backward: bool = True
     ) -> MicrobatchVariation | None:
-        """Differences between micro-batches, of which each has whole bounds of its own; None if no layer is shared."""
+        """Differences between micro-batches; None if no layer is shared."""
         cuts = check_cuts(cuts, self.layers)
         shared = shared_layers(cuts)
         if not shared:
@@ -259,9 +252,7 @@ class LayerCosts:
         )
 
     def _reserved(self, cuts: Sequence[float]) -> tuple[float, ...]:
-        """Bytes by stage that stand for micro-batches in flight running a shared layer more often than in the mean: at
-        most once.
-        """
+        """Bytes by stage for running a shared layer once more than the mean."""
         return tuple(
             sum(self.held_bytes[layer] for layer, part in parts.items() if part < 1) for parts in parts_of(cuts)
         )
@@ -302,20 +293,14 @@ class LayerMove:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of several moves.
-
-    Args:
-        total: bytes of all moves.
-        busiest: the most bytes that one worker sends, or that one receives.
-        copied: number of moves.
-    """
+    """Bytes of several moves: of all, the most on a link, and the number of moves."""
 
     total: float = 0.0
     busiest: float = 0.0
     copied: int = 0
 
     def seconds(self, bandwidth: float, latency: float) -> float:
-        """Until the last copy has arrived; without a known ``bandwidth`` the latency alone."""
+        """Seconds until the last copy has arrived; by latency alone if 0 bandwidth."""
         if not self.copied:
             return 0.0
         return latency + (self.busiest / bandwidth if bandwidth else 0.0)
@@ -329,12 +314,12 @@ def layer_moves(
     roles: Mapping[Worker, Worker] | None = None,
     state_bytes: Sequence[float] | None = None,
 ) -> tuple[LayerMove, ...]:
-    """The copies that take all live workers from the cuts ``before`` to the cuts ``after``.
+    """The copies that take all live workers from one cut to another.
 
     Args:
         grid: the grid.
         failed: vacant positions before the change.
-        before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.layouts.layer_costs`.
+        before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.layer_costs`.
         roles: the new position of each live worker; by default all stay.
         state_bytes: bytes of each layer, by which owners share the sends; by default all are equal.
 

@@ -1,16 +1,15 @@
-"""Policies: a pure answer to "these nodes have failed, what now?", and the settings and costs that all of them share.
+"""Policies: reactions to failures, and the settings and costs that all share.
 
-Concept: the simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and
-what happens at an event (:class:`Reaction`): which pauses, what is lost, how it goes on. All that a policy remembers is
-in the configuration's ``layout``, so policies are frozen and answers depend only on their arguments.
+The simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and how it
+reacts to an event (:class:`Reaction`): pauses, losses, how it goes on. ``begin`` and ``react`` are pure: all that a
+policy remembers is in the configuration's ``layout``. ``react`` may be called again before its last answer has taken
+effect; it is then given the configuration in force or, in a pause, the one to follow. Everything but the handling of a
+dead worker's work is the same for all policies unless a setting says otherwise, or a publication has a constant of its
+own. Durations may be given as text and are kept in seconds.
 
-Policies differ in who does a dead worker's work. Everything else they could all do equally well or badly, so it is the
-same for all unless a setting says otherwise, and a comparison is one of policies. Only a policy whose publication has a
-constant of its own for one of these has another default.
-
-*Checkpoints*: a checkpoint is the state at the end of a step. Training stands still for ``stall``; the checkpoint can
-be loaded ``writing`` seconds after that, and a failure before then falls back on the previous checkpoint. Workers with
-the same stage share its state, each copies or writes an equal part.
+*Checkpoints*: training stands still for ``stall``; the checkpoint can be loaded ``writing`` seconds after that, and a
+failure before then falls back on the previous checkpoint. Workers with the same stage share its state, each copies or
+writes an equal part.
 
 =============  =====================================  ======================================  ======================
 kind           stall                                  writing                                 loading
@@ -23,22 +22,12 @@ memory         none                                   each worker's part to a pe
 =============  =====================================  ======================================  ======================
 
 *Recoveries*: all live workers agree on a new generation, look up the plan and whom they need, and connect. The first
-two were measured with this package's coordinator, over real sockets with up to 2,000 workers (two cores for
-everything; ``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales, beyond
-them the last of these lines.
-
-Contract: ``begin`` and ``react`` are pure. ``react`` may be called again before its last answer has taken effect; it is
-then given the configuration in force or, in a pause, the one to follow. Durations may be given as text and are kept in
-seconds.
-
-Must not know: how time advances, how GPU-seconds are counted.
+two were measured with this package's coordinator, over real sockets with up to 2,000 workers on two cores
+(``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales.
 
 Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
-(Jiang et al., NSDI'24, arXiv 2402.15627) reports for the start of all groups there (under 30 s). A copy in memory
-survives: that the worker and the peer that has its copy fail at the same moment is neglected.
-
-Sources: background copies by CheckFreq (Mohan et al., FAST'21), copies at peers by Gemini (Wang et al., SOSP'23); the
-interval by Young (1974) and Daly (2006), first order.
+(arXiv 2402.15627) reports (under 30 s). A copy in memory survives. Sources: background copies by CheckFreq (FAST'21),
+copies at peers by Gemini (SOSP'23); the interval by Young (1974) and Daly (2006), first order.
 """
 
 from __future__ import annotations
@@ -53,14 +42,14 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.failures import Duration, keep_seconds
 from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, ScheduleName, pipeline_step
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
-from lightning_recycle.simulation.units import Duration, keep_seconds
 
 
 class Loss(Enum):
-    """Training that an event undoes; undone samples are trained again and counted once."""
+    """Training that an event undoes: samples are trained again and counted once."""
 
     NOTHING = "nothing"
     STEP = "step"
@@ -73,10 +62,7 @@ class Loss(Enum):
 class Context:
     """Training model, cluster and nodes.
 
-    Args:
-        model: the model.
-        cluster: the machines.
-        mtbf: seconds between two failures of the cluster on average, for checkpoint intervals; None when none happens.
+    ``mtbf``: seconds between two failures of the cluster on average, for checkpoint intervals; None when none happens.
     """
 
     model: TrainingModel
@@ -84,7 +70,7 @@ class Context:
     mtbf: float | None = None
 
     def workers(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """The physical workers of live nodes, in order: number i of a node is ``node * gpus_per_node + i``."""
+        """The workers of live nodes: number i of a node is ``node * gpus_per_node + i``."""
         each = self.cluster.gpus_per_node
         return tuple(node * each + i for node in sorted(nodes) for i in range(each))
 
@@ -94,9 +80,6 @@ class Configuration:
     """How training runs until the next event.
 
     Args:
-        label: a few words for the timeline.
-        step_seconds: duration of one step in steady state.
-        samples: samples per step.
         gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
         useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
         repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
@@ -105,7 +88,6 @@ class Configuration:
         checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
         layout: the policy's own data.
         fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
-            The run adds it after every stop.
         lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
             only be stopped at the end of the next step.
         choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
@@ -151,14 +133,10 @@ class Downtime:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """Changes that a policy reacts to, including earlier events whose reaction still waits for the end of a step.
+    """Changes that a policy reacts to, earlier ones included that still wait.
 
-    Args:
-        time: time in seconds.
-        live: all nodes that now work.
-        down: nodes that have failed just now.
-        up: nodes that have come back just now.
-        woken: whether the alarm set by the policy's last reaction went off.
+    Nodes are ``down`` and ``up`` if they have failed or come back just now, ``live`` if they work; ``woken``: whether
+    the alarm set by the policy's last reaction went off.
     """
 
     time: float
@@ -190,7 +168,7 @@ class Reaction:
 
 
 def is_covered(ranges: Iterable[tuple[int, int]], end: int) -> bool:
-    """Whether ``ranges`` (first, last + 1) have every number below ``end``: none of the model's parts is lost."""
+    """Whether ``ranges`` (first, last + 1) have every number below ``end``."""
     reached = 0
     for first, after in sorted(set(ranges)):
         if first > reached:
@@ -205,13 +183,7 @@ CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
 
 
 class CheckpointCosts(NamedTuple):
-    """Seconds of a checkpoint.
-
-    Args:
-        stall: training stands still.
-        writing: from then until the checkpoint can be loaded.
-        loading: all workers load their state.
-    """
+    """Seconds of a checkpoint: standing still, then writing, and loading."""
 
     stall: float
     writing: float
@@ -223,12 +195,9 @@ _HOST = 20e9  # bytes/s from a GPU to its host's memory
 
 
 def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> CheckpointCosts:
-    """The costs of one checkpoint.
+    """The costs of one checkpoint of a kind of ``CHECKPOINTS``.
 
-    Args:
-        kind: one of ``CHECKPOINTS``.
-        model: the model; its fault-free grid sets how many workers share the writing.
-        storage: bytes/s of the shared storage, per GPU of the fault-free grid.
+    ``storage`` is bytes/s of the shared storage, per GPU of the fault-free grid, whose workers share the writing.
     """
     shared = model.transformer.state_bytes() / (storage * model.gpus)
     stage = model.state_bytes(1 / model.stages)  # of one GPU
@@ -243,11 +212,10 @@ def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> Checkpo
 
 
 def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None) -> float:
-    """Seconds from a checkpoint to the next by the formula of ``rule``, at least as many as one takes.
+    """Seconds between checkpoints by the formula of ``rule``.
 
     Args:
         rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
-        costs: of a checkpoint.
         mtbf: mean seconds between failures of the whole cluster; None when nothing fails: then half an hour.
     """
     if mtbf is None:
@@ -341,13 +309,9 @@ class Policy(ABC):
     def pipeline_step(
         self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
     ) -> Judgement:
-        """A step of a whole pipeline with this policy's schedule.
+        """A step of a whole pipeline, by default of the fault-free split.
 
-        Args:
-            model: the model.
-            microbatches: micro-batches of the pipeline.
-            costs: costs of its stages; by default those of the fault-free split.
-            limit: micro-batches that fit into a worker of each stage; by default those of the fault-free split.
+        ``limit``: micro-batches that fit into a worker of each stage.
         """
         if costs is None:
             costs, limit = model.costs(), model.in_flight_limit()
@@ -371,11 +335,8 @@ class Policy(ABC):
     def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Downtime, ...]:
         """The pauses of a change of the roster.
 
-        Args:
-            workers: live workers.
-            broken: whether somebody failed, so that it must be detected first.
-            transfer: seconds to copy states.
-            own: other pauses, between the agreement and the transfer; without any, ``regroup``.
+        ``broken``: whether a worker failed, which must be detected first. ``own``: other pauses than ``regroup``,
+        between the agreement and the transfer.
         """
         agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
         middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
@@ -389,18 +350,14 @@ class Policy(ABC):
         return pauses(detect=detect, restart=float(self.restart), load=loading)
 
     def regrouped(self, found: Configuration, workers: int, *, broken: bool, transfer: float = 0.0) -> Reaction:
-        """A change of the roster: if ``broken``, at once, without the step in progress; else at the end of a step."""
+        """A change of the roster: at once if ``broken``, else at the end of a step."""
         steps = self.regrouping(workers, broken=broken, transfer=transfer)
         return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
 
     def restarted(self, context: Context, found: Configuration, *, broken: bool, trained: bool = True) -> Reaction:
         """A restart from the newest checkpoint, where there are workers for it.
 
-        Args:
-            context: the model and the cluster.
-            found: the configuration after it.
-            broken: whether somebody failed, so that it must be detected first.
-            trained: whether there was training before, which is undone.
+        ``broken``: whether a worker failed, which must be detected first. ``trained``: whether training is undone.
         """
         steps = self.restarting(context, broken=broken) if found.running else ()
         return Reaction(found, steps, Loss.CHECKPOINT if trained else Loss.NOTHING)
@@ -416,13 +373,7 @@ class Policy(ABC):
     ) -> Configuration:
         """Training at ``step`` with this policy's checkpoints.
 
-        Args:
-            context: the model and the cluster.
-            label: a few words for the timeline.
-            step: a step.
-            workers: how many workers take part; 0: training stands still.
-            layout: the policy's own data.
-            part: part of the global batch that is trained.
+        ``part``: part of the global batch that is trained. Without ``workers``, training stands still.
         """
         model = context.model
         if not workers:

@@ -1,40 +1,27 @@
-"""Cuts of the layers into stages: what they are, and the fastest one.
+"""Cuts of the layers into stages: bounds, shared layers, and the fastest cut.
 
-*Bounds*: stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``. With whole layers the work of a stage
-changes by a layer at least, which is a quarter of it where stages have four. A bound may lie within a layer instead:
-behind 4.25 layers means that the stages on both sides hold layer 4, and that a quarter of the micro-batches run it on
-the earlier one. Each micro-batch has whole bounds of its own, so nothing within a layer is cut. A bound is a whole
-number, or one with two decimals. Each stage has at least one layer of its own, so a layer has two holders at most.
+*Bounds*: stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``. A bound may lie within a layer: behind 4.25
+layers means that the stages on both sides hold layer 4, and that a quarter of the micro-batches run it on the earlier
+one. Each micro-batch has whole bounds of its own, so nothing within a layer is cut. A bound is a whole number, or has
+two decimals. Each stage has at least one layer of its own, so a layer has two holders at most.
 
-*Shared layers*: the last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one,
-which ends a step about an F after the other, has the layer's gradients before its last W, and the other one does not
-wait for them. Each of the others has a place in [0, 1), and runs it on the earlier stage if that is less than their
-part. Multiples of the golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines, so
-that every worker has its part, whatever the routes are. A micro-batch has the same place at all bounds: where all
-stages have 4.25 layers, it meets 4 or 5 at each, never 3. Where the part is less than one micro-batch of each pipeline,
-the last ones of some run the layer there.
+*Shared layers*: the last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one has
+the layer's gradients before its last W, and the other one does not wait for them. Each other micro-batch has a place in
+[0, 1), the same at all bounds, and runs a layer on the earlier stage if that is less than its part. Multiples of the
+golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines. Where the part is less
+than one micro-batch of each pipeline, the last ones of some run the layer there.
 
 *Search*: a stage with n of the live workers runs the largest of n shares of the D M micro-batches, so its load is
 
     share(n) x seconds of its layers for one micro-batch + seconds of REDUCE and STEP
 
 and the slowest stage decides the period. For a limit on the load, dynamic programming over stages and bounds finds
-whether the live workers are enough: a stage ends at a whole bound, or as far within a layer as the limit allows.
-Bisection finds the least limit. A shared layer costs memory, one more step of the optimizer and an exchange of its
-gradients, so of the cuts within a limit the one with the fewest workers is taken, then with the fewest shared layers,
-then with the least price, e.g. in bytes to move.
+whether the live workers are enough; bisection finds the least limit. Of the cuts within a limit the one with the fewest
+workers is taken, then with the fewest shared layers, then with the least price, e.g. in bytes to move.
 
-Contract: pure, deterministic, on all workers the same; for whole layers exact, for shared ones to a hundredth of a
-layer. O(S L l) for each limit, where l is the most layers that a stage can take.
-
-Must not know: schedules (a load is a lower bound of a period), who holds a layer, which worker goes where.
-
-Source: the partition of PipeDream (Narayanan et al., SOSP'19, section 3.1), contiguous layers and replicas per stage by
-dynamic programming; here for a fixed number of stages, memory that differs by stage, and workers of unequal speed. The
-check of a limit from left to right is that of chains-on-chains partitioning (Pinar and Aykanat, "Fast optimal load
-balancing algorithms for 1D partitioning", 2004); here a part may have a piece of an item.
-
-Units: seconds.
+Source: the partition of PipeDream (Narayanan et al., SOSP'19, section 3.1), here for a fixed number of stages, memory
+that differs by stage, and workers of unequal speed; the check of a limit from left to right is that of
+chains-on-chains partitioning (Pinar and Aykanat, 2004).
 """
 
 from __future__ import annotations
@@ -53,14 +40,14 @@ from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.problem import least_maximum
 
 Bounds: TypeAlias = tuple[float, ...]
-"""Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``; see the module."""
+"""Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``."""
 
 PARTS = 100
 """Into how many parts the micro-batches of a layer can be divided."""
 
 
 def are_bounds(bounds: Sequence[float]) -> bool:
-    """Whether these are the bounds of stages: from 0 to a whole number, with a layer of its own for each stage."""
+    """Whether these are bounds of stages that each have a layer of their own."""
     if len(bounds) < 2 or not all(is_number(bound, 0) and rounded(bound) == bound for bound in bounds):
         return False
     own = all(math.ceil(begin) < math.floor(end) for begin, end in pairwise(bounds))
@@ -79,12 +66,12 @@ def are_whole(bounds: Sequence[float]) -> bool:
 
 
 def held_ranges(bounds: Sequence[float]) -> tuple[range, ...]:
-    """The layers that each stage holds; those of neighbours overlap where they share one."""
+    """The layers that each stage holds; neighbours overlap where they share one."""
     return tuple(range(math.floor(begin), math.ceil(end)) for begin, end in pairwise(bounds))
 
 
 def shared_layers(bounds: Sequence[float]) -> dict[int, tuple[int, float]]:
-    """Of each layer that two stages share the earlier one, and the part of the micro-batches that run it there."""
+    """Shared layers: the earlier stage, and the part of micro-batches it runs there."""
     return {
         math.floor(bound): (stage, bound - math.floor(bound))
         for stage, bound in enumerate(bounds[1:-1])
@@ -93,7 +80,7 @@ def shared_layers(bounds: Sequence[float]) -> dict[int, tuple[int, float]]:
 
 
 def parts_of(bounds: Sequence[float]) -> tuple[dict[int, float], ...]:
-    """For each stage, of each layer that it holds, the part of the micro-batches that run it there."""
+    """For each stage, by layer, the part of the micro-batches that run it there."""
     found = []
     for begin, end in pairwise(bounds):
         parts = dict.fromkeys(range(math.floor(begin), math.ceil(end)), 1.0)
@@ -106,13 +93,7 @@ def parts_of(bounds: Sequence[float]) -> tuple[dict[int, float], ...]:
 
 
 def bounds_of(bounds: Sequence[float], microbatch: int, grid: Grid) -> tuple[int, ...]:
-    """The whole bounds of one micro-batch.
-
-    Args:
-        bounds: of the stages.
-        microbatch: its index in the global batch, m * D + d.
-        grid: with D and M.
-    """
+    """The whole bounds of one micro-batch, by its index m * D + d."""
     index, pipeline = divmod(microbatch, grid.pipelines)
     return tuple(
         math.floor(bound) + (bound != math.floor(bound) and _is_earlier(bound, index, pipeline, grid))
@@ -134,8 +115,9 @@ def _is_earlier(bound: float, index: int, pipeline: int, grid: Grid) -> bool:
 
 @lru_cache(maxsize=64)
 def _stride(count: int) -> int:
-    """The number without a common divisor with ``count`` that is nearest to its golden section: its multiples are
-    spread evenly over ``count`` places, however few of them are looked at.
+    """The number nearest the golden section of ``count`` that is prime to it.
+
+    Its multiples are spread evenly over ``count`` places, however few of them are looked at.
     """
     golden = count * (math.sqrt(5) - 1) / 2
     candidates = (each for each in range(1, count + 1) if math.gcd(each, count) == 1)
@@ -160,7 +142,7 @@ def check_cuts(cuts: Sequence[float], layers: int | None = None) -> Bounds:
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """Stages whose numbers of layers differ by at most one; later ones get the larger parts.
+    """Cuts with numbers of layers that differ by at most one; later stages get more.
 
     Raises:
         ConfigurationError: when there are fewer layers than stages.
@@ -173,7 +155,7 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut, the workers that each of its stages needs, and the largest load of a stage, in seconds."""
+    """A cut, the workers that its stages need, and the largest load in seconds."""
 
     cuts: Bounds
     workers: tuple[int, ...]
@@ -220,7 +202,7 @@ class Stages:
         return max(self._load(options[0][1], 0, len(self.work)) for options in self.options)
 
     def load(self, stage: int, begin: float, end: float, workers: int) -> float:
-        """Seconds of the busiest worker of ``stage`` between these bounds, with that many workers."""
+        """Seconds of the busiest of ``workers`` workers of a stage between these bounds."""
         return self._load(next(share for count, share in self.options[stage] if count == workers), begin, end)
 
     def _load(self, share: float, begin: float, end: float) -> float:
@@ -234,8 +216,9 @@ class Stages:
         return share * work + of_steps[last] - of_steps[first]
 
     def within(self, limit: float, price: Price | None = None) -> Cut | None:
-        """The best cut with no load above ``limit``: the fewest workers, then the fewest shared layers, then the lowest
-        sum of prices; None if there is none.
+        """The best cut with no load above ``limit``; None if there is none.
+
+        The best has the fewest workers, then the fewest shared layers, then the lowest sum of prices.
         """
         limit *= 1 + 1e-12  # sums are not exact
         count = len(self.work)
@@ -259,8 +242,9 @@ class Stages:
         return self._traced(back) if count in reached else None
 
     def _ends(self, stage: int, begin: float, limit: float) -> Iterator[tuple[float, int]]:
-        """Possible ends of a stage within ``limit``, each with the fewest workers: all whole bounds, and the last one
-        within a layer.
+        """Possible ends of a stage within ``limit``, each with the fewest workers.
+
+        They are all whole bounds, and the last one within a layer.
         """
         options, at = self.options[stage], 0  # more layers never need fewer workers
         behind = len(self.options) - stage - 1  # each of them needs a layer
@@ -298,7 +282,7 @@ class Stages:
 
 
 def _useful(reached: dict[float, tuple[int, int, float]]) -> dict[float, tuple[int, int, float]]:
-    """Of the bounds within each layer those with fewer shared layers than any further one."""
+    """Of the bounds within each layer, those that share fewer layers than later ones."""
     kept: dict[float, tuple[int, int, float]] = {}
     fewest: dict[int, int] = {}  # shared layers, by the layer in which the bound lies
     for end in sorted(reached, reverse=True):
@@ -315,7 +299,7 @@ _PRECISION = 1e-6  # relative: two loads that are closer are equal
 
 
 def fastest_cut(stages: Stages) -> Cut | None:
-    """The cut with the least bottleneck; None if memory or the number of layers admits none."""
+    """The cut with the least bottleneck; None if memory or layers admit none."""
     best, low, limit = None, 0.0, stages.least()
     while best is None:
         best = stages.within(limit)
@@ -334,24 +318,20 @@ def fastest_cut(stages: Stages) -> Cut | None:
 
 
 def shares(microbatches: int, factors: Sequence[float]) -> tuple[float, ...]:
-    """``shares[n]``: the least possible largest load of n workers, in micro-batches at factor 1; infinite for n = 0.
+    """``shares[n]``: the least largest load of n workers, in micro-batches.
 
-    Args:
-        microbatches: all micro-batches of a step.
-        factors: by how much longer each worker takes than its stage's costs, those that stay longest first.
+    Infinite for n = 0. ``factors``: by how much longer each worker takes than its stage's costs, those that stay
+    longest first.
     """
     counts = range(1, len(factors) + 1)
     return (math.inf, *(least_maximum(operator.mul, microbatches, factors[:count]) for count in counts))
 
 
 def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of workers of the stages with which parts of layers even out most: where loads are equal, a step takes
-    the work over the sum of 1 / ``table[n]`` of all stages.
+    """Numbers of workers of the stages with which parts of layers even out most.
 
-    Args:
-        table: ``table[n]``: the micro-batches of the busiest of n workers.
-        stages: the number of stages.
-        workers: of all stages.
+    Where loads are equal, a step takes the work over the sum of 1 / ``table[n]`` of all stages; ``table[n]`` is the
+    number of micro-batches of the busiest of n workers.
 
     Returns:
         The best of those whose stages are nearly alike, and of those that differ more. Stages with few workers come

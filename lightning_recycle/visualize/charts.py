@@ -1,10 +1,8 @@
-"""Charts of the report: axes, and the shapes of a picture that the page's template writes as SVG.
+"""Charts of the report: axes and shapes that the page's template writes as SVG.
 
-Concept: a chart is as wide as a phone (its picture scales, its text stays readable) and has no colours of its own:
-shapes carry classes, which the page's style sheet colours for light and dark. All shapes of a series have the class
-``s-<key>``, by which the legend switches them on and off; the page shows ``data-tip`` under the pointer.
-
-Must not know: simulations, HTML.
+A chart is as wide as a phone and has no colours of its own: shapes carry classes, which the page's style sheet colours
+for light and dark. All shapes of a series have the class ``s-<key>``, by which the legend switches them on and off; the
+page shows ``data-tip`` under the pointer.
 """
 
 from __future__ import annotations
@@ -57,15 +55,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together.
+    """Points that belong together, in the order of x.
 
-    Args:
-        name: name in the legend.
-        key: key of the series, the same in all charts of a section.
-        color: class that sets the colour.
-        points: points in the order of x.
-        marker: shape of the markers; None for none.
-        dashed: whether lines are dashed and markers hollow, unlike those of another series of the same colour.
+    ``key`` is the same in all charts of a section; ``color`` is a class. ``dashed``: whether lines are dashed and
+    markers hollow, unlike those of another series of the same colour.
     """
 
     name: str
@@ -78,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a row, from ``begin`` to ``end`` on the x axis; ``height`` is a fraction of the row's."""
+    """Part of a row on the x axis; ``height`` is a fraction of the row's."""
 
     series: Series
     begin: float
@@ -108,13 +101,9 @@ class Axis:
 
 
 def linear(label: str, most: float, *, least: float = 0.0, count: int = 5, exact: bool = False) -> Axis:
-    """From ``least`` to ``most`` or a little beyond, with about ``count`` round ticks.
+    """A scale from ``least`` to ``most`` or beyond, with about ``count`` round ticks.
 
-    Args:
-        label: label of the axis, with the unit.
-        most, least: range of the values.
-        count: approximate number of ticks.
-        exact: whether to end at ``most``, which then need not be a tick.
+    ``exact``: whether to end at ``most``, which then need not be a tick.
     """
     raw = ((most - least) or 1.0) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -206,7 +195,7 @@ def _mark(series: Series, x: float, y: float, **tip: str) -> Iterable[Shape]:
 
 
 def swatch(series: Series, *, bars: bool = False) -> list[Shape]:
-    """The look of a series in the legend, in a picture of 18 by 12 pixels; ``bars``: that of a filled area."""
+    """The look of a series in the legend, 18 by 12 pixels; ``bars``: a filled area."""
     if bars:
         return [Shape("rect", {"x": 3, "y": 1, "width": 12, "height": 10, "rx": 2, "class": f"fill {series.color}"})]
     look = f"stroke {series.color}{' dashed' if series.dashed else ''}"

@@ -1,34 +1,18 @@
-"""Candidates of a layout: predicted step, costs of a change, and which one pays.
+"""Candidates of a layout: predicted step, costs of a change, and the best.
 
-*Gain*: of each way to go on after a failure, its layout with the predicted step, what has to be sent for it, and how
-long training stands still. A layout is worth a change if the seconds that it saves until the next change exceed the
-seconds that training stands still for it:
+A layout is worth a change if the seconds that it saves until the next change exceed the stall for it:
 
     (1 - period / period of reroute) x seconds until the next change  >  stall
 
-Of what is compared, re-routing is the first.
-
-*Period*: grids up to ``COMPACT_FROM`` operations are planned as they are. Larger ones are planned by lanes where that
-is near the lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage
-wastes the others, so the lower bound is the prediction; the plan of the layout that is chosen is made when it is
-needed.
+*Period*: grids up to ``COMPACT_FROM`` operations are planned as they are, larger ones by lanes where that is near the
+lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage wastes the
+others, so the lower bound is the prediction.
 
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
-after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E): conjugate to the
-Poisson process, so two numbers are the whole memory. The prior's mean a / b is Llama 3's rate; its shape says how many
-failures it counts for, and it is small: spot instances fail four orders of magnitude more often, so a run's first
-failures must outweigh it. How many workers a failure takes at once is counted too, because a layer with few owners is
-soon lost with all of them. By the prior, which counts for one failure, three of four take one worker, and each size is
-a quarter as likely as the one below it.
-
-Contract: frozen; pure, deterministic. The newest judgements are kept.
-
-Must not know: how layouts are found, clocks.
-
-Source: Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unplanned interruptions in 54 days on 16,384 GPUs, one per 50,700
-GPU-hours.
-
-Units: seconds, bytes.
+after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E). The prior's mean a / b
+is that of Llama 3 (arXiv 2407.21783, section 3.3.4: 419 unplanned interruptions in 54 days on 16,384 GPUs); its shape
+is small, as spot instances fail four orders of magnitude more often. How many workers a failure takes at once is
+counted too: by the prior, three of four take one worker, and each size is a quarter as likely as the one below it.
 """
 
 from __future__ import annotations
@@ -44,9 +28,9 @@ from typing import Literal, TypeAlias
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, CompactSchedule, lane_problem, worth_compacting
+from lightning_recycle.planning.cuts import Bounds, check_cuts, rounded, shared_layers
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
-from lightning_recycle.planning.layouts.cuts import Bounds, check_cuts, rounded, shared_layers
+from lightning_recycle.planning.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
 from lightning_recycle.planning.problem import Problem, lower_bound, makespan_lower_bound
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
@@ -77,7 +61,7 @@ class FailureRecord:
         at_least("FailureRecord", "exposure", self.exposure)
 
     def after(self, workers: int, seconds: float, lost: int = 0) -> FailureRecord:
-        """The record after ``seconds`` with that many live workers, at the end of which ``lost`` failed at once."""
+        """The record after ``seconds``, at the end of which ``lost`` workers failed."""
         sizes = [*self.sizes, *(0,) * (lost - len(self.sizes))]
         if lost:
             sizes[lost - 1] += 1
@@ -93,11 +77,9 @@ class FailureRecord:
         return 1.0 / (self.rate * workers) if workers else math.inf
 
     def loss_chance(self, owners: Iterable[int], workers: int) -> float:
-        """Probability, at most, that the next failure takes all owners of a part of the model.
+        """Chance, at most, that the next failure takes all owners of a part.
 
-        Args:
-            owners: for each part of the model that has owners of its own, such as a stage, how many it has.
-            workers: live workers, of which a failure takes any with the same chance.
+        ``owners``: for each part of the model that has owners of its own, such as a stage, how many it has.
         """
         alone = Counter(owners)
         return min(1.0, sum(count * self._takes_all(own, workers) for own, count in alone.items()))
@@ -120,13 +102,12 @@ _GOOD = 1.01  # of the lower bound, as in lane planning
 
 @dataclass(frozen=True, order=True)
 class Judgement:
-    """Predicted seconds of a step; the least is the one of the shortest period. Without the staggered optimizer steps
-    do not overlap.
+    """Predicted seconds of a step; the least has the shortest period.
 
     Args:
         period: seconds between two steps.
         fill: extra seconds of the first step, which begins with empty pipelines.
-        lead: how long before the end of a step the first worker begins the next one.
+        lead: how long before the end of a step the first worker begins the next one; 0 without the staggered optimizer.
         schedule: the plan, if it was made.
     """
 
@@ -141,12 +122,9 @@ Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]
 
 @lru_cache(maxsize=256)
 def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Judgement:
-    """A step of ``problem``.
+    """The predicted step of ``problem``, which has the mean costs of micro-batches.
 
-    Args:
-        problem: with the mean costs of micro-batches.
-        variation: how these differ, where stages share layers. A plan that does not list all operations is made by the
-            mean.
+    A plan that does not list all operations is made by the mean, whatever the ``variation``.
 
     Raises:
         PlanningError: when there is no plan.
@@ -162,10 +140,7 @@ def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Ju
 def with_variation(judgement: Judgement, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     """Predicted seconds of a step if micro-batches differ.
 
-    Args:
-        judgement: for the mean micro-batch. Without a plan, or with one by lanes, it stands for each.
-        variation: how they differ; None if they do not.
-        effort: of the planner.
+    Without a plan, or with a plan by lanes, the ``judgement`` stands.
     """
     schedule = judgement.schedule
     if variation is None or schedule is None or isinstance(schedule, CompactSchedule):
@@ -192,11 +167,11 @@ LEAST_GAIN = 0.005  # of a period: less is within the error of what was measured
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layers of each stage, in all pipelines alike, and the number of live workers that serve it.
+    """Layers of each stage, alike in all pipelines, and its number of live workers.
 
     Args:
         cuts: bounds of the stages: stage s holds the layers ``cuts[s]`` to ``cuts[s + 1] - 1``, at least one. Bounds
-            within a layer: see :mod:`~lightning_recycle.planning.layouts.cuts`.
+            within a layer: see :mod:`~lightning_recycle.planning.cuts`.
         workers: live workers of each stage, at least one.
 
     Raises:
@@ -291,7 +266,7 @@ class LayoutPlan:
 
     @property
     def gain(self) -> float:
-        """By how much steps are faster than with re-routing alone, as a fraction of a period; 0 where nothing moves."""
+        """By how much steps are faster than with re-routing alone, as a fraction."""
         return 1.0 - self.chosen.period / self.reroute.period if self.reroute.period else 0.0
 
     def why(self) -> tuple[str, ...]:
@@ -302,13 +277,13 @@ class LayoutPlan:
 
 
 def chosen_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that saves most; of those that save as much the first, which needs least."""
+    """The candidate that saves most; of equal ones the first, which needs least."""
     best = max((each for each in candidates if not each.refused), key=lambda each: each.saved)
     return best if best.saved > 0 else candidates[0]
 
 
 def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
-    """Whether ``one`` saves more; not if it shares more layers and is faster by less than ``sharing_gain``."""
+    """Whether ``one`` saves more; sharing layers must gain ``sharing_gain`` at least."""
     shared = [len(shared_layers(each.layout.cuts)) for each in (one, other)]
     if shared[0] != shared[1]:
         least = sharing_gain * (1 if shared[0] > shared[1] else -1)

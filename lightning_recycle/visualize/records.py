@@ -1,12 +1,8 @@
-"""Results of ``recycle-simulate``: loaded, grouped, in words, and as series of charts.
+"""Results of ``recycle-simulate``: loaded, grouped, in words, and as series.
 
-Concept: the folder of a sweep holds any number of ``result.json``, one for each training run and its repetitions.
-Where runs of one policy within a group differ in some settings, those settings define *variants*, each a series of its
-own, named by what differs: a policy has the same name, colour and marker everywhere.
-
-Contract: the dictionaries are checked for the parts that are read here, then passed on unchanged.
-
-Must not know: sections, pages.
+The folder of a sweep holds any number of ``result.json``, one for each training run and its repetitions. Where runs of
+one policy within a group differ in some settings, those settings define *variants*, each a series of its own, named by
+the difference: a policy has the same name, colour and marker everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.visualize.report.charts import Series
+from lightning_recycle.visualize.charts import Series
 
 Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 
-RESULT_SCHEMA = 3
+RESULT_SCHEMA = 1
 EXPERIMENT_FILE = "experiment.json"
 """In the folder of an experiment, with the number of results it is to have."""
 _PARTS = (
@@ -53,7 +49,7 @@ _QUANTILES = dict(
          2.05, 2.05, 2.05), LEAST_RUNS,
     )
 )  # fmt: skip
-"""By the number of runs: Student's 97.5 % quantile with one degree of freedom less."""
+"""By the number of runs: Student's 97.5 % quantile."""
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -150,10 +146,8 @@ def setting_text(name: str, value: Any) -> str:
 def policy_text(result: Record, settings: Iterable[str] | None = None, *, with_schedule: bool = True) -> str:
     """A policy with its relevant settings.
 
-    Args:
-        result: result of a training run.
-        settings: names of settings to show; by default those that differ from the policy's defaults.
-        with_schedule: whether to show the schedule, also where it is the default.
+    ``settings``: names of settings to show, by default those that differ from the policy's defaults; ``with_schedule``:
+    whether to show the schedule, also where it is the default.
     """
     policy = result["policy"]
     shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
@@ -197,7 +191,7 @@ def _taken(result: Record) -> str:
 
 
 def assumptions_text(result: Record) -> str:
-    """What decides a result besides policy and failures: batch, utilization of the GPU, network."""
+    """Assumptions besides policy and failures: batch, utilization, network."""
     model = result["model"]
     mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
     network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
@@ -255,7 +249,7 @@ def _load(file: Path) -> Record:
 
 
 def missing_results(folder: str | Path) -> int:
-    """How many results the experiments below ``folder`` still lack because they were interrupted."""
+    """How many results the interrupted experiments below ``folder`` still lack."""
     missing = 0
     for file in Path(folder).rglob(EXPERIMENT_FILE):
         try:
@@ -281,7 +275,7 @@ def models_of(records: Iterable[Record]) -> list[str]:
 
 
 def error(record: Record) -> float:
-    """Half of the 95 % interval of the mean ratio, by Student's distribution; 0 for fewer than ``LEAST_RUNS`` runs."""
+    """Half of the 95 % interval of the mean ratio; 0 for few runs."""
     runs = len(record["runs"])
     return _QUANTILES.get(runs, 1.96) * float(record["deviation"]) / math.sqrt(runs) if runs >= LEAST_RUNS else 0.0
 
@@ -299,11 +293,9 @@ def protocol_text(records: Sequence[Record]) -> str:
 
 
 class Variants:
-    """The policies of a group of results, each with its series of charts, without points.
+    """The policies of a group of results, each with a series without points.
 
-    Args:
-        records: the training runs.
-        with_schedule: whether the schedule defines variants; otherwise it is shown in another way.
+    ``with_schedule``: whether the schedule defines variants; otherwise it is shown in another way.
     """
 
     def __init__(self, records: Iterable[Record], *, with_schedule: bool = True) -> None:

@@ -1,22 +1,15 @@
 """Search for the best layout after failures: layers and workers of each stage.
 
-Concept: after a failure there are three ways to go on, of which each needs more state to be sent than the one before:
+There are three ways to go on, of which each needs more state to be sent than the one before:
 
 - ``reroute``: nothing moves; the peers of the dead run their micro-batches;
 - ``layers``: stages that lost workers give layers to their neighbours;
 - ``both``: workers change their stage, too (failure normalization).
 
-Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.layouts.cuts`), by the load of the slowest stage.
-A load is only a bound, so of each way a few layouts, those with the least lower bounds, are planned, and the period of
-the real schedule decides. Whether a layout is worth a change: see
-:mod:`~lightning_recycle.planning.layouts.layout_candidates`.
-
-Contract: pure, deterministic. ``plan_layout`` never returns a layout that is worse than re-routing by its own figures;
-a way that cannot be gone is refused in one line, never with an exception, as long as re-routing has a plan.
-
-Must not know: how state is copied, who decides when, torch.
-
-Units: seconds, bytes.
+Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage.
+A load is only a bound, so of each way the layouts with the least lower bounds are planned, and the period of the real
+schedule decides. The result is never worse than re-routing by its own figures; a way that is impossible is refused in
+one line.
 """
 
 from __future__ import annotations
@@ -31,8 +24,7 @@ from typing import TypeAlias
 from lightning_recycle.arguments import at_least
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
-from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import (
+from lightning_recycle.planning.cuts import (
     Bounds,
     Cut,
     Stages,
@@ -43,8 +35,9 @@ from lightning_recycle.planning.layouts.cuts import (
     shares,
     smooth_counts,
 )
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
-from lightning_recycle.planning.layouts.layout_candidates import (
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
+from lightning_recycle.planning.layout_candidates import (
     LEAST_GAIN,
     Candidate,
     Judge,
@@ -91,7 +84,7 @@ def plan_layout(
         layers: what single layers cost.
         cuts: bounds of the stages now.
         next_change: seconds expected until the next change, e.g. of
-            :meth:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord.next_change`.
+            :meth:`~lightning_recycle.planning.layout_candidates.FailureRecord.next_change`.
         switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
             are built again.
         least_gain: the smallest part of a period that a layout must save.
@@ -172,9 +165,10 @@ class _LayoutSearch:
         return self.best(way, list(rivals))
 
     def cuts_for(self, goal: tuple[int, ...], spare: float, *, near: bool) -> Iterator[Bounds]:
-        """Cuts for these numbers of workers in the stages: the fastest in which stages share layers, and if ``near``
-        those of whole layers that move the fewest bytes, or are the most even, within a little more than the least
-        bottleneck.
+        """Cuts for these numbers of workers in the stages.
+
+        They are the fastest in which stages share layers, and if ``near`` those of whole layers that move the fewest
+        bytes, or are the most even, within a little more than the least bottleneck.
         """
         options = self.fixed(goal)
         whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)
@@ -218,7 +212,7 @@ class _LayoutSearch:
         return smooth_counts(self.shares, self.grid.stages, sum(self.live)) if self.shares_layers else ()
 
     def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
-        """The one that saves most, of the few with the least bounds."""
+        """The candidate that saves most, of the few with the least bounds."""
         ranked = []
         refused = ""
         for cuts, distribution in rivals:
@@ -250,11 +244,11 @@ class _LayoutSearch:
         return self.refused(way, refused) if best is None else best
 
     def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
-        """A step of ``problem``, which has the mean costs of micro-batches under these cuts."""
+        """A step of ``problem``, which has the mean costs under these cuts."""
         return self.judge(problem, self.layers.variation(cuts, self.grid, split_backward=self.split_backward))
 
     def candidate(self, way: Way, cuts: Bounds, distribution: tuple[int, ...]) -> Candidate:
-        """A layout with its plan, what has to be sent for it and what it saves; refused if that is nothing."""
+        """A layout with its plan, traffic and savings; refused if it saves nothing."""
         taken = self.roles(distribution)
         problem = self.at(cuts, self.failed(distribution), distribution)
         judgement = self.judged(cuts, problem)
@@ -323,8 +317,9 @@ class _LayoutSearch:
         return roles(self.grid, self.problem.failed, distribution)
 
     def stages(self, options: list[Options], spare: float | None, *, shares_layers: bool = False) -> Stages:
-        """Possible stages; each has memory for ``spare`` times the micro-batches that 1F1B holds there, and for
-        one. None: memory does not count.
+        """Possible stages, with memory for ``spare`` times 1F1B's micro-batches.
+
+        There is room for one at least. None: memory does not count.
         """
         layers = self.layers
         return Stages(
@@ -337,7 +332,7 @@ class _LayoutSearch:
         )
 
     def fits(self, spare: float) -> Callable[[int, float, float], bool] | None:
-        """Whether the layers between two bounds fit into a worker of a stage, with some micro-batches."""
+        """Whether the layers between two bounds fit into a worker, with micro-batches."""
         layers, limit = self.layers, self.layers.memory_limit
         if limit is None:
             return None
@@ -362,7 +357,7 @@ class _LayoutSearch:
         return fits
 
     def spread(self, cut: Cut, spare: float) -> tuple[int, ...]:
-        """Workers of each stage: all live ones, at least those needed, and as many as possible stay where they are."""
+        """Workers of each stage: all live ones, as many as possible where they are."""
         stages = self.stages(self.tables, spare)
         counts = [max(need, live) for need, live in zip(cut.workers, self.live, strict=True)]
         for _ in range(sum(counts) - sum(self.live)):
@@ -389,7 +384,7 @@ _HARD = 0.0
 
 
 def _spares(grid: Grid) -> tuple[float, ...]:
-    """Room for micro-batches that a cut leaves, relative to 1F1B: the least room has the least load."""
+    """Room for micro-batches that a cut leaves, relative to 1F1B, the least first."""
     return (_HARD, 1.0, 1.5, 2.0) if grid.stages > 1 else (_HARD,)
 
 

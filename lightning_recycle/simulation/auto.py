@@ -1,14 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
-Concept: the ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the
-planner that a run asks (:func:`~lightning_recycle.planning.layouts.layout_search.plan_layout`). Of each way, what can
-be trained until the next change is
+The ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the planner
+that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). Of each way, the training until
+the next change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
 The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
 expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.layouts.layout_candidates.FailureRecord`).
+(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
 
 Assumptions:
 
@@ -39,11 +39,11 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.layouts.cuts import Bounds, held_ranges
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.planning.layouts.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.cuts import Bounds, held_ranges
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning.layout_candidates import Way as LayoutWay
 from lightning_recycle.planning.problem import lower_bound
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
@@ -63,15 +63,7 @@ Range = tuple[int, int]  # first layer, last + 1
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to go on: who holds which layers, and what a step takes.
-
-    Args:
-        choice: its name.
-        slots: the layers of each worker.
-        step: what a step takes.
-        cuts: bounds of the stages.
-        counts: workers of each stage.
-    """
+    """A way to go on: the layers of each worker (``slots``), and the step."""
 
     choice: str
     slots: tuple[Range, ...]
@@ -82,14 +74,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _PolicyState:
-    """Memory of the policy.
-
-    Args:
-        way: the way in force.
-        held: the slot of each worker that takes part, as sorted pairs (worker, index of the slot).
-        record: failures so far.
-        time: when the record was brought up to date.
-    """
+    """Memory of the policy: way in force, slots of workers, failures so far."""
 
     way: _Way | None
     held: tuple[tuple[int, int], ...]
@@ -161,7 +146,7 @@ class Auto(Policy):
         return self.regrouped(found, len(workers), broken=broken, transfer=copying)
 
     def _restart_seconds(self, context: Context) -> float:
-        """Seconds that the loss of a layer costs: the pauses, and half of the time between two checkpoints."""
+        """Cost of the loss of a layer: pauses, and half the time between checkpoints."""
         every = self.checkpoint_interval(context)
         return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
@@ -175,7 +160,7 @@ class Auto(Policy):
         workers: Sequence[int],
         until: float = math.inf,
     ) -> Iterator[_Way]:
-        """The ways to go on for ``until`` seconds; those that cannot be the best are left out."""
+        """The ways to go on for ``until`` seconds that may be the best."""
         model, way = context.model, state.way
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
@@ -212,7 +197,7 @@ class Auto(Policy):
     # -- workers and configurations -------------------------------------------------------------------------------
 
     def _workers(self, context: Context, state: _PolicyState, live: Collection[int]) -> tuple[int, ...]:
-        """Those that may take part: at most as many as the grid has, those with layers first."""
+        """Workers that may take part, those with layers first."""
         model = context.model
         held = {worker for worker, _ in state.held}
         found = context.workers(live)
@@ -264,8 +249,9 @@ def _staying(
 
 @lru_cache(maxsize=4096)
 def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Way, ...]:
-    """The layouts for so many workers, the fault-free cuts among them, wherever these are now: what a change costs
-    hardly depends on it.
+    """The layouts for so many workers, the fault-free cuts among them.
+
+    Costs of a change hardly depend on where the cuts are now.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
     ways: tuple[LayoutWay, ...] = ("layers", "both")
@@ -344,8 +330,10 @@ def _assigned(
 
 
 def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
-    """The slots of the start. Workers that fail together often come back together; in the places that are vacant then,
-    most of them in the stages that had the fewest workers, the next such failure would take all of a stage.
+    """The slots of the start.
+
+    Workers that fail together often come back together; in vacant places, most of them in the stages that had the
+    fewest workers, the next such failure would take all of a stage.
     """
     home = [worker for worker in workers if worker < full]
     others = [worker for worker in workers if worker >= full]
@@ -356,9 +344,7 @@ def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
 def _nearest(
     before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
 ) -> dict[int, int]:
-    """Slots with which little is copied: workers choose in the order of what they would lack; those that lack nothing
-    stay.
-    """
+    """Slots with little to copy: workers choose in the order of what they would lack."""
     free: dict[Range, list[int]] = {}
     for number, layers in enumerate(slots):
         free.setdefault(layers, []).append(number)
@@ -373,7 +359,7 @@ def _nearest(
 
 
 def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
-    """How many owners each part of the model has; parts with the same owners count once."""
+    """How many owners each part of the model has; equal sets of owners count once."""
     held = list(ranges)
     counts = Counter(held)
     bounds = sorted({bound for layers in counts for bound in layers})
@@ -382,7 +368,10 @@ def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
 
 
 def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:
-    """Bytes of the layers ``wanted`` that are not ``held``; ``before``: those of all layers before each one."""
+    """Bytes of the layers ``wanted`` that are not ``held``.
+
+    ``before``: bytes of all layers before each one.
+    """
     lacked = before[wanted[1]] - before[wanted[0]]
     if held is not None:
         begin, end = max(wanted[0], held[0]), min(wanted[1], held[1])

@@ -1,4 +1,7 @@
-"""Policies that train on whole pipelines only: without failures, merge, spares, restart, drop the replica."""
+"""Policies that train on whole pipelines only.
+
+They are fault-free training, merging, spares, restarting, and dropping the replica.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import ClassVar, Literal
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique
-from lightning_recycle.planning.layouts.layout_candidates import Judgement
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Loss,
@@ -33,7 +36,6 @@ def assemble_teams(
 
     Args:
         before: the previous pipelines.
-        workers: the live workers.
         stages: workers per pipeline.
         most: number of pipelines wanted.
         repair: whether to fill gaps of broken pipelines, first with idle workers, then with those of the most broken
@@ -79,15 +81,10 @@ def assemble_teams(
 def whole_pipelines(
     context: Context, policy: Policy, teams: Teams, label: str, *, keep_batch: bool = True
 ) -> Configuration:
-    """Whole pipelines with the policy's schedule and checkpoints.
+    """Whole pipelines (``teams`` of workers) with the policy's schedule.
 
-    Args:
-        context: the model and the cluster.
-        policy: the policy.
-        teams: the workers of each pipeline.
-        label: label of the configuration.
-        keep_batch: whether the pipelines share the whole global batch, in shares that differ by at most one micro-batch
-            (a step takes as long as the largest share); otherwise each keeps its own part.
+    ``keep_batch``: whether the pipelines share the whole global batch, in shares that differ by at most one micro-batch
+    (a step takes as long as the largest share); otherwise each keeps its own part.
     """
     model, count = context.model, len(teams)
     if not count:
@@ -136,7 +133,7 @@ class WholePipelines(Policy):
     """Base of policies whose layout is the workers of each whole pipeline."""
 
     keep_batch: ClassVar[bool] = True
-    """Whether the pipelines share the whole global batch; otherwise each keeps its own part."""
+    """Whether pipelines share the whole global batch, or each keeps its part."""
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         """See :class:`Policy`."""
@@ -272,7 +269,7 @@ class DropReplica(WholePipelines):
       the smaller batches counts in full.
     - A scheduler starts a new replica group on any S free workers in a minute, which joins at the end of a step and
       copies its state from a peer while the others wait.
-    - When all replica groups are lost, nobody is left to copy from: training restarts from the newest checkpoint.
+    - When all replica groups are lost, no worker is left to copy from: training restarts from the newest checkpoint.
 
     Takes the arguments of ``Policy``.
     """

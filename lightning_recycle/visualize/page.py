@@ -1,12 +1,9 @@
-"""The page that ``recycle-report`` makes: one self-contained HTML file, for light and dark, for desktop and phone.
+"""The page that ``recycle-report`` makes: one self-contained HTML file.
 
-Concept: ``page.html.j2`` writes the sections one below the other, and has the style sheet and the script. The page
-begins with its conclusion, sentences from results that are comparable: where everything but the policy is the same
-(model, batch, cluster, failures, duration and schedule). They say which policy is fastest, what re-routing adds and,
-if it is not the fastest, what it is for, and what the schedule alone is worth.
-
-Contract: the page loads nothing; the same results give the same page except for the date in its footer. Every number
-is computed from the results.
+``page.html.j2`` writes the sections one below the other, and has the style sheet and the script. The page begins with
+its conclusion, sentences from results where everything but the policy is the same (model, batch, cluster, failures,
+duration and schedule): the fastest policy, the gain of re-routing, and the gain of the schedule alone. The same results
+give the same page except for the date in its footer.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from importlib import resources
 
 from jinja2 import Environment
 
-from lightning_recycle.visualize.report.charts import swatch
-from lightning_recycle.visualize.report.records import POLICIES, Record, number
-from lightning_recycle.visualize.report.sections import sections_of
+from lightning_recycle.visualize.charts import swatch
+from lightning_recycle.visualize.records import POLICIES, Record, number
+from lightning_recycle.visualize.sections import sections_of
 
 _NARROW = 0.005
 
@@ -43,10 +40,7 @@ _USE = (
 def render_report(records: Sequence[Record], title: str = "ReCycle simulation report", missing: int = 0) -> str:
     """The page of ``records`` as HTML.
 
-    Args:
-        records: the results of a folder.
-        title: title of the page.
-        missing: number of results that an interrupted experiment lacks.
+    ``missing``: number of results that an interrupted experiment lacks.
     """
     template = resources.files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -102,7 +96,7 @@ def _scenes(records: Sequence[Record]) -> Scenes:
 
 
 def _leaders(scenes: Scenes) -> str:
-    """Who is fastest, among at least three policies with the same schedule; empty where no three have run."""
+    """The fastest of at least three policies with the same schedule."""
     leads: Counter[str] = Counter()
     entered: Counter[str] = Counter()
     narrow = 0
@@ -146,7 +140,7 @@ def _re_routing(scenes: Scenes) -> str:
 
 
 def _schedule(scenes: Scenes) -> str:
-    """The planned schedule less 1F1B, in points, for policies other than ReCycle; empty where none ran with both."""
+    """The planned schedule less 1F1B, in points, for policies other than ReCycle."""
     gains = [
         100 * (record["ratio"] - found[name, "1f1b"]["ratio"])
         for found in scenes.values()

@@ -47,8 +47,8 @@ from typing import Any
 import mip
 
 from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.exact.exact_planner import SolverTask, improve
-from lightning_recycle.planning.exact.time_indexed_problem import Placement, Step, TimeIndexedProblem
+from lightning_recycle.planning.planner import SolverTask
+from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
@@ -69,8 +69,13 @@ class _InfeasibleError(Exception):
 
 
 def solve(task: SolverTask, report: Report) -> None:
-    """See :func:`improve`."""
-    improve(task, report, _MilpSearch(task, report))
+    """Find a shorter period; solutions and bounds are reported as they are found."""
+    deadline = time.monotonic() + task.time_limit
+    problem, search = task.problem, _MilpSearch(task, report)
+    length, known = search.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
+    if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
+        fine = problem.refined()  # periods can be fractions of a slot
+        search.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
 
 
 @dataclass
@@ -81,7 +86,11 @@ class _MilpSearch:
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
-        """Decide lengths from the bottom up; around a known plan that is good, if that alone takes long."""
+        """Decide lengths from the bottom up; first around a known plan that is good.
+
+        Returns:
+            The smallest length, None if that is not decided; and the best plan.
+        """
         good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
         if good and problem.variables(low) <= _SMALL:
             half = (time.monotonic() + deadline) / 2
@@ -125,7 +134,11 @@ class _MilpSearch:
     def _descend(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int, list[Placement]]:
-        """Ask for a shorter length in corridors around the best plan, which keep its routes; length and plan."""
+        """Look for shorter plans in corridors around the best one, on its routes.
+
+        Returns:
+            The length of the best plan, and the plan.
+        """
         reach = float(_REACH * problem.mean_duration)
         while high > low and reach <= high:
             until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
@@ -146,7 +159,7 @@ class _MilpSearch:
         known: list[Placement] | None = None,
         reach: int = 0,
     ) -> list[Placement] | None:
-        """A plan of this length, which is reported; an empty list if there is none, None if time is up."""
+        """Look for a plan of this length; empty if there is none, None if time is up."""
         try:
             model = _MilpModel(problem, length, self.task, known, reach)
         except _InfeasibleError:
@@ -159,7 +172,7 @@ class _MilpSearch:
         return found
 
     def _optimize(self, model: _MilpModel, deadline: float) -> bool | None:
-        """Whether the model has a solution, which its variables then hold; None when time is up."""
+        """Whether the model has a solution; None when time is up."""
         self.report("call", 1)
         started = time.monotonic()
         status = model.mip.optimize(max_seconds=max(0.0, deadline - started))
@@ -205,10 +218,10 @@ def _version(package: str) -> str:
 
 @dataclass
 class _MilpModel:
-    """The model for one length; ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
+    """The model for one length.
 
-    With ``known``, a plan, it is a corridor: routes are those of the plan, and an operation is the k-th of its route up
-    to ``reach`` slots earlier or later than there.
+    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on. With ``known``, a plan, it is a corridor: routes
+    are those of the plan, and an operation is the k-th of its route up to ``reach`` slots earlier or later than there.
     """
 
     problem: TimeIndexedProblem
@@ -350,7 +363,7 @@ class _MilpModel:
         )
 
     def _stages(self) -> None:
-        """The staggered optimizer: each stage's iteration ends at most ``length`` after its start."""
+        """The staggered optimizer: a stage ends at most ``length`` after its start."""
         problem, groups = self.problem, range(len(self.routes))
         for stage in range(problem.stages):
             forward, release = (FORWARD, stage), (problem.release, stage)
@@ -396,5 +409,5 @@ class _MilpModel:
 
 
 def _minus(left: Any, right: Any) -> Any:
-    """The difference; python-mip's operator makes -1 times the variable of a variable minus itself."""
+    """The difference; python-mip turns x - x into -1 x."""
     return 0 if left is right else left - right

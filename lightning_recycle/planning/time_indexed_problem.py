@@ -17,22 +17,14 @@ Constraints
 Objective
     the shortest period (without the staggered optimizer: makespan)
 
-Which micro-batch of a route is which does not matter: take any schedule, and for every operation assign its sorted
-start times to the micro-batches of the route in a fixed order. A worker is busy at the same times and holds equally
-many micro-batches at every moment. And if operation ``b`` needs ``a``, then ``a_j + p <= b_j`` for every member j,
-hence also for the sorted times: the k-th smallest ``b`` has k members with ``a`` at most that much earlier, so the k-th
-smallest ``a`` is. So some optimal schedule sends every route first in, first out through every operation.
+Some optimal schedule sends every route first in, first out through every operation: take any schedule, and for every
+operation assign its sorted start times to the micro-batches of the route in a fixed order. If operation ``b`` needs
+``a``, then ``a_j + p <= b_j`` for every member j, hence also for the sorted times.
 
-A backward that is split is never fused here: B with W directly behind it, on the same worker, takes as long, and is
-better for the stage that waits for the input gradient. What was split for nothing is fused at the end.
-
-Where all durations are multiples of a common slot, whole slots lose nothing: start times are sums of durations.
-Otherwise durations are rounded to a longer slot; the solver's *order* is then timed again with the real durations, and
-its bound is not used. Memory in bytes becomes the number of micro-batches that fits whatever the order.
-
-Contract: pure data and arithmetic, deterministic; picklable, for the solver's process.
-
-Must not know: any solver, or how long solving takes.
+Where all durations are multiples of a common slot, whole slots lose nothing. Otherwise durations are rounded to a
+longer slot; the solver's *order* is then timed again with the real durations, and its bound is not used. Memory in
+bytes becomes the number of micro-batches that fits in any order. Backwards that were split for nothing are fused at the
+end.
 """
 
 from __future__ import annotations
@@ -45,7 +37,7 @@ from itertools import product
 from typing import TypeAlias
 
 from lightning_recycle.planning.grid import OpKind, Worker
-from lightning_recycle.planning.heuristic.refinement import with_fused_backwards
+from lightning_recycle.planning.heuristic_planner import with_fused_backwards
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
@@ -58,10 +50,10 @@ _KINDS = {
 }
 
 Step: TypeAlias = tuple[int, int]
-"""Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage: what a micro-batch passes through."""
+"""Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage."""
 
 Placement: TypeAlias = tuple[int, int, int, int, float]
-"""Kind, stage and micro-batch ``d * M + m`` of an operation, the rank that runs it, and its start, in any unit."""
+"""Kind, stage, micro-batch ``d * M + m``, rank and start (in any unit)."""
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]
 """For each stage, the ranks that may run a micro-batch."""
@@ -111,12 +103,11 @@ class TimeIndexedProblem:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.closing)
 
     @property
     def release(self) -> int:
-        """The kind of operation after which a micro-batch is no longer held: WEIGHT, or BACKWARD when fused."""
+        """The kind of operation that frees a micro-batch: WEIGHT, or BACKWARD when fused."""
         return BACKWARD if self.fused else WEIGHT
 
     @property
@@ -152,8 +143,11 @@ class TimeIndexedProblem:
         return total if self.limits is None else min(total, self.limits[rank % self.stages])
 
     def refined(self) -> TimeIndexedProblem:
-        """The same problem with each slot divided into S: a period is the mean of a cycle through at most S stages
-        (:mod:`timing`), hence a whole number divided by at most S."""
+        """The same problem with each slot divided into S.
+
+        A period is the mean of a cycle through at most S stages (:mod:`timing`), hence a whole number divided by at
+        most S.
+        """
         parts = self.stages
         return replace(
             self,
@@ -165,7 +159,7 @@ class TimeIndexedProblem:
         )
 
     def bound(self, length: int) -> float | None:
-        """The lower bound of the period, in the unit of the costs, if no schedule is shorter than ``length`` slots."""
+        """Lower bound of the period if no schedule is shorter than ``length`` slots."""
         if not (self.exact and self.complete):
             return None
         if not self.staggered:
@@ -179,7 +173,7 @@ class TimeIndexedProblem:
         return [Route(f, hosts) for f, family in enumerate(self.families) for hosts in product(*family.hosts)]
 
     def windows(self, route: Route, length: int) -> dict[Step, tuple[int, int]]:
-        """First and last possible start of the steps of a route, if the period is at most so many slots."""
+        """First and last start of a route's steps if the period is at most ``length``."""
         first: dict[Step, int] = {}
         last: dict[Step, int] = {}
         lasts = {step: self.durations[step[0], route.hosts[step[1]]] for step in self.steps}
@@ -221,7 +215,7 @@ class TimeIndexedProblem:
         return ends
 
     def variables(self, length: int) -> int:
-        """Number of (step of a route, slot) pairs that are open if the period is ``length`` slots."""
+        """Number of (step of a route, slot) pairs that a period of ``length`` leaves open."""
         windows = (self.windows(route, length) for route in self.routes())
         return sum(max(0, last - first) for each in windows for first, last in each.values())
 
@@ -231,7 +225,9 @@ class TimeIndexedProblem:
         Where durations are whole slots, it is enough to round starts down: that breaks no constraint. Where durations
         are rounded, operations also wait for those before them.
         """
-        rows = sorted(known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, self._flow(row)))
+        rows = sorted(
+            known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages))
+        )
         origin = rows[0][4]
         free: dict[int, int] = {}
         ends: dict[tuple[Step, int], int] = {}
@@ -245,22 +241,10 @@ class TimeIndexedProblem:
             found.append((kind, stage, number, rank, begin))
         return found
 
-    def lengths(self, rows: Iterable[tuple[int, int, int, int, int]]) -> tuple[int, list[int]]:
-        """The period of a plan in whole slots, and when each stage begins, by which it counts."""
-        begin = [math.inf] * self.stages
-        end = [0] * self.stages
-        for kind, stage, _, rank, start in rows:
-            if kind == FORWARD:
-                begin[stage] = min(begin[stage], start)
-            elif kind == self.release:
-                end[stage] = max(end[stage], start + self.durations[kind, rank] + self.closing[stage])
-        begins = [int(first) if self.staggered and stage else 0 for stage, first in enumerate(begin)]
-        return max(e - b for b, e in zip(begins, end, strict=True)), begins
 
-    def _flow(self, row: Placement) -> int:
-        """At equal starts, operations without duration go first, in the order in which data flows."""
-        kind, stage = row[0], row[1]
-        return kind * self.stages + (stage if kind == FORWARD else self.stages - stage)
+def _flow(kind: int, stage: int, stages: int) -> int:
+    """At equal starts, operations without duration go in the order of data flow."""
+    return kind * stages + (stage if kind == FORWARD else stages - stage)
 
 
 def common_slot(durations: Iterable[float]) -> float:
@@ -273,16 +257,20 @@ def common_slot(durations: Iterable[float]) -> float:
     return float(Fraction(numerator, denominator))
 
 
-def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: int | None = None) -> TimeIndexedProblem:
-    """The problem of ``schedule`` in slots.
+_MOST_ROUTES = 24  # of a family: models grow with them
+
+
+def discretize(schedule: Schedule, max_slots: int | None) -> TimeIndexedProblem:
+    """The problem of a valid schedule in slots.
+
+    Where a family has more than ``_MOST_ROUTES``, only those of the schedule are kept, and the result is not
+    ``complete``.
 
     Args:
-        schedule: any valid schedule of the problem, usually the heuristic's.
         max_slots: the most slots that its makespan may be divided into; if the common slot of all durations is shorter,
             durations are rounded to a longer one. None: about one slot for each operation. Measured with F : B : W =
             1 : 1.087 : 0.912, the order that HiGHS then finds is within 1.5 % of the best known after 1 to 4 s; with
             two to four slots it is no better after up to 18 s, or there is none.
-        most_routes: where a family has more, only those of the schedule are kept, and the result is not ``complete``.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
     fused = not problem.technique.split_backward
@@ -306,7 +294,7 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
     if not exact:
         slot = max(horizon / max_slots, 1e-12)
     found = _families(schedule)
-    complete = most_routes is None or all(math.prod(map(len, hosts)) <= most_routes for hosts in found)
+    complete = all(math.prod(map(len, hosts)) <= _MOST_ROUTES for hosts in found)
     if not complete:
         found = _families(schedule, reroute=False)
     return TimeIndexedProblem(
@@ -325,7 +313,7 @@ def discretize(schedule: Schedule, max_slots: int | None = None, most_routes: in
 
 
 def _families(schedule: Schedule, *, reroute: bool = True) -> dict[Hosts, list[int]]:
-    """The micro-batches by their hosts; without ``reroute`` all stay where the schedule has them."""
+    """The micro-batches by their hosts; without ``reroute`` the schedule's hosts."""
     problem, grid = schedule.problem, schedule.grid
     live = [problem.live_workers(stage) for stage in range(grid.stages)]
     uneven = [len({problem.factor(worker) for worker in workers}) > 1 for workers in live]
@@ -347,7 +335,7 @@ def _duration(problem: Problem, kind: int, worker: Worker, fused: bool) -> float
 
 
 def placements(schedule: Schedule) -> list[Placement]:
-    """Worker and start of each operation; a fused one counts as B and W in a row if backwards may be split."""
+    """Worker and start of each operation; BW counts as B and W where splits may be."""
     problem, grid = schedule.problem, schedule.grid
     found: list[Placement] = []
     for worker, ops in schedule.workers.items():
@@ -364,11 +352,7 @@ def placements(schedule: Schedule) -> list[Placement]:
 
 
 def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]) -> Schedule:
-    """The schedule with the routes and the *order* of these starts and the real durations, all as early as can be.
-
-    Args:
-        schedule: any schedule of the problem.
-        placements: one for each F, B (BW) and W.
+    """The schedule with the routes and the *order* of these starts, timed again.
 
     Raises:
         PlanningError: when the order contradicts the dependencies.
@@ -380,12 +364,12 @@ def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]
         routes[stage][microbatches[number]] = grid.worker(rank)
     fused = not problem.technique.split_backward
     codes = Codes(problem, routes, fused=fused)
-    # At equal starts, operations without duration go first, in the order in which data flows.
     programs: dict[int, list[tuple[float, bool, int, int, int]]] = {}
     for kind, stage, number, rank, start in rows:
-        flow = kind * grid.stages + (stage if kind == FORWARD else grid.stages - stage)
         lasts = _duration(problem, kind, grid.worker(rank), fused) > 0.0
-        programs.setdefault(rank, []).append((start, lasts, flow, number, codes.code(kind, stage, number)))
+        programs.setdefault(rank, []).append(
+            (start, lasts, _flow(kind, stage, grid.stages), number, codes.code(kind, stage, number))
+        )
     ordered = {rank: [row[-1] for row in sorted(programs[rank])] for rank in sorted(programs)}
     sequence = interleave(codes, ordered)
     return assemble(codes, *with_fused_backwards(codes, sequence, best_timing(codes, sequence)))
