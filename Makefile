@@ -21,7 +21,7 @@ FAILURE_TESTS := tests/integration tests/chaos tests/callbacks tests/control tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-device test-long test-all test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
+.PHONY: help install demo test test-device test-long test-all test-works-with test-oldest test-newest test-exhaustive test-slurm test-ray gpu test-repeat chaos bench docs check clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -30,7 +30,7 @@ install: $(STAMP) ## create the virtual environment and install the package with
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,milp,cpsat]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,milp]'
 	touch $@
 
 # The demo needs none of the tools of `make install`: without these it has an environment with the package alone.
@@ -61,6 +61,10 @@ test-device: $(STAMP) ## run what runs on accelerators on simulated ones, compil
 
 test-ray: $(STAMP) ## run the tests on Ray clusters of several nodes, some minutes; needs the extra ray
 	$(BIN)/python -m pytest -q -m ray_cluster tests/raylets $(ARGS)
+
+test-works-with: $(STAMP) ## run docs/works_with.md with loggers, loaders and models of other projects, which it installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -r tests/works_with/requirements.txt
+	$(BIN)/python -m pytest -q tests/works_with -m "long or not long" $(ARGS)
 
 test-oldest: ## run a smoke set with the oldest versions that are allowed (PYTHON=python3.10 for the oldest Python)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt ARGS="$(SMOKE_TESTS) $(ARGS)"
@@ -94,6 +98,7 @@ bench: $(STAMP) ## run all benchmarks, one and a half hours; needs an idle machi
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/recovery.py $(if $(TORCHFT),--torchft $(TORCHFT))
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/reduction.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/memory.py

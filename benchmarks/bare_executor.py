@@ -24,7 +24,7 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator, Coord
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.communicator import Communicator
@@ -109,6 +109,17 @@ class _Handle:
     index: int
 
 
+class _NoValues:
+    """A micro-batch leaves nothing but its output."""
+
+    record = b""
+
+    def note(self, earlier: bytes) -> bytes:
+        return b""
+
+    output = note
+
+
 class _Host:
     """In the place of the session."""
 
@@ -117,7 +128,8 @@ class _Host:
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         return data  # type: ignore[no-any-return]
 
-    def begin_microbatch(self, index: int) -> None: ...
+    def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        return nullcontext(_NoValues())
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -127,7 +139,7 @@ class _Host:
 
     def on_generation(self) -> None: ...
 
-    def on_recovery(self, step: int) -> None: ...
+    def on_recovery(self, step: int, is_applied: bool) -> None: ...
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
         return nullcontext()

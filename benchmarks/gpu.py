@@ -35,7 +35,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
+from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.wire import Channel
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -135,8 +135,7 @@ def nccl(sharing: str, rank: int, device: torch.device) -> Transport:
     """Payloads by NCCL; ``sharing``: one of :data:`SHARING`, or "" where every worker has a device of its own."""
     if sharing:
         os.environ[sharing] = "1" if sharing == SHARING[0] else f"worker{rank}"
-    gloo = Transport(timedelta(seconds=300), HostMemory(device))
-    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"of worker {rank}", gloo, required=True)
+    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"of worker {rank}", required=True)
 
 
 def gloo(rank: int, device: torch.device) -> None:
@@ -294,7 +293,7 @@ def one_f_one_b(worker: Worker) -> None:
     stage, count = grid.worker(worker.rank).stage, grid.microbatches
     is_first, is_last = stage == 0, stage == grid.stages - 1
     posted = {
-        (channel, m): communicator.messages.post_receive(channel, worker.rank + by, m)
+        (channel, m): communicator.post_receive(channel, worker.rank + by, m)
         for m in range(count)
         for channel, by, needed in ((Channel.ACTIVATIONS, -1, not is_first), (Channel.GRADIENTS, 1, not is_last))
         if needed
@@ -306,7 +305,7 @@ def one_f_one_b(worker: Worker) -> None:
     losses: list[Tensor] = []
 
     def forward(m: int) -> None:
-        value: Any = worker.example if is_first else communicator.messages.receive(posted[Channel.ACTIVATIONS, m])
+        value: Any = worker.example if is_first else communicator.receive(posted[Channel.ACTIVATIONS, m])
         x = value.detach().requires_grad_(not is_first)
         output = x
         for layer in worker.layers:
@@ -315,16 +314,16 @@ def one_f_one_b(worker: Worker) -> None:
             losses.append(squares(output, output) / count)
             output = losses[-1]
         else:
-            communicator.messages.send(Channel.ACTIVATIONS, output.detach(), worker.rank + 1, m)
+            communicator.send(Channel.ACTIVATIONS, output.detach(), worker.rank + 1, m)
         flight[m] = x, output
 
     def backward(m: int) -> None:
         x, output = flight.pop(m)
-        grad: Any = None if is_last else communicator.messages.receive(posted[Channel.GRADIENTS, m])
+        grad: Any = None if is_last else communicator.receive(posted[Channel.GRADIENTS, m])
         torch.autograd.backward(output, grad)
         if not is_first:
             assert x.grad is not None
-            communicator.messages.send(Channel.GRADIENTS, x.grad, worker.rank - 1, m)
+            communicator.send(Channel.GRADIENTS, x.grad, worker.rank - 1, m)
 
     ahead = min(count, grid.stages - 1 - stage)
     for m in range(ahead):
@@ -334,7 +333,7 @@ def one_f_one_b(worker: Worker) -> None:
             forward(m + ahead)
         backward(m)
     worker.optimizer.step()
-    communicator.messages.end_step()
+    communicator.end_step()
     if losses:
         float(torch.stack([loss.detach() for loss in losses]).sum())
     if worker.device.type == "cuda":
@@ -348,7 +347,7 @@ def step_seconds(rounds: int, worker: Worker, told: Connection) -> None:
     ways: dict[str, Callable[[], Any]] = {"1F1B by hand": lambda: one_f_one_b(worker), "executor": worker.step}
     for number in range(WARMUP + rounds):
         for name, way in ways.items():
-            worker.communicator.sums.all_reduce(torch.zeros(1))
+            worker.communicator.all_reduce(torch.zeros(1))
             began = time.perf_counter()
             way()
             if worker.device.type == "cuda":
@@ -394,15 +393,15 @@ def ping_pong(sizes: Sequence[int], rounds: int, worker: Worker, told: Connectio
         value = torch.zeros(size, dtype=torch.uint8, device=worker.device)
         seconds = []
         for _ in range(WARMUP + rounds):
-            incoming = communicator.messages.post_receive(back, 1 - me, number)
+            incoming = communicator.post_receive(back, 1 - me, number)
             began = time.perf_counter()
             if me == 0:
-                communicator.messages.send(there, value, 1, number)
-                communicator.messages.receive(incoming)
+                communicator.send(there, value, 1, number)
+                communicator.receive(incoming)
                 seconds.append((time.perf_counter() - began) / 2)
             else:
-                communicator.messages.send(there, communicator.messages.receive(incoming), 0, number)
-            communicator.messages.end_step()
+                communicator.send(there, communicator.receive(incoming), 0, number)
+            communicator.end_step()
         found[size] = statistics.median(seconds[WARMUP:]) if me == 0 else None
     told.send(found)
 

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import CheckpointOptions, MonitoringOptions, PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, OpKind, Schedule, retime
-from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 from lightning_recycle.tensor_memory import local_part
 
 GRIDS = (Grid(2, 3, 4), Grid(2, 4, 4))
@@ -253,7 +253,7 @@ class _Shares(L.Callback):
         self.folder = Path(folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        runner = trainer.strategy.session.executor._runner
+        runner = trainer.strategy.session.executor.runner
         states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.numel() > 1]
         parts = [local_part(tensor) for tensor in (*runner._held(), *states)]
         held = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())

@@ -7,7 +7,7 @@ for grids of up to about 60 micro-batch stages.
 
 A micro-batch runs at home where its home is alive, else on any live peer of the stage, F, B and W on the same one.
 
-Needs OR-tools (the extra ``cpsat``).
+Needs OR-tools.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ HARD = {
         in_flight_limit=(8, 7, 6, 5, 4, 3),
     ),
 }
-"""Problems where a solver finds a shorter period than the heuristic within a minute."""
+"""Problems with plans above the lower bound, for which solvers are asked."""
 
 
 def random_problem(seed: int) -> Problem:

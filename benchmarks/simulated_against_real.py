@@ -49,7 +49,7 @@ from lightning_recycle import PlanningOptions, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.planning import Costs, Grid, Worker, save_profile
-from lightning_recycle.planning.heuristic.heuristic_planner import DEFAULT_EFFORT
+from lightning_recycle.planning.heuristic_planner import DEFAULT_EFFORT
 from lightning_recycle.simulation import (
     Cluster,
     MeasuredModel,

@@ -1,5 +1,6 @@
 """A script whose workers are actors of a Ray cluster: some minutes on four cores.
 
+    pip install '.[ray,examples]'
     python examples/ray_driver.py
     ray job submit --working-dir examples -- python ray_driver.py
 

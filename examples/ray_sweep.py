@@ -1,5 +1,6 @@
 """Search for a learning rate with Ray Tune, four actors for each trial: some minutes on ten cores.
 
+    pip install '.[ray,examples]' 'ray[tune]'
     python examples/ray_sweep.py --cpus 10
 
 A trial is the launching process of its run: it needs one CPU itself, and the actors come on top of that. So

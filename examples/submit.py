@@ -3,6 +3,7 @@
 Under SLURM each task of the job runs ``recycle-run``, which starts one worker; on this machine one ``recycle-run``
 starts all of them. What follows ``--`` is the training command.
 
+    pip install '.[examples]'
     python examples/submit.py --nodes 4 --tasks-per-node 2 -- python train.py
 """
 

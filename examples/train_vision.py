@@ -1,5 +1,6 @@
 """Classify handwritten digits and lose a worker on the way: half a minute on two cores.
 
+    pip install '.[examples]'
     python examples/train_vision.py                                # 2 pipelines x 2 stages, one worker killed half-way
     python examples/train_vision.py faults=node                    # a node with two workers is lost
     python examples/train_vision.py strategy=single_device         # the same module in one process

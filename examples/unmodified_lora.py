@@ -1,6 +1,6 @@
 """An ordinary Lightning script that trains low-rank adapters (LoRA): half a minute on two cores.
 
-    pip install peft
+    pip install peft transformers
     python examples/unmodified_lora.py                         # four workers; half a minute on two cores
     python examples/unmodified_lora.py --kill                  # one of them gets SIGKILL in the middle
     python examples/unmodified_lora.py --strategy auto --devices 1 --batch-size 64

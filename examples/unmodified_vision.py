@@ -1,5 +1,6 @@
 """An ordinary Lightning script with another strategy: half a minute on two cores.
 
+    pip install '.[examples]'
     python examples/unmodified_vision.py                       # four workers; half a minute on two cores
     python examples/unmodified_vision.py --kill                # one of them gets SIGKILL in the middle
     python examples/unmodified_vision.py --strategy auto --devices 1 --batch-size 128

@@ -1,4 +1,4 @@
-"""ReCycle for PyTorch Lightning: training that goes on when workers die, with the same result.
+"""ReCycle for PyTorch Lightning: training survives failures, with the same result.
 
 Importing this package registers the strategy name ``"recycle"``. The import is cheap: everything that needs torch is
 loaded on first use, and ``lightning_recycle.planning`` works without torch.
@@ -110,7 +110,7 @@ def _register_strategy(strategies: Any) -> None:
 
 
 def _register_in_other(strategies: Any) -> None:
-    """In ``pytorch_lightning``, whose Trainer learns what to import instead if it is another Lightning."""
+    """Registers the name in ``pytorch_lightning``, or its refusal if that is another."""
     if not lightning_names.are_apart():
         _register_strategy(strategies)
         return

@@ -1,13 +1,14 @@
-"""Checks of arguments, and parsers of commands: what counts as an integer or a number, and the error otherwise.
+"""Checks of arguments, optional dependencies, and parsers of commands.
 
-Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake.
-
-In the functions that raise, ``owner`` is the class that was given the value; "" for a setting or a function.
+Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake. ``owner`` is the class that
+was given the value; "" for a setting or a function. An option that needs an extra is refused when the option is made
+(:func:`require`), not when it is first used.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from typing import Any, NoReturn, TypeGuard
 
@@ -18,10 +19,7 @@ __version__ = "0.1.0"
 
 
 def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:
-    """The parser of the command ``name``, with its purpose and examples in ``--help``, and ``--version``.
-
-    ``options`` are those of :class:`argparse.ArgumentParser`.
-    """
+    """A parser with the purpose and examples in ``--help``, and ``--version``."""
     parser = argparse.ArgumentParser(
         name,
         description="\n  ".join([f"{purpose}\n", *examples]),
@@ -38,7 +36,7 @@ def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
 
 
 def is_number(value: object, least: float | None = None, *, above: bool = False) -> TypeGuard[float]:
-    """Whether ``value`` is a finite number, of at least (or above) ``least`` if given; a bool is none."""
+    """Whether ``value`` is a finite number, of at least (or above) ``least`` if given."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
         return False
     return least is None or value > least or (value == least and not above)
@@ -68,3 +66,18 @@ def fraction(owner: str, name: str, value: object) -> float:
 def _refuse(owner: str, name: str, value: object, wanted: str) -> NoReturn:
     given = f"{name}={value!r}"
     raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: give {wanted}.")
+
+
+_MODULES = {"metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
+
+
+def install_command(extra: str) -> str:
+    """The command that installs ``extra``."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
+def require(extra: str, option: str) -> None:
+    """Raises ConfigurationError unless what ``option`` needs is installed."""
+    module = _MODULES[extra]
+    if importlib.util.find_spec(module) is None:
+        raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")

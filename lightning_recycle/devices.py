@@ -1,13 +1,8 @@
-"""What is asked of a device, whatever its kind: streams, generators, memory, names.
+"""Streams, generators, memory and names of a device, whatever its kind.
 
-Concept: one path for CPUs and all accelerators. ``torch.accelerator`` answers for any kind (from torch 2.6 on; memory
-from 2.9), and for what it lacks the kind's own module (``torch.cuda``, ``torch.xpu``, ``torch.npu``), whose functions
-have the same names.
-
-Contract: no other module outside of ``runtime/nccl`` names a kind of accelerator. A device means the one with its
-index; its current stream is that of the calling thread.
-
-Must not know: what is computed, workers.
+``torch.accelerator`` answers for any kind; for what it lacks, the kind's own module (``torch.cuda``, ``torch.xpu``,
+``torch.npu``), whose functions have the same names. No other module outside of ``runtime/nccl`` names a kind of
+accelerator. A device means the one with its index; its current stream is that of the calling thread.
 """
 
 from __future__ import annotations
@@ -45,9 +40,8 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def _call(device: torch.device, names: tuple[str, ...], *owners: Any) -> Any:
-    """The first function of these names that the module of the kind of ``device``, or ``torch.accelerator``, has."""
-    for owner in owners or (torch.get_device_module(device), torch.accelerator):
+def _call(device: torch.device, *names: str) -> Any:
+    for owner in (torch.get_device_module(device), torch.accelerator):
         for name in names:
             if hasattr(owner, name):
                 return getattr(owner, name)
@@ -58,7 +52,7 @@ def _call(device: torch.device, names: tuple[str, ...], *owners: Any) -> Any:
 
 
 def enter_device(device: torch.device) -> None:
-    """Makes ``device`` the current one of the calling thread; threads begin with number 0."""
+    """Makes ``device`` the current one of the calling thread."""
     if is_accelerator(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -104,29 +98,29 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of this process's tensors on an accelerator, as torch's allocator counts them."""
-    return int(_call(device, ("memory_allocated",))(device))
+    """Bytes of this process's tensors on an accelerator."""
+    return int(_call(device, "memory_allocated")(device))
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """The most that :func:`allocated_bytes` has been since :func:`reset_peak_allocated`."""
-    return int(_call(device, ("max_memory_allocated",))(device))
+    """The peak of :func:`allocated_bytes` since :func:`reset_peak_allocated`."""
+    return int(_call(device, "max_memory_allocated")(device))
 
 
 def reset_peak_allocated(device: torch.device) -> None:
     """Lets the allocator find a new peak."""
-    _call(device, ("reset_peak_memory_stats",))(device)
+    _call(device, "reset_peak_memory_stats")(device)
 
 
 def release_cache(device: torch.device) -> None:
     """Gives memory back that torch keeps for the next tensors."""
     if is_accelerator(device):
-        _call(device, ("empty_cache",))()
+        _call(device, "empty_cache")()
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of an accelerator that nobody uses, and that it has."""
-    free, total = _call(device, ("mem_get_info", "get_memory_info"))(device)
+    """Free bytes of an accelerator, and all of its bytes."""
+    free, total = _call(device, "mem_get_info", "get_memory_info")(device)
     return int(free), int(total)
 
 
@@ -151,13 +145,10 @@ def ray_resource(device: torch.device) -> str | None:
 
 @contextmanager
 def moved_in_place(device: torch.device, module: nn.Module | None, shards: bool = False) -> Iterator[None]:
-    """Within the block a module that leaves ``device``, or comes there, keeps its parameters, which optimizers know.
-    Without it a kind of device that is registered from outside of torch would get others.
+    """Within the block, moving a module to or from ``device`` keeps its parameters.
 
-    Args:
-        device: where it is, or comes.
-        module: the module; one that has parameters without a shape gets others.
-        shards: whether FSDP2 may move it.
+    Otherwise a kind of device that is registered from outside of torch would get other parameters than optimizers know.
+    With ``shards``, FSDP2 may move them.
     """
     if not is_registered_from_outside(device) or module is None or any(map(is_lazy, module.parameters())):
         yield

@@ -1,7 +1,6 @@
-"""The exceptions of this package.
+"""Exceptions of this package: each names the wrong value and says how to fix it.
 
-Every error a user can meet derives from :class:`ReCycleError`, names the wrong value and says how to fix it.
-Standard library only: ``lightning_recycle.planning`` imports this module and must load without torch.
+Standard library only: ``lightning_recycle.planning`` must load without torch.
 """
 
 OTHER_LIGHTNING = (
@@ -21,7 +20,7 @@ class ConfigurationError(ReCycleError, ValueError):
 
 
 class UnsupportedFeatureError(ConfigurationError):
-    """A Lightning feature that the strategy does not support; the message names a replacement."""
+    """A Lightning feature that is not supported; the message names a replacement."""
 
 
 class PlanningError(ReCycleError):
@@ -29,7 +28,7 @@ class PlanningError(ReCycleError):
 
 
 class StageLostError(ReCycleError):
-    """All replicas of at least one pipeline stage are gone, and its parameters with them."""
+    """All replicas of a pipeline stage are gone, and its parameters with them."""
 
 
 class CheckpointError(ReCycleError):
@@ -37,7 +36,7 @@ class CheckpointError(ReCycleError):
 
 
 class ControlPlaneError(ReCycleError):
-    """A worker and the coordinator lost contact, or a wait on the control plane timed out."""
+    """A worker and the coordinator lost contact, or a wait between them timed out."""
 
 
 class WorkerStartError(ReCycleError):
@@ -45,4 +44,4 @@ class WorkerStartError(ReCycleError):
 
 
 class InjectedFaultError(ReCycleError):
-    """An infrastructure failure raised on purpose by ``FaultInjectionCallback``; the worker counts as dead."""
+    """A failure raised by ``FaultInjectionCallback``; the worker counts as dead."""

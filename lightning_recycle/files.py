@@ -1,14 +1,10 @@
-"""Files and folders that are complete under their name, whenever their writer dies.
+"""Files and folders that are complete under their name, even if their writer dies.
 
-Concept: new content is written beside its final place, flushed to the disk, and renamed. Beside, because a rename is a
-single step only within one file system. No file system replaces a folder in a single step: the old folder is renamed
-aside, the new one renamed in, the old one deleted. Where a writer dies in between, the one aside is the newest whole
-one, and :func:`restored` gives it its name back.
+New content is written beside its final place, flushed to the disk, and renamed. No file system replaces a folder in a
+single step: the old folder is renamed aside, the new one renamed in, the old one deleted. If the writer dies in
+between, :func:`restored` gives the old one its name back.
 
-Contract: a reader sees the old content or the new, never half of it; after an error the old content is unchanged and
-nothing else is left. What a killed writer leaves is hidden and says whose it is; :func:`remove_leftovers` deletes it.
-
-Must not know: the content of a file.
+What a killed writer leaves is hidden and names its process; :func:`remove_leftovers` deletes it.
 """
 
 from __future__ import annotations
@@ -46,12 +42,12 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # some file systems canno
 
 
 @contextlib.contextmanager
-def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] | None = None) -> Iterator[BinaryIO]:
-    """Yields a new file that becomes ``path`` at the end of the block, with its directory if needed.
+def replacing(
+    path: str | PathLike[str], before_naming: Callable[[Path], None] | None = None, mode: int = 0o666
+) -> Iterator[BinaryIO]:
+    """Yields a new file that becomes ``path`` at the end of the block.
 
-    Args:
-        path: the name of the file; an old one is replaced.
-        before_naming: called with the temporary name when the new content is on the disk there.
+    ``before_naming`` is called with the temporary path when the content is on the disk.
 
     Raises:
         OSError: when the file system refuses; the old file is then unchanged.
@@ -60,7 +56,7 @@ def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] |
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(target)
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -73,7 +69,7 @@ def replacing(path: str | PathLike[str], before_naming: Callable[[Path], None] |
 
 
 def write_atomically(path: str | PathLike[str], content: bytes | str) -> None:
-    """Replaces the content of ``path``, creating its directory if needed; text is written in UTF-8.
+    """Replaces the content of ``path``; text is written in UTF-8.
 
     A link stays a link, and what is no file (``/dev/stdout``, a pipe) is written to as it is.
 
@@ -96,12 +92,7 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
 
 @contextlib.contextmanager
 def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iterator[None]:
-    """Within the block an error of the file system is one of this package.
-
-    Args:
-        action: what is done there, such as "write the plan to plan.json".
-        kind: the class of the error.
-    """
+    """Turns OSError in the block into ``kind``: "cannot {action}: reason"."""
     try:
         yield
     except OSError as error:
@@ -111,11 +102,7 @@ def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iter
 def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCycleError] = ConfigurationError) -> Any:
     """The content of a JSON file.
 
-    Args:
-        path: the file.
-        what: what it is, for errors: "the plan".
-        remedy: what to do if it is damaged: "compute it again".
-        kind: the class of the errors.
+    Errors call it ``what`` ("the plan") and give the ``remedy`` for a damaged file ("compute it again").
 
     Raises:
         ReCycleError: of that kind, when the file cannot be read or is not JSON.
@@ -129,7 +116,7 @@ def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCy
 
 
 def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:
-    """Makes ``path`` a symbolic link to ``target``, relative to its own folder; what had that name is replaced."""
+    """Makes ``path`` a relative symbolic link to ``target``, replacing what is there."""
     path = Path(path)
     temporary = temporary_path(path)
     os.symlink(os.path.relpath(target, path.parent), temporary)
@@ -141,11 +128,7 @@ def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:
 
 
 class Pace:
-    """Limit of the bytes per second that a thread writes.
-
-    Args:
-        bytes_per_second: the limit; None for none.
-    """
+    """Limits the bytes per second that a thread writes; None is no limit."""
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self._rate, self._due = bytes_per_second, time.monotonic()
@@ -158,7 +141,6 @@ class Pace:
             time.sleep(self._due - now)
 
     def of(self, file: Any) -> Any:
-        """``file``, written no faster."""
         return file if self._rate is None else _PacedFile(file, self)
 
 
@@ -182,19 +164,14 @@ class _PacedFile:
 
 
 def temporary_path(path: str | PathLike[str], purpose: str = "writing") -> Path:
-    """A hidden name beside ``path`` that nobody else uses and that says which process it belongs to.
-
-    Args:
-        path: what it is for.
-        purpose: "writing" or "removing".
-    """
+    """A hidden, unique name beside ``path`` that names the writing process."""
     path = Path(path)
     owner = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{purpose}.{owner}")
 
 
 def put_in_place(new: Path, path: str | PathLike[str]) -> None:
-    """Renames the file or folder ``new``, whose content is on the disk, to ``path``; what had that name is deleted.
+    """Renames ``new`` to ``path``, and deletes what had that name.
 
     Raises:
         OSError: when the file system refuses; the old content then has its name.
@@ -260,7 +237,10 @@ def _aside(path: str | PathLike[str]) -> Path:
 
 
 def remove(path: str | PathLike[str]) -> None:
-    """Deletes a file or folder, if it exists; a folder loses its name first, so that there is never half of it."""
+    """Deletes a file or folder, if it exists, in one step.
+
+    A folder loses its name first, so that there is never half of it.
+    """
     path = Path(path)
     for part in (_aside(path), path):  # in this order: without its name, the one aside would count again
         if _is_folder(part):
@@ -272,7 +252,7 @@ def remove(path: str | PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | PathLike[str]) -> None:
-    """Deletes files that killed writers left in ``folder``, never those that a living process is writing.
+    """Deletes what killed writers left in ``folder``.
 
     What belongs to a living process of this machine stays; so does that of another machine for an hour after its last
     change.
@@ -311,7 +291,7 @@ def _is_left(path: Path, machine: str, pid: int) -> bool:
 
 @cache
 def _machine() -> str:
-    """Tells apart where a process id means different processes: machines, their boots, and containers."""
+    """A digest that is equal where process ids mean the same processes."""
     return hashlib.sha256(f"{socket.gethostname()} {process_space()}".encode()).hexdigest()[:8]
 
 

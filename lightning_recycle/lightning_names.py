@@ -1,10 +1,8 @@
-"""Lightning under both of its names: ``lightning.pytorch`` and ``pytorch_lightning``.
+"""Lightning under both of its names: ``lightning.pytorch``, ``pytorch_lightning``.
 
 The two packages are the same sources, but a class of one is no class of the other. From the import of this package on,
-a process has one of them: whichever name it imports first is loaded, and modules of the other name are the same
-modules. So a script may use either, and pickles of one process mean the same classes in another.
-
-Both stay apart if a process had loaded both before, or if their installed versions differ. Needs no Lightning.
+whichever name a process imports first is loaded, and modules of the other name are the same modules. Both stay apart if
+a process had loaded both before, or if their installed versions differ.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ def install() -> None:
 
 
 def are_apart() -> bool:
-    """Whether a Trainer of ``pytorch_lightning`` is none of ``lightning.pytorch`` in this process."""
+    """Whether this process holds two different Lightnings."""
     return not _versions_agree() or (_is_loaded("lightning.pytorch") and _is_loaded("pytorch_lightning"))
 
 
 def name_here(name: str) -> str:
-    """The name of the same module, or of its logger, in the Lightning that this process has loaded."""
+    """The name of the same module or logger in the Lightning of this process."""
     for package, other in _OTHER_NAME.items():
         if name == package or name.startswith(f"{package}."):
             is_other = _is_loaded(other) and not _is_loaded(package) and _versions_agree()
@@ -56,7 +54,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def _is_loaded(name: str) -> bool:
-    """Whether the package ``name`` is loaded by itself, rather than the other under its name."""
+    """Whether ``name`` is loaded by itself, not the other package under its name."""
     return getattr(sys.modules.get(name), "__name__", None) == name
 
 

@@ -1,11 +1,8 @@
-"""The table of options: fields of frozen dataclasses, each with its check and its line for ``--help``.
+"""Options: fields of frozen dataclasses, each with its check and its help line.
 
-Concept: a component's options are one frozen dataclass, defined and documented beside the component. A field made by
-:func:`option` carries everything that is derived from it elsewhere: the check of its value, whether all workers of a
-run must have the same one, and then its flag of ``recycle-coordinator``, or that only a launching process can carry it
-out. A misspelt option is answered with the nearest right one (:func:`suggests_options`).
-
-Must not know: any particular option. Standard library only.
+A component's options are one frozen dataclass beside the component. A field made by :func:`option` carries the check of
+its value, and whether all workers of a run must have the same one (then it is a flag of ``recycle-coordinator``) or
+only a launching process can carry it out.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def choice(*values: Any) -> Check:
 
 
 def integer(least: int, *, otherwise: str = "") -> Check:
-    """An integer of at least ``least``; None as well if ``otherwise`` says what that means."""
+    """An integer of at least ``least``, or None if ``otherwise`` says what that means."""
     remedy = f"give an integer of at least {least}{f', or None {otherwise}' if otherwise else ''}"
     return Check(lambda value: is_integer(value, least) or (bool(otherwise) and value is None), remedy)
 
@@ -85,7 +82,7 @@ class OptionGroup:
                 self._refuse(item.name, check.remedy)
 
     def needing_launcher(self) -> list[str]:
-        """The options with another value than their default that only a launching process can carry out."""
+        """Changed options that only a launching process can carry out."""
         return [
             f"{type(self).__name__}({item.name}={_short(value)})"
             for item in fields(self)
@@ -104,11 +101,11 @@ def shared_options(group: type[Any]) -> tuple[Field[Any], ...]:
 
 
 def suggests_options(cls: _Class) -> _Class:
-    """Class decorator: an argument that does not exist is an error that names the nearest one that does.
+    """Class decorator: an unknown argument is an error that names the nearest option.
 
-    An argument that an option group takes, among those that the class has as arguments, is answered with that group.
-    Only options that accept the value are suggested. A class whose arguments are the options of another one names that
-    as ``options_type``; remedies for names that other libraries use are its ``other_names``, with ``{}`` for the value.
+    An argument that belongs to an option group among the class's arguments is answered with that group. A class whose
+    arguments are the options of another one names it as ``options_type``; remedies for names of other libraries are its
+    ``other_names``, with ``{}`` for the value.
 
     Raises:
         ConfigurationError: by the decorated class, for an argument that does not exist.
@@ -130,7 +127,7 @@ def suggests_options(cls: _Class) -> _Class:
 
 
 def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups: Mapping[str, type[Any]]) -> str:
-    """The error for the argument ``name`` of ``cls``, which has ``names``, some of them of a type in ``groups``."""
+    """The error for the unknown argument ``name`` of ``cls``."""
     homes = {
         item.name: (argument, group)
         for argument, group in groups.items()
@@ -151,7 +148,6 @@ def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups:
 
 
 def _accepts(cls: type[Any], name: str, value: Any) -> bool:
-    """Whether the option ``name`` of ``cls`` takes ``value``, as far as its check knows."""
     options = getattr(cls, "options_type", cls)
     check = next((item.metadata.get("check") for item in fields(options) if item.name == name), None)
     return check is None or bool(check.accepts(value))

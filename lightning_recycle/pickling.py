@@ -1,19 +1,13 @@
-"""Pickles for worker processes: the user's ``__main__``, by name where they find it, else by value.
+"""Pickles for worker processes: the user's ``__main__`` by name, else by value.
 
-Concept: a script with a main guard is imported by every worker, so what it defines outside the guard is found there by
-name. Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, and all of a
-script that has none (to import it would run it again), of ``python -c``, of a script read from stdin, of a notebook.
-So does what no name leads to anywhere: lambdas, local classes and functions.
+A script with a main guard is imported by every worker, so what it defines outside the guard is found there by name.
+Everything else of ``__main__`` travels *by value* (cloudpickle): what stands under the guard, all of a script that has
+none (to import it would run it again), of ``python -c``, of stdin, of a notebook; so do lambdas and local classes. It
+is put into the worker's ``__main__`` under its name, so that later pickles mean the same on both sides.
 
-What travelled by value is put into the worker's own ``__main__`` under its name. So whatever the worker pickles later
-(results, exceptions, checkpoints) names it as the launching process does, and means the same there.
-
-The code of a script without a guard runs in the launching process alone, unlike under ``ddp``, which runs all of it on
-every device.
-
-Standard pickles lose a part of some values. torch leaves out the hooks of a parameter, and that two tensors share
-memory, and the dtype of a parameter without a shape; it refuses modules with parametrizations, whose class it has made
-itself. NumPy writes a memory-mapped file into the pickle; here each process maps the file.
+Standard pickles lose parts of some values: hooks of parameters, memory that tensors share, the dtype of a parameter
+without a shape, the classes of modules with parametrizations. NumPy copies a memory-mapped file into the pickle; here
+each process maps the file.
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ from lightning_recycle.tensor_memory import has_plain_memory, host_reduction, is
 
 
 def reduction_of(value: Any) -> Any:
-    """The reduction of ``value`` for a pickler's ``reducer_override``; NotImplemented for the standard one."""
+    """The reduction of ``value`` for ``reducer_override``, or NotImplemented."""
     if isinstance(value, Tensor):
         return host_reduction(value) if is_sharded(value) else _reduced_tensor(value)
     if type(value) is torch.UntypedStorage:  # as for tensors of a device: it comes to the host
@@ -109,7 +103,6 @@ def _set_state(tensor: Tensor, state: tuple[dict[str, Any], Any, Any]) -> None:
 
 
 def _is_parametrized(kind: type[Any]) -> bool:
-    """Whether torch has made this class for one module with parametrizations."""
     return getattr(vars(kind).get("__getstate__"), "__module__", None) == parametrize.__name__
 
 
@@ -142,9 +135,9 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def reduced_array(array: np.ndarray[Any, Any]) -> Any:
-    """The reduction of an array that lies in a memory-mapped file; NotImplemented for others.
+    """The reduction of an array in a memory-mapped file; NotImplemented for others.
 
-    Arrays of ``mode="c"``, whose changes are not in the file, and of files that are gone are others.
+    Others are also arrays of ``mode="c"``, whose changes are not in the file, and those whose file is gone.
     """
     root = array
     while isinstance(root.base, np.ndarray):
@@ -176,18 +169,13 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class MainModule:
-    """The script, as the workers of a run see it.
-
-    Args:
-        imported: whether they import it.
-        hidden: names that they do not find then: those under the main guard.
-    """
+    """The script as workers see it: whether they import it, and names hidden then."""
 
     imported: bool
     hidden: frozenset[str] = frozenset()
 
     def provides(self, value: Any) -> bool:
-        """Whether workers find ``value``, a class or function of ``__main__``, by its name."""
+        """Whether workers find ``value`` of ``__main__`` by its name."""
         name: str = value.__qualname__
         return self.imported and name.split(".")[0] not in self.hidden and _found(name) is value
 
@@ -225,7 +213,6 @@ def read_script(source: str | bytes) -> MainModule:
 
 
 def _asks_for_main(test: ast.expr) -> bool:
-    """Whether a condition compares ``__name__`` with ``"__main__"``."""
     parts = list(ast.walk(test))
     return any(isinstance(part, ast.Name) and part.id == "__name__" for part in parts) and any(
         isinstance(part, ast.Constant) and part.value == _MAIN for part in parts
@@ -233,7 +220,7 @@ def _asks_for_main(test: ast.expr) -> bool:
 
 
 def _names(statements: Sequence[ast.AST]) -> Iterator[str]:
-    """The names that these statements of a module bind to a class or function, or to anything by assignment."""
+    """Names that these statements of a module bind."""
     for node in statements:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name  # what it has inside is local
@@ -244,7 +231,6 @@ def _names(statements: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def _found(qualified_name: str) -> Any:
-    """The object of this name in ``__main__``; None if there is none."""
     value: Any = sys.modules[_MAIN]
     for part in qualified_name.split("."):
         value = getattr(value, part, None)
@@ -255,14 +241,9 @@ def _found(qualified_name: str) -> Any:
 
 
 class MainPickler(cloudpickle.Pickler):
-    """Pickler by name for objects that workers find, and by value for the rest of ``__main__``.
+    """Pickles by name what workers find, and by value the rest of ``__main__``.
 
-    Args:
-        file: where to.
-        main: the script, as the workers see it.
-
-    Attributes:
-        definitions: what was pickled by value and has a name in ``__main__``: for :func:`enter_main`.
+    ``definitions`` holds what was pickled by value and has a name there.
     """
 
     def __init__(self, file: IO[bytes], main: MainModule) -> None:
@@ -293,7 +274,7 @@ class MainPickler(cloudpickle.Pickler):
 
 
 def _with_shared_cells(function: FunctionType, cells: tuple[CellType, ...], reduced: tuple[Any, ...]) -> Any:
-    """``reduced``, with variables that functions share as they do here: cloudpickle gives each function its own."""
+    """``reduced`` with shared closure variables, which cloudpickle would copy."""
     make, (*arguments, _), (attributes, members), *_, setter = reduced
     state = setter, (attributes, {**members, "__closure__": None}), [*map(content_of, cells)]
     return make, (*arguments, cells), state, None, None, _fill_cells
@@ -327,7 +308,7 @@ class _Namespace(dict[str, Any]):
 
 
 def dumps(value: Any, pickler: type[MainPickler] = MainPickler) -> bytes:
-    """Pickles ``value`` in a worker for the launching process, which has all that this ``__main__`` has."""
+    """Pickles ``value`` in a worker for the launching process."""
     file = io.BytesIO()
     pickler(file, MainModule(imported=True)).dump(value)
     return file.getvalue()
@@ -339,22 +320,24 @@ def _namespace() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def import_of_main(wanted: bool) -> Iterator[None]:
-    """Within the block, processes that this thread starts import the ``__main__`` of this one only if ``wanted``."""
-    if wanted:
-        yield
-        return
+    """Within the block, this thread's processes import ``__main__`` if ``wanted``.
+
+    Their default start method is that of this process, unless only this process knows it, as those of joblib do.
+    """
     thread = threading.get_ident()
     with _lock:
         prepare = spawn.get_preparation_data
 
-        def without_main(name: str) -> dict[str, Any]:
+        def for_worker(name: str) -> dict[str, Any]:
             data: dict[str, Any] = prepare(name)
             if threading.get_ident() == thread:
-                for key in ("init_main_from_name", "init_main_from_path"):
+                for key in () if wanted else ("init_main_from_name", "init_main_from_path"):
                     data.pop(key, None)
+                if data["start_method"] not in multiprocessing.get_all_start_methods():
+                    del data["start_method"]
             return data
 
-        spawn.get_preparation_data = without_main
+        spawn.get_preparation_data = for_worker
         try:
             yield
         finally:
@@ -365,14 +348,15 @@ def import_of_main(wanted: bool) -> Iterator[None]:
 
 
 def enter_main() -> None:
-    """Gives a worker that has not imported the script an empty ``__main__``, instead of the fork server's own."""
+    """Gives a worker that has not imported the script an empty ``__main__``."""
     if "__mp_main__" not in sys.modules:  # the name under which multiprocessing imports one
         sys.modules[_MAIN] = sys.modules["__mp_main__"] = ModuleType(_MAIN)
 
 
-def end_import() -> None:
-    """Ends this process if it is a worker that imports the script, which has come to a call of ``fit`` outside of its
-    main guard. Quietly: the launching process says why there are no workers.
+def exit_if_importing() -> None:
+    """Ends a worker whose import of the script has come to a call of ``fit``.
+
+    Quietly: the launching process says why there are no workers.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.stdout.flush()

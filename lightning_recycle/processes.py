@@ -1,6 +1,7 @@
-"""Operating-system processes: their end with the one that they work for, and states of others by process id.
+"""System processes: ending with the one they work for, states by process id.
 
-A process id means something only among the processes that see it: on one machine, in one boot, in one container.
+A process id means something only on one machine, in one boot, in one container (:func:`process_space`). psutil knows
+neither the states of single threads nor how the kernel ends a process with another one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def die_with_parent() -> None:
 
 
 def die_when_closed(pipe: int) -> None:
-    """Asks the kernel to kill this process when the write end of ``pipe`` is closed, so when its last holder dies.
+    """Lets the kernel kill this process when the write end of ``pipe`` is closed.
 
-    This holds while all threads are stopped or wait for the GIL. The process that forked this one may die meanwhile,
-    which would be the end of it with :func:`die_with_parent`. Nothing may be written to the pipe any more.
+    It holds while all threads are stopped or wait for the GIL, and unlike :func:`die_with_parent` the process that
+    forked this one may die. Nothing may be written to the pipe any more.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -36,8 +37,9 @@ def die_when_closed(pipe: int) -> None:
 
 
 def end_with(pid: int, status: int) -> None:
-    """Ends this process, with exit ``status``, soon after process ``pid``, which need not be its parent: with a fork
-    server the parent is the server, which may outlive the process that asked for this one, or die before it.
+    """Ends this process with exit ``status`` when process ``pid`` has ended.
+
+    With a fork server the parent is the server, not the process that asked for this one.
     """
 
     def watch() -> None:
@@ -48,7 +50,6 @@ def end_with(pid: int, status: int) -> None:
 
 
 def _await_end(pid: int) -> None:
-    """Returns when process ``pid`` has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -69,12 +70,7 @@ def _await_end(pid: int) -> None:
 
 
 def set_title(title: str, short: str) -> None:
-    """Names this process in the lists of ``ps`` and ``top``.
-
-    Args:
-        title: its command line there, if the package ``setproctitle`` is installed.
-        short: otherwise the name of its command, of which Linux keeps 15 bytes.
-    """
+    """Names this process in ``ps`` and ``top``; ``short`` without ``setproctitle``."""
     if importlib.util.find_spec("setproctitle") is not None:
         importlib.import_module("setproctitle").setproctitle(title)
         return
@@ -86,7 +82,7 @@ def set_title(title: str, short: str) -> None:
 
 
 def process_space() -> str:
-    """A name for what a process id means here, the same in all processes that see the same ones; "" if unknown."""
+    """Where a process id means the same processes; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -95,7 +91,7 @@ def process_space() -> str:
 
 
 def has_ended(pid: int, space: str) -> bool:
-    """Whether process ``pid`` of ``space`` is known to have ended; False where that cannot be seen."""
+    """Whether process ``pid`` of ``space`` is known to have ended."""
     if not space or space != process_space():
         return False
     try:
@@ -108,8 +104,9 @@ def has_ended(pid: int, space: str) -> bool:
 
 
 def thread_states(pid: int, space: str) -> str:
-    """The state of each thread of process ``pid`` of ``space``, a letter each as in proc(5): R runs or waits for a
-    processor, S sleeps, D waits for a disk, T is stopped. "" where that cannot be seen.
+    """The state of each thread of a process, a letter each as in proc(5).
+
+    R runs or waits for a processor, S sleeps, D waits for a disk, T is stopped. "" where that cannot be seen.
     """
     if not space or space != process_space():
         return ""

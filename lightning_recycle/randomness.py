@@ -1,14 +1,12 @@
 """Randomness that depends on what is computed, never on which worker computes it.
 
-Dropout of one layer for one micro-batch draws from (seed, step, global micro-batch index, layer index); a sample's
-augmentation from (seed, epoch, sample index); a layer's initialisation from (seed, layer index). So neither the grid
-nor a failure changes the result. Hooks draw from the global generators, which nothing else moves on, so each worker
-draws the same.
+Dropout of a layer for a micro-batch draws from (seed, step, global micro-batch index, layer index), a sample's
+augmentation from (seed, epoch, sample index), a layer's initialisation from (seed, layer index). Hooks draw from the
+global generators, which nothing else moves on.
 
-A worker keeps the states of all three global generators around each micro-batch. NumPy reads and sets the 624 words of
-its Mersenne Twister one by one, as Python objects: 45 microseconds each way, more than the generators of Python and
-torch take together. NumPy shows where the words are (``BitGenerator.ctypes``), so its global generator gets a subclass
-of its own kind that copies them at once (:func:`quicken`). Numbers, states and functions stay the same.
+A worker keeps the states of the global generators around each micro-batch. NumPy copies the 624 words of its Mersenne
+Twister one by one, 45 microseconds each way; its global generator gets a subclass that copies them at once
+(:func:`quicken`).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _draw_for: Callable[[int], None] | None = None
 
 
 def derive_seed(*parts: int) -> int:
-    """Returns a 63-bit seed determined by the integers ``parts``; neighbouring parts give unrelated seeds."""
+    """A 63-bit seed from integers; neighbouring integers give unrelated seeds."""
     packed = _FOUR.pack(*parts) if len(parts) == 4 else struct.pack(f"<{len(parts)}q", *parts)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -40,7 +38,7 @@ def derive_seed(*parts: int) -> int:
 
 @contextmanager
 def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
-    """Lends torch's default generator of ``device`` to be re-seeded, and restores its state afterwards."""
+    """Lends torch's default generator of ``device``, and restores its state."""
     generator = default_generator(device)
     state = generator.get_state()
     try:
@@ -50,18 +48,17 @@ def layer_randomness(device: torch.device) -> Iterator[torch.Generator]:
 
 
 class microbatch_randomness:
-    """Lends torch's default generator of ``device`` to the layers of one micro-batch.
+    """Lends torch's default generator of a device to the layers of one micro-batch.
 
-    Within the block it is a function that re-seeds the generator for the layer with the given index; layers that are
-    run by the user's code are announced by :func:`draw_for_layer`. The latter is global to the process, not
-    thread-local: autograd runs the backward of a device's operations, in which layers may run again, in
-    its own threads.
+    Within the block it is a function that re-seeds the generator for the layer with the given index; layers that the
+    user's code runs are announced by :func:`draw_for_layer`, which is global to the process: autograd runs layers again
+    in threads of its own.
     """
 
     __slots__ = ("_address", "_generator", "_previous", "_state")
 
-    def __init__(self, device: torch.device, seed: int, step: int, microbatch: int) -> None:
-        self._generator = default_generator(device)
+    def __init__(self, generator: torch.Generator, seed: int, step: int, microbatch: int) -> None:
+        self._generator = generator
         self._address = (seed, step, microbatch)
 
     def __enter__(self) -> Callable[[int], None]:
@@ -84,15 +81,16 @@ class microbatch_randomness:
 
 
 def draw_for_layer(layer: int) -> None:
-    """From now on randomness is that of this layer for the micro-batch that is being computed, if one is."""
+    """From now on randomness is that of this layer for the current micro-batch."""
     if _draw_for is not None:
         _draw_for(layer)
 
 
 @contextmanager
 def step_randomness() -> Iterator[None]:
-    """Within the block the user's whole step runs for the micro-batch that is being computed: what it draws from the
-    generators of Python and NumPy, too, is the same wherever and however often it runs.
+    """Seeds all generators for the user's whole step on the current micro-batch.
+
+    Draws from Python's and NumPy's generators are the same wherever and however often it runs.
     """
     if _seed_of is None:
         yield
@@ -106,7 +104,7 @@ def step_randomness() -> Iterator[None]:
 
 @contextmanager
 def seeded_everything() -> Iterator[Callable[[int], None]]:
-    """Lends the generators of Python, NumPy and torch (CPU) to be re-seeded, and restores their state afterwards."""
+    """Lends the generators of Python, NumPy and torch (CPU) to be re-seeded."""
     states = generator_states()
 
     def reseed(seed: int) -> None:
@@ -121,7 +119,7 @@ def seeded_everything() -> Iterator[Callable[[int], None]]:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """The states of the generators of Python, NumPy and torch (CPU), from which hooks draw."""
+    """The states of the generators of Python, NumPy and torch (CPU)."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
@@ -142,7 +140,7 @@ _numpys: Any = np.random.MT19937.state
 
 
 class MT19937(np.random.MT19937):
-    """NumPy's, with a faster ``state``. The name is the same because a state contains it."""
+    """NumPy's generator with a faster ``state``, which contains the class's name."""
 
     @property
     def state(self) -> Any:
@@ -166,7 +164,7 @@ class MT19937(np.random.MT19937):
 
 
 def quicken() -> None:
-    """Gives NumPy's global generator, in this process, the faster state; its own stays what it is."""
+    """Gives NumPy's global generator, in this process, the faster state."""
     numpys: Any = np.random  # its stubs lack what it has since 1.24
     if not hasattr(numpys, "set_bit_generator"):
         return
@@ -178,7 +176,6 @@ def quicken() -> None:
 
 
 def _is_right() -> bool:
-    """Whether the memory of NumPy's generators is as it is expected here."""
     generator = MT19937(1)
     draws = np.random.RandomState(generator)
     for count in (0, 3, 700):

@@ -1,7 +1,7 @@
-"""``Trainer(strategy="recycle")``: what Lightning asks of a strategy.
+"""``Trainer(strategy="recycle")``: Lightning's requests, delegated.
 
-In a worker its :class:`~lightning_recycle.session.session.Session` answers; the launching process has none, and there
-the strategy is the user's options and a :class:`~lightning_recycle.launch.launcher.SupervisorLauncher`.
+In a worker its :class:`~lightning_recycle.session.session.Session` answers; in the launching process a
+:class:`~lightning_recycle.launch.launcher.SupervisorLauncher`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lightning_recycle.session.configuration import OTHER_NAMES, CheckpointOptio
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,
-    autocast_on,
+    lower_on,
     set_device_mesh,
 )
 from lightning_recycle.session.optimizer_states import stepping_on_shards
@@ -57,7 +57,7 @@ from lightning_recycle.session.session import Session
 
 @suggests_options
 class ReCycleStrategy(ParallelStrategy):
-    """Pipeline and data parallelism that goes on, with the same result, when workers die.
+    """Pipeline and data parallelism that survives failures, with the same result.
 
     ``devices * num_nodes`` workers form D pipelines of S stages. The DataLoader's ``batch_size`` is per pipeline and is
     split into M micro-batches.
@@ -138,11 +138,11 @@ class ReCycleStrategy(ParallelStrategy):
         self.missing_weights: str | None = None
 
     def __repr__(self) -> str:
-        """The call that makes this strategy, with the options that differ from the defaults."""
+        """The call that makes this strategy, without defaults."""
         return shown_options(self.options, type(self).__name__)
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None) -> Grid:
-        """Returns the grid for ``num_workers`` devices; ``batch_size`` (per pipeline), if known, helps to choose M.
+        """The grid for ``num_workers`` devices; ``batch_size`` is per pipeline.
 
         Raises:
             ConfigurationError: if the devices cannot be divided into pipelines.
@@ -155,6 +155,7 @@ class ReCycleStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.parallel_devices:
             check_transport(self.options.communication.transport, self.root_device)
+            lower_on(self.precision_plugin, self.root_device)
         self._launcher = SupervisorLauncher(self)  # type: ignore[assignment]  # not of a private class
 
     @property
@@ -209,7 +210,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def at_point(self) -> list[Callable[[str, int], None]]:
-        """Called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step."""
+        """Called with ("setup", "recovery", "checkpoint" or "end") and the step."""
         return self.session.at_point
 
     @property
@@ -218,7 +219,6 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def worker(self) -> Worker:
-        """The position of this worker."""
         return self.session.worker
 
     @property
@@ -238,7 +238,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def incarnation(self) -> int:
-        """0 for the first process of this worker's position, 1 for its replacement, and so on."""
+        """How many processes have held this worker's position before."""
         return 0 if self._session is None else self._session.place.incarnation
 
     @property
@@ -248,12 +248,13 @@ class ReCycleStrategy(ParallelStrategy):
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Totals of the run so far (failures, seconds of recovery, ...), the same on all workers at a step's end."""
+        """Totals of the run (failures, seconds of recovery, ...), equal on all workers."""
         return {} if self._session is None else self._session.client.member.counters
 
     def move_layers(self, sizes: Sequence[float]) -> None:
-        """Asks for other layers in each stage, from the next step boundary on; for callbacks and hooks in ``fit``. One
-        worker has to ask; if others ask for the same, it is asked once.
+        """Asks for other layers in each stage, from the next step boundary on.
+
+        For callbacks and hooks in ``fit``. One worker has to ask; if others ask for the same, it is asked once.
 
         Args:
             sizes: the number of layers of each stage, in order. Not whole, as in [2.5, 3.5], where neighbouring stages
@@ -279,8 +280,9 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        """The pipeline of this worker, which other workers share: the rank that data code divides by. 0 in the
-        launching process.
+        """The pipeline of this worker, the rank by which data code divides.
+
+        0 in the launching process.
         """
         if self._session is None:
             return 0
@@ -300,9 +302,10 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """The number of pipelines: a step's batch is that many times the DataLoader's. It is the same in all processes,
-        before, in and after a run, and stays what it was when the run goes on with fewer pipelines, as the global batch
-        does.
+        """The number of pipelines: a step's batch is that many times the DataLoader's.
+
+        It is the same in all processes, before, in and after a run, and stays when the run goes on with fewer
+        pipelines.
 
         Raises:
             ConfigurationError: if the devices cannot be divided into pipelines.
@@ -352,7 +355,7 @@ class ReCycleStrategy(ParallelStrategy):
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Whether this process speaks for the run: the supervisor, then the leader, which changes when it dies."""
+        """Whether this process speaks for the run: the supervisor, or the leader."""
         return self._session is None or self._session.collectives.is_leader
 
     # ------------------------------------------------------------------ a run
@@ -360,7 +363,6 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        autocast_on(self.precision_plugin, self.root_device)
         self.session.keep_log_files()
         self.session.prepare_data_once()
         self.session.weights.await_stage()
@@ -368,7 +370,7 @@ class ReCycleStrategy(ParallelStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        """The context of ``configure_model``: a position's members make its layers parallel, each by itself."""
+        """The context of ``configure_model``, which makes layers parallel."""
         if self._session is None or self._session.mesh is None:
             yield
             return
@@ -391,7 +393,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> StepLoader | object:
-        """Data that a loop reads: in a worker steps, in the launching process the user's own batches, if asked to.
+        """In a worker the steps of a loader, else the loader itself.
 
         Raises:
             UnsupportedFeatureError: in the launching process, if a step takes batches of several pipelines.
@@ -422,12 +424,12 @@ class ReCycleStrategy(ParallelStrategy):
         return self.session.evaluate("predict", args)
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
-        """Output of the module for ``inputs`` where this worker has one stage of it; all workers call it."""
+        """The module's output, computed by all stages; all workers call it."""
         return self.session.forward_whole(inputs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """A backward pass of manual optimization, whose hooks are called once for all micro-batches of this worker."""
+        """A backward pass of manual optimization, with its hooks called once."""
         if self._session is None or self._session.manual is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
@@ -440,7 +442,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """A step of the optimizer, on shards of parameters where there are any, unless hooks of it would see them."""
+        """A step of the optimizer, on shards unless its hooks would see them."""
         is_sharded = self._session is not None and self._session.mesh is not None
         on_shards = stepping_on_shards if is_sharded and not OptimizerStep.is_watched([optimizer]) else nullcontext
         with on_shards(optimizer):
@@ -465,7 +467,7 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         if self._session is not None:
-            self._session.loaders.close()
+            self._session.close()
         with moved_in_place(self.root_device, self.lightning_module):
             super().teardown()
 
@@ -510,7 +512,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the whole model, on every worker; that of the stage with sharded checkpoints."""
+        """The model's state dict, or the stage's with sharded checkpoints."""
         return super().lightning_module_state_dict() if self._session is None else self._session.checkpoints.state()
 
     @override

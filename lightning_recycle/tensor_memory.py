@@ -1,4 +1,4 @@
-"""Tensors to be hashed, summed, pickled or sent: their memory, and any value as tensors and the bytes that are left."""
+"""Memory of tensors; values as tensors and the rest, to be hashed, summed or sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_divided_by(tensor: Tensor, name: str) -> bool:
-    """Whether the processes along the dimension ``name`` of a position's mesh hold different parts of ``tensor``."""
+    """Whether processes along a mesh dimension hold different parts of ``tensor``."""
     if not is_sharded(tensor):
         return False
     sharded: Any = tensor
@@ -40,7 +40,7 @@ def is_divided_by(tensor: Tensor, name: str) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` in this process: the shard of a DTensor, in the same memory; all of any other."""
+    """The shard of a DTensor in this process, in the same memory; else all of it."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -48,14 +48,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """``value``, or a tuple, with whole tensors for DTensors; all processes of their mesh call it."""
+    """``value`` with full tensors for DTensors; all processes of their mesh call it."""
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(whole(item) for item in value)
     return value.full_tensor() if is_sharded(value) else value
 
 
 def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
-    """``part`` as this process's part of a tensor that is sharded like ``tensor``; itself if that is not sharded."""
+    """``part`` as this process's shard of a tensor divided like ``tensor``."""
     if not is_sharded(tensor):
         return part
     layout: Any = tensor
@@ -65,11 +65,9 @@ def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def reduced_shard(tensor: Tensor) -> tuple[Any, ...]:
-    """The reduction of a DTensor for a pickler: the part of this process, and how the whole is divided.
+    """The reduction of a DTensor for a pickler: this process's shard and the layout.
 
-    The receiver, the same member of another position, gets it as a part in its own mesh. torch's own reduction fails if
-    the part begins within its storage, as a view of a larger tensor does: the DTensor takes over the offset, and its
-    ``data_ptr()``, by which torch looks whether it has memory, is not 0.
+    The receiver gets it as a shard in its own mesh. torch's own reduction fails if the shard begins within its storage.
     """
     layout: Any = tensor
     form = (layout.device_mesh, layout.placements, tensor.shape, tensor.stride(), tensor.requires_grad)
@@ -89,8 +87,9 @@ def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
 
 
 def host_reduction(value: Any) -> Any:
-    """The reduction of a tensor that goes to another process, for a pickler's ``reducer_override``: of an accelerator's
-    the values, on the host, as the other process has another device. NotImplemented for the standard reduction.
+    """The reduction of an accelerator's tensor: its values on the host.
+
+    For a pickler's ``reducer_override``; NotImplemented for the standard reduction.
     """
     if is_sharded(value):
         return reduced_shard(value)
@@ -110,7 +109,7 @@ def has_plain_memory(tensor: Tensor) -> bool:
 
 
 def memory_address(tensor: Tensor) -> int:
-    """The address of the storage of ``tensor``, which views of it share; 0 if it has none."""
+    """The address of the storage of ``tensor``, which its views share; 0 if none."""
     tensor = local_part(tensor)
     if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.device.type == "meta":
         return 0
@@ -152,7 +151,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def take_apart(value: Any, is_apart: Callable[[Tensor], bool] = lambda tensor: True) -> tuple[bytes, list[Tensor]]:
-    """Pickles ``value`` without its tensors of which ``is_apart`` is true; each of those comes once.
+    """Pickles ``value`` without the tensors for which ``is_apart``, and these.
 
     Raises:
         Exception: whatever an object raises that cannot be pickled.
@@ -173,13 +172,7 @@ def put_together(data: bytes, tensors: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The part of a tensor that one process holds, on its way to another one.
-
-    Args:
-        part: its values.
-        shape: the shape of the whole tensor.
-        offset: where the part begins in it, in each dimension.
-    """
+    """One process's part of a tensor of ``shape``, which begins at ``offset``."""
 
     part: Tensor
     shape: tuple[int, ...]
@@ -187,7 +180,6 @@ class TensorShard:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """The place of the part in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.part.shape, strict=True))
 
 
@@ -197,10 +189,9 @@ def shard_of(tensor: Tensor) -> TensorShard:
 
 
 def merge_shards(parts: Sequence[Any]) -> Any:
-    """One value of what several processes hold: tensors whole, everything else as the first one has it.
+    """One value from those of several processes, with their shards as whole tensors.
 
-    Args:
-        parts: of each process that holds shards of the same tensors; only dicts, lists and tuples are looked into.
+    Only dicts, lists and tuples are looked into; everything else is as the first one has it.
     """
     first = parts[0]
     if isinstance(first, TensorShard):
@@ -217,7 +208,7 @@ def merge_shards(parts: Sequence[Any]) -> Any:
 
 
 def part_like(given: Tensor, tensor: Tensor) -> Tensor:
-    """``given``, a whole tensor, sharded as ``tensor`` is, in memory of its own; itself if that is not sharded."""
+    """``given``, a whole tensor, sharded as ``tensor`` is, in memory of its own."""
     if not is_sharded(tensor) or is_sharded(given):
         return given
     shard = shard_of(tensor)
@@ -226,18 +217,17 @@ def part_like(given: Tensor, tensor: Tensor) -> Tensor:
 
 
 def empty_like(shape: Sequence[int], dtype: torch.dtype, tensor: Any) -> Tensor:
-    """Memory for a tensor on the CPU; if ``tensor`` is sharded and has that shape, for its part."""
+    """Memory on the CPU for a tensor; for its shard if ``tensor`` has that shape."""
     if not is_sharded(tensor) or tensor.shape != shape:
         return torch.empty(shape, dtype=dtype)
     return sharded_like(tensor, torch.empty(local_part(tensor).shape, dtype=dtype))
 
 
 def to_cpu(value: Any, copies: bool = True) -> Any:
-    """``value`` with its tensors on the CPU in storages of their own, fit for pickling.
+    """``value`` with its tensors on the CPU in storages of their own, for pickling.
 
-    Args:
-        value: anything; only dicts, lists and tuples are looked into. DTensors become :class:`TensorShard`.
-        copies: whether a tensor that is like that already is copied, too.
+    Only dicts, lists and tuples are looked into; DTensors become :class:`TensorShard`. Without ``copies`` a tensor that
+    is like that already is not copied.
     """
     if is_sharded(value):
         shard = shard_of(value)
@@ -253,7 +243,7 @@ def to_cpu(value: Any, copies: bool = True) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``, also those in its containers; a tensor that is there is not copied."""
+    """``value`` with its tensors on ``device``."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -263,22 +253,20 @@ class _OfDevice:
 
 
 def to_host(value: Any) -> Any:
-    """:func:`to_cpu` of ``value``, with a mark on each tensor of an accelerator, for :func:`from_host`."""
+    """:func:`to_cpu` of ``value``, which :func:`from_host` undoes."""
     return to_cpu(tree_map_only(Tensor, lambda t: _OfDevice(to_cpu(t)) if is_accelerator(t.device) else t, value))
 
 
 def from_host(value: Any, device: torch.device) -> Any:
-    """What :func:`to_host` was given; tensors of an accelerator are on ``device``, the others stay on the host."""
+    """The value given to :func:`to_host`, with its accelerator tensors on ``device``."""
     return tree_map_only(_OfDevice, lambda marked: marked.tensor.to(device), value)
 
 
 def pack_tensors(value: Any, name: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickles ``value`` for another process: its tensors are on the host there. Raises what ``pickle`` raises.
+    """Pickles ``value`` for another process, with its tensors as bytes on the host.
 
-    ``name``: what stands for an object that the receiver has as well, which finds it by that; None for all others.
-
-    torch writes every storage in a pickle as a file of its own, which takes longer than all else that a small record
-    costs. Here a tensor is its bytes. Two tensors that share memory get memory of their own.
+    ``name`` returns what stands for an object that the receiver has as well. torch would write every storage as a file
+    of its own, which takes longer than all else. Two tensors that share memory get memory of their own.
     """
     file = io.BytesIO()
     pickler = _BytesPickler(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,7 +1,6 @@
 """Private parts of torch that several rooms use, under public names.
 
-Trees of values, tables of modules, what autograd knows of a tensor, operations on lists of tensors: torch 2.6 has no
-public way to them. ``tests/test_import.py`` fails when one disappears.
+torch 2.6 has no public way to them. ``tests/test_import.py`` fails when one disappears.
 """
 
 from __future__ import annotations
@@ -13,40 +12,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.nn.modules import batchnorm
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import get_worker_info
 
-__all__ = [
-    "NormBase",
-    "TorchDispatchMode",
-    "buffers_of",
-    "drop_unsharded_gradients",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "fsdp_parameters",
-    "is_compiled",
-    "is_fsdp_root",
-    "is_registered_from_outside",
-    "make_subclass",
-    "modules_of",
-    "moved_by_swaps",
-    "offset_of",
-    "parameters_of",
-    "replace_tensors",
-    "show_dataset",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "version_of",
-    "versions_of",
-]
-
+NormBase = batchnorm._NormBase
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
@@ -86,12 +60,12 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def show_dataset(dataset: Any) -> None:
-    """Lets ``get_worker_info()`` show ``dataset``: users divide it among processes by what they find."""
+    """Lets ``get_worker_info()`` show ``dataset``, by which users divide it."""
     object.__setattr__(get_worker_info(), "dataset", dataset)  # write-protected
 
 
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replaces each parameter and buffer of ``module`` by what ``function`` makes of it; FSDP2 notices that."""
+    """Replaces each parameter and buffer of ``module``; FSDP2 notices that."""
     module._apply(function)
 
 
@@ -102,8 +76,9 @@ def is_registered_from_outside(device: torch.device) -> bool:
 
 @contextmanager
 def moved_by_swaps() -> Iterator[None]:
-    """Within the block FSDP2 moves what it shards by swapping tensors: not all kinds of devices let torch replace their
-    memory alone.
+    """Within the block FSDP2 moves its shards by swapping tensors.
+
+    Not all kinds of devices let torch replace their memory alone.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_init  # slow to import
 
@@ -119,17 +94,17 @@ def moved_by_swaps() -> Iterator[None]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """Whether ``module``, which FSDP2 has sharded, has run without another such module around it."""
+    """Whether ``module``, sharded by FSDP2, runs without one around it."""
     return bool(module._get_fsdp_state()._is_root)
 
 
 def fsdp_parameters(module: Any) -> list[nn.Parameter]:
-    """The parameters that ``module``, which FSDP2 has sharded, gathers itself: those that no submodule gathers."""
+    """The parameters that ``module``, sharded by FSDP2, gathers itself."""
     return [p.sharded_param for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
 
 
 def drop_unsharded_gradients(module: Any) -> None:
-    """Drops gradients that FSDP2 has not summed over the processes yet; ``reset_iter_state()`` leaves them."""
+    """Drops gradients that FSDP2 has not summed over the processes yet."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -138,7 +113,7 @@ def drop_unsharded_gradients(module: Any) -> None:
 
 
 def offset_of(tensor: Any) -> tuple[int, ...]:
-    """Where the part of the DTensor ``tensor`` that this process holds begins in the whole, in each dimension."""
+    """Where this process's part of a DTensor begins, in each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -3,7 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 import lightning_recycle
+from lightning_recycle.devices import ray_resource
+from lightning_recycle.engines.ray_cluster import needs_of_worker
 
 PACKAGE = Path(lightning_recycle.__file__).parent
 KINDS = re.compile(r"cuda|\bhip\b|\bxpu\b|\bnpu\b|\bmps\b")
@@ -14,3 +19,19 @@ def test_no_module_but_one_and_the_nccl_transport_names_a_kind_of_accelerator() 
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     names = {path for path, source in sources.items() if KINDS.search(source)}
     assert {name for name in names if not name.startswith("runtime/nccl/")} == {"devices.py"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "needs"),
+    [
+        ("cpu", None, {"CPU": 1.0}),
+        ("cuda", None, {"CPU": 1.0, "GPU": 1.0}),
+        ("xpu", {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}),
+        ("hpu", {"HPU": 0.5, "node:a": 0.1}, {"CPU": 1.0, "HPU": 0.5, "node:a": 0.1}),
+        ("privateuseone", {"NPU": 1.0, "GPU": 0.0}, {"CPU": 1.0, "NPU": 1.0, "GPU": 0.0}),
+    ],
+)
+def test_a_worker_reserves_a_device_of_its_kind_on_ray(
+    kind: str, given: dict[str, float] | None, needs: dict[str, float]
+) -> None:
+    assert needs_of_worker(ray_resource(torch.device(kind)), given) == needs

@@ -217,7 +217,7 @@ except ImportError as error:
 
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.comm.gloo": [
+    "lightning_recycle.runtime.comm.groups": [
         "torch.distributed:ProcessGroupGloo",
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",
@@ -242,9 +242,11 @@ PRIVATE = {
         "torch.nn:Module._compiled_call_impl",
         "torch.nn:Module._apply",
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
+        "torch:_C._get_privateuse1_backend_name",
         "torch:Tensor._version",
     ],
-    "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
+    "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
     "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
@@ -353,6 +355,7 @@ def test_private_signatures_are_those_that_are_overridden() -> None:
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.trainer import call
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
 
     assert list(inspect.signature(_AutomaticOptimization.run).parameters) == [
         "self", "optimizer", "batch_idx", "kwargs",
@@ -360,6 +363,7 @@ def test_private_signatures_are_those_that_are_overridden() -> None:
     assert list(inspect.signature(_TrainingEpochLoop.__init__).parameters) == [
         "self", "trainer", "min_steps", "max_steps",
     ]  # fmt: skip
+    assert list(inspect.signature(_fsdp_init._move_states_to_device).parameters) == ["params", "buffers", "device"]
     assert list(inspect.signature(call._call_lightning_module_hook).parameters)[:2] == ["trainer", "hook_name"]
 
 

@@ -120,6 +120,17 @@ def test_only_the_thread_that_asks_hides_the_script() -> None:
     assert imports() == before
 
 
+def test_workers_do_not_hear_of_a_start_method_that_only_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job of joblib the default is "loky"."""
+    from multiprocessing import spawn
+
+    for method, found in (("loky", None), ("forkserver", "forkserver")):
+        monkeypatch.setattr(spawn, "get_start_method", lambda method=method: method)
+        for wanted in (False, True):
+            with import_of_main(wanted):
+                assert spawn.get_preparation_data("x").get("start_method") == found
+
+
 class Litter:
     """Garbage whose collection lets other threads run, also in the middle of a parser's work."""
 

@@ -152,7 +152,6 @@ def test_options_come_from_the_command_line_of_lightning() -> None:
     ("module", "option", "words"),
     [
         ("mip", {"planning": {"planner": "highs"}}, r"planner 'highs' needs the package mip: pip install '\.\[milp\]'"),
-        ("ortools", {"planning": {"planner": "cpsat"}}, r"needs the package ortools: pip install '\.\[cpsat\]'"),
         ("ray", {"engine": "ray"}, r"engine='ray'\) needs the package ray: pip install '\.\[ray\]'"),
     ],
 )

@@ -104,6 +104,6 @@ def test_a_users_step_leaves_the_generators_of_hooks_as_they_were() -> None:
     begin()
     expected = hooks_draw()
     begin()
-    with microbatch_randomness(CPU, 0, 0, 0), step_randomness():
+    with microbatch_randomness(torch.default_generator, 0, 0, 0), step_randomness():
         hooks_draw()
     assert hooks_draw() == expected

@@ -1,13 +1,8 @@
-"""Effects of faults: a process that fails, one function for each kind, and bits that flip.
+"""Effects of faults: one function for each kind of failure, and bits that flip.
 
-Concept: each function makes the calling process fail as it would in a cluster, so an observer cannot tell the
-difference. None needs privileges. A bit flip changes one number, once, in what the worker holds, computes or sends; or
-arithmetic is wrong from then on, in every n-th matrix product. Nothing raises, and nothing else changes.
-
-Contract: called in the main thread. Functions that end or stop the process do so before they return. Which number
-flips follows from the fault alone, so the same fault does the same in every run.
-
-Must not know: faults, schedules, Lightning.
+Each function makes the calling process fail as it would in a cluster, in the main thread and without privileges. A bit
+flip changes one number, once, in what the worker holds, computes or sends; or arithmetic is wrong from then on, in
+every n-th matrix product. The number that flips follows from the fault alone.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ def exit() -> None:
 
 
 def hang() -> None:
-    """SIGSTOP: all threads stop, connections stay open. Returns if the process is continued (SIGCONT)."""
+    """SIGSTOP: all threads stop, connections stay open; returns after SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -64,19 +59,13 @@ def deadlock() -> None:
 
 
 def preempt() -> None:
-    """SIGTERM, as from a cluster manager that reclaims the machine; the handler decides what follows."""
+    """SIGTERM, as from a cluster manager that reclaims the machine."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Makes operations take longer for a while.
-
-    Args:
-        factor: factor on the time that an operation takes.
-        first_step: the step in which it begins.
-        steps: number of steps it lasts.
-    """
+    """Makes operations take ``factor`` times as long for a number of steps."""
 
     factor: float
     first_step: int
@@ -92,7 +81,7 @@ class Slowdown:
 
 
 def partition() -> None:
-    """Cuts this process off for good: nothing more arrives at its TCP sockets or leaves them, but they stay open.
+    """Cuts this process off for good; its TCP sockets stay open.
 
     Existing sockets are cut off when this returns, later ones within 50 ms of opening. One or two packets of each may
     still get out (more on a new connection that sends full segments). Unix sockets, pipes, shared memory and
@@ -120,7 +109,7 @@ def _cut_all_sockets() -> None:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket behind ``descriptor``, still owned by its owner. No duplicate: others count the descriptors."""
+    """The socket behind ``descriptor``, not duplicated, as others count descriptors."""
     sock = socket.socket(fileno=descriptor)
     try:
         yield sock
@@ -129,11 +118,11 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _cut(sock: socket.socket) -> None:
-    """Incoming packets are dropped by a filter, which is inherited by accepted connections.
+    """Drops incoming packets by a filter, and slows outgoing ones down to nothing.
 
-    Outgoing ones wait for a pace of 1 byte/s. Linux does not pace the first ten segments of a connection
-    (``tcp_update_skb_after_send``); Nagle's algorithm holds small ones back until what was sent before is acknowledged,
-    and the acknowledgements are dropped.
+    Accepted connections inherit the filter. Outgoing packets wait for a pace of 1 byte/s. Linux does not pace the first
+    ten segments of a connection (``tcp_update_skb_after_send``); Nagle's algorithm holds small ones back until what was
+    sent before is acknowledged, and the acknowledgements are dropped.
     """
     drop_everything(sock)
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 1)
@@ -151,10 +140,9 @@ _PRODUCTS = {
 
 @torch.no_grad()
 def flip(tensors: Iterable[Any], bit: int | None, draw: random.Random) -> bool:
-    """Flips a bit of one number of the floating-point tensors among ``tensors``, in place.
+    """Flips a bit of one number of the floating-point tensors, in place.
 
     Args:
-        tensors: where; others than floating-point tensors are left alone.
         bit: its place, from the lowest, 0; None for the lowest bit of the exponent, which doubles or halves the number.
         draw: draws the number.
 
@@ -184,7 +172,7 @@ def _flip_at(tensor: Tensor, place: int, bit: int | None) -> None:
 
 
 def flipped(value: Any, bit: int | None, draw: random.Random) -> Any:
-    """A copy of ``value``, a tensor or a tuple of tensors and None, with a flipped bit."""
+    """A copy of a tensor, or of a tuple of tensors and None, with a flipped bit."""
     several = value if isinstance(value, tuple) else (value,)
     copies = tuple(None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in several)
     flip([None if t is None else t.detach() for t in copies], bit, draw)
@@ -192,7 +180,7 @@ def flipped(value: Any, bit: int | None, draw: random.Random) -> Any:
 
 
 def flip_in_next_output(modules: Sequence[nn.Module], bit: int | None, draw: random.Random) -> None:
-    """Flips a bit in the first tensor that one of ``modules`` returns from now on, in place."""
+    """Flips a bit in the next tensor that one of ``modules`` returns, in place."""
     handles: list[Any] = []
 
     def on_output(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -207,12 +195,9 @@ def flip_in_next_output(modules: Sequence[nn.Module], bit: int | None, draw: ran
 
 
 class WrongArithmetic(TorchDispatchMode):
-    """Within the block, every ``every``-th matrix product has a flipped bit; the count goes on from block to block.
+    """Within the block, every ``every``-th matrix product has a flipped bit.
 
-    Args:
-        every: n of every n-th.
-        bit: see :func:`flip`; 0 is an error of one unit in the last place.
-        draw: draws the numbers.
+    The count goes on from block to block. ``bit``: see :func:`flip`; 0 is an error of one unit in the last place.
     """
 
     def __init__(self, every: int, bit: int | None, draw: random.Random) -> None:

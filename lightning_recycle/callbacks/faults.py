@@ -1,14 +1,9 @@
-"""Faults: which worker fails, in what way, and at which point of its work or at which time.
+"""Faults: the worker that fails, how, and at which point of its work or time.
 
-Concept: a :class:`Fault` is data. It knows when it is due, given what the worker is about to do or has just done.
-Faults at times are drawn at random, or replayed from an availability trace: a source yields :class:`TimedFault` values,
-each a time, a rank and a kind. It is a pure function of its arguments, so all processes agree on the faults of a rank
-without communicating. An :class:`Agenda` compares those of one process with a clock.
-
-Contract: faults are immutable and comparable; a combination that makes no sense is refused when it is built. Times are
-seconds.
-
-Must not know: processes, how a failure is made (``fault_effects``), its caller (``injection``).
+A :class:`Fault` is data, which is due by what the worker is about to do or has just done. Faults at times are drawn at
+random, or replayed from an availability trace: a source yields :class:`TimedFault` values, each a time in seconds, a
+rank and a kind. It is a pure function of its arguments, so all processes agree without communicating. An
+:class:`Agenda` compares those of one process with a clock.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "
 """The ways in which a worker can fail."""
 
 KINDS_AT_TIMES = tuple(kind for kind in KINDS if kind not in ("slow", "bitflip"))
-"""Those that need no further arguments, so they can be drawn at random or taken from a trace."""
+"""Kinds without further arguments, for faults at random times or of a trace."""
 
 TARGETS = ("parameter", "optimizer", "activation", "gradient", "message", "matmul")
 """The places in which a bit can flip."""
@@ -50,7 +45,7 @@ _MOMENTS = ("before", "after")
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure of one worker. It happens once: a process that replaces the worker does not suffer it again.
+    """One failure of one worker, which happens once; replacements do not suffer it.
 
     =============  ==================================================================================================
     kind           what happens
@@ -173,7 +168,7 @@ class Fault:
         return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def matches(self, step: int, op: Op, when: str = "before") -> bool:
-        """Whether the fault is due ``when`` ("before" or "after") the right worker runs ``op`` of ``step``."""
+        """Whether the fault is due "before" or "after" its worker runs ``op`` of ``step``."""
         if step != self.step or when != self.when or op.kind not in _OPERATIONS.get(self.at, ()):
             return False
         return self.microbatch is None or (op.microbatch is not None and op.microbatch.index == self.microbatch)
@@ -208,17 +203,14 @@ def random_faults(
     incarnation: int = 0,
     max_faults: int | None = None,
 ) -> tuple[TimedFault, ...]:
-    """The random fault of one process, if it has any, in seconds since its first operation.
+    """The random fault of one process, in seconds since its first operation.
 
     Its time is exponential with mean ``mtbf * num_workers``, drawn from (seed, rank, incarnation) and nothing else, so
     other processes do not affect it.
 
     Args:
         mtbf: mean seconds between two failures anywhere in a complete grid.
-        num_workers: number of workers in the grid.
         kinds: kinds of faults, drawn with equal probability.
-        seed: seed of the draws.
-        rank: rank of the process.
         incarnation: 0 for the first process of a position, 1, 2, ... for its replacements.
         max_faults: only this many faults happen, the first among those of all original processes, and none in
             replacements: a limit that no process needs others to keep.
@@ -242,7 +234,7 @@ def trace_faults(
     time_scale: float = 1.0,
     max_faults: int | None = None,
 ) -> tuple[TimedFault, ...]:
-    """The faults of all workers while ``availability`` falls, in time order, in seconds since the run began.
+    """The faults of all workers while ``availability`` falls, in time order.
 
     A grid seldom has as many workers as a trace has nodes, so nodes are scaled to workers: at the
     trace's peak all W workers are available, at n nodes W * n / peak of them, rounded to the nearest. When that number
@@ -253,9 +245,7 @@ def trace_faults(
 
     Args:
         availability: (time in seconds, nodes from then on), in order.
-        num_workers: number of workers in the grid.
         kinds: kinds of faults, drawn with equal probability.
-        seed: seed of the draws.
         time_scale: wall-clock seconds per second of the trace: 0.01 plays an hour in 36 s.
         max_faults: only this many faults, the first ones.
     """
@@ -285,11 +275,7 @@ class Agenda:
     """The faults that are due in one process, by its clock.
 
     Faults already past at the first look never become due: they would have hit a process that did not exist yet.
-
-    Args:
-        faults: the faults of this process in time order.
-        clock: returns seconds, from any origin.
-        origin: the clock's value at time 0 of ``faults``; by default, that of the first look.
+    ``origin`` is the clock's value at time 0 of ``faults``; by default, that of the first look.
     """
 
     def __init__(self, faults: Iterable[TimedFault], clock: Callable[[], float], origin: float | None = None) -> None:

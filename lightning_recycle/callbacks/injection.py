@@ -1,4 +1,4 @@
-"""Fault injection: workers fail on purpose, at exact points of the schedule, at random, or as in a trace."""
+"""Fault injection: workers fail at points of the schedule, at random, or by trace."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FaultInjectionCallback(pl.Callback):
         self._injector: _Injector | None = None
 
     def check(self, positions: Positions) -> None:
-        """Called in the launching process right before it starts the workers; starts the clock of the trace.
+        """Starts the clock of the trace, in the launching process, before workers start.
 
         Raises:
             ConfigurationError: for a fault outside ``positions``.
@@ -186,7 +186,7 @@ class _Injector:
         if executor is not None:
             executor.before_operation.append(self.before_operation)
             executor.after_operation.append(self.after_operation)
-            executor.stretch_operation = self.stretch
+            executor.runner.timings.stretch = self.stretch
 
     def left_over(self) -> tuple[Fault, ...]:
         """The faults at exact points that this process has not suffered."""
@@ -202,7 +202,7 @@ class _Injector:
             place: Worker = self._strategy.executor.worker
             self._strike(Fault(timed.kind, place.pipeline, place.stage, step), step, str(op))
         self._err(op.kind not in (OpKind.REDUCE, OpKind.STEP))
-        self._waited = self._strategy.executor.seconds_for_siblings
+        self._waited = self._strategy.executor.communicator.seconds_for_siblings
 
     def _err(self, errs: bool) -> None:
         """From now on arithmetic is wrong, or right, if this device is broken."""
@@ -215,11 +215,12 @@ class _Injector:
             self._arithmetic.__exit__(None, None, None)
 
     def stretch(self, seconds: float) -> None:
-        """Prolongs the operation that has just computed for ``seconds``, but for the wait for siblings: two slow ones
-        would slow each other down without end.
+        """Prolongs the operation that has just computed for ``seconds``.
+
+        The wait for siblings is not prolonged: two slow ones would slow each other down without end.
         """
         executor = self._strategy.executor
-        own = seconds - (executor.seconds_for_siblings - self._waited)
+        own = seconds - (executor.communicator.seconds_for_siblings - self._waited)
         for slowdown in self._slowdowns:
             slowdown.sleep_after(executor.version, max(0.0, own))
 
@@ -234,7 +235,7 @@ class _Injector:
             self._strike(fault, step, where)
 
     def _mine(self) -> list[Fault]:
-        """The faults this process has yet to suffer, by its initial position, wherever it moves."""
+        """The faults that this process has yet to suffer, by its initial position."""
         executor = self._strategy.executor
         if executor is None:
             return []
@@ -246,7 +247,7 @@ class _Injector:
 
     def _strike(self, fault: Fault, step: int, where: str) -> None:
         executor = self._strategy.executor
-        executor.announce_fault(FaultInjected(self._rank, fault.kind, where, time.time()))
+        executor.client.send(FaultInjected(self._rank, fault.kind, where, time.time()))
         match fault.kind:
             case "exception":
                 raise InjectedFaultError(f"Injected: {fault}")  # counts as a failure of the infrastructure
@@ -273,14 +274,14 @@ class _Injector:
             case "gradient":
                 fault_effects.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
             case "message":
-                executor.alter_next_message(lambda value: fault_effects.flipped(value, fault.bit, draw))
+                executor.communicator.alter_next = lambda value: fault_effects.flipped(value, fault.bit, draw)
             case "matmul":
                 assert fault.every is not None
                 self._arithmetic = fault_effects.WrongArithmetic(fault.every, fault.bit, draw)
 
 
 def _is_moment(value: Any) -> bool:
-    """Whether a part of an optimizer's state is as large as a parameter, and no count of steps."""
+    """Whether a part of an optimizer's state is a tensor as large as a parameter."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

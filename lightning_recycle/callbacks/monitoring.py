@@ -14,7 +14,7 @@ from lightning_recycle.errors import ConfigurationError
 
 
 class HeartbeatCallback(pl.Callback):
-    """Sets how soon a silent worker is declared dead; added by the strategy if the user gives none.
+    """Sets how soon a silent worker is declared dead; present by default.
 
     A process that exits is noticed at once. A missing heartbeat reveals one that stopped without exiting, and the
     contents of the heartbeat one that makes no progress. On a failure the coordinator evicts the worker, and the
@@ -87,7 +87,7 @@ class HeartbeatCallback(pl.Callback):
 
 
 class PlanMonitor(pl.Callback):
-    """Compares measured operation times with those the plan assumes, and changes the plan when that pays.
+    """Compares measured operation times with the plan's, and changes it if that pays.
 
     A worker that has become slow gets fewer micro-batches, its peers more; if the times of whole stages have changed,
     the order of operations may change. A process of the lowest priority searches for a better plan, and all workers
@@ -112,6 +112,6 @@ class PlanMonitor(pl.Callback):
 
     @staticmethod
     def options_of(trainer: pl.Trainer) -> DriftOptions | None:
-        """The options of the first of them among the callbacks of ``trainer``; None without one."""
+        """The options of the first such callback of ``trainer``; None without one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next((callback.options for callback in callbacks if isinstance(callback, PlanMonitor)), None)

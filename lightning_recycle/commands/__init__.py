@@ -1,1 +1,1 @@
-"""Console scripts: thin Hydra applications around ``planning`` and ``visualize``. They start without torch."""
+"""Console scripts: Hydra applications around ``planning``, without torch."""

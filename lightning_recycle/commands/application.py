@@ -1,9 +1,7 @@
-"""What all commands share: Hydra, and errors as one line and exit code 2.
+"""Hydra, and errors of commands as one line and exit code 2.
 
-Concept: mistakes in a command's arguments are far more common than bugs. So every error with a remedy, ours or
-Hydra's, is shown as one line without a traceback; anything else is a bug and is shown in full.
-
-Must not know: what a command does.
+Every error with a remedy, ours or Hydra's, is shown as one line without a traceback; anything else is a bug and is
+shown in full.
 """
 
 from __future__ import annotations
@@ -16,12 +14,7 @@ from collections.abc import Callable, Iterator
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import __version__
@@ -33,7 +26,7 @@ _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 @contextlib.contextmanager
 def bad_input_ends(name: str) -> Iterator[None]:
-    """Within the block, bad input ends the program with one line that begins with ``name``, and exit code 2.
+    """Within the block, bad input prints one line and exits with code 2.
 
     Use it inside the job too: for an exception that leaves the job, Hydra prints a line of its own.
     """
@@ -47,13 +40,9 @@ def bad_input_ends(name: str) -> Iterator[None]:
 
 
 def run_application(name: str, application: Callable[[], object]) -> None:
-    """Call ``application``, a function decorated with ``hydra.main``; exit with 2 after bad input.
+    """Calls a function decorated with ``hydra.main``; exits with 2 after bad input.
 
     ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
-
-    Args:
-        name: name of the command, which begins the line.
-        application: the function to run.
     """
     if "--version" in sys.argv[1:]:  # Hydra's is its own
         print(name, __version__)
@@ -78,14 +67,9 @@ def run_command(
     job: Callable[[DictConfig], float],
     summary: Callable[[], RenderableType | None],
 ) -> None:
-    """Run a command of the package, once or for each job of a sweep; bad input as in :func:`run_application`.
+    """Runs a command of the package, once or for each job of a sweep.
 
-    Args:
-        name: name of the command.
-        config_path: folder of its configuration.
-        config_name: name of its configuration.
-        job: the function to run; returns a value that a sweeper can minimize.
-        summary: summary of this process' jobs, printed at the end, even after errors.
+    ``job`` returns a value that a sweeper can minimize; ``summary`` is printed at the end, even after errors.
     """
 
     @hydra.main(version_base=None, config_path=config_path, config_name=config_name)

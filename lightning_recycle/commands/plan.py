@@ -14,7 +14,7 @@ A plan is compared with two fault-free schedules of the same grid, costs and mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,27 +27,162 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from lightning_recycle import planning
+from lightning_recycle.arguments import at_least, is_integer, is_number
 from lightning_recycle.commands.application import run_command
-from lightning_recycle.commands.plan_settings import problem_from, problems_ahead
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
-from lightning_recycle.planning import (
-    Grid,
-    PlanLibrary,
-    Planner,
-    PlanResult,
-    Problem,
-    Schedule,
-    Technique,
-    Worker,
-    distribution_of,
-    heuristic,
-    one_f_one_b,
-    save_plan,
-    solve,
-)
-from lightning_recycle.planning.plan_files import check_torch_runs, save_torch_csv
+from lightning_recycle.planning.costs import Memory
+from lightning_recycle.planning.normalization import contingencies, usual_limit
+from lightning_recycle.planning.plan_library import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
+
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
+
+
+def problem_from(config: Mapping[str, Any]) -> planning.Problem:
+    """The problem for the settings of ``conf/plan.yaml``.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+        PlanningError: when there can be no plan.
+    """
+    base = _without_failures(config)
+    failures = config["failures"]
+    if is_integer(failures):
+        return planning.normalized_problem(base, failures)
+    return replace(base, failed=_failures(config))
+
+
+def problems_ahead(config: Mapping[str, Any]) -> list[planning.Problem]:
+    """The problems for a plan library: none failed, and the given failures.
+
+    For a number, each distribution of 0, 1, ... failures over the stages, as far as ``library_plans`` allows, the
+    likeliest first and those after normalization always. Each is there twice, within the limits that a run asks for
+    before and after it has measured its memory.
+    """
+    base = _without_failures(config)
+    failures, most = config["failures"], config["library_plans"]
+    if not is_integer(most, 1):
+        raise ConfigurationError(f"library_plans={most!r}: give an integer of at least 1.")
+    if is_integer(failures):
+        normalized = [planning.normalized_problem(base, count) for count in (*range(failures), failures)]
+        found = dict.fromkeys(normalized)
+        for count in range(1, failures + 1):
+            found |= dict.fromkeys(contingencies(base, count, most))
+        # The plan after normalization is the last one.
+        problems = sorted(list(found)[: max(most, len(normalized))], key=lambda p: (len(p.failed), p == normalized[-1]))
+    else:
+        problems = [base, replace(base, failed=_failures(config))]
+    return list(dict.fromkeys(_limited(problem, measured) for problem in problems for measured in (False, True)))
+
+
+def _limited(problem: planning.Problem, measured: bool) -> planning.Problem:
+    """``problem`` within the limits of a run, too."""
+    usual, given = usual_limit(problem.grid, problem.failed, measured=measured), problem.in_flight_limit
+    if usual is None or given is None:
+        return replace(problem, in_flight_limit=given if usual is None else usual)
+    return replace(problem, in_flight_limit=tuple(map(min, given, usual)))
+
+
+def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
+    grid = planning.Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
+    costs, profile = _costs(config["costs"], grid)
+    technique = planning.Technique(**{name: _switch(config, name) for name in ("split_backward", "staggered")})
+    limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
+    checkpoint = config["memory"].get("checkpoint")
+    if checkpoint is not None:
+        if (limit is None and memory is None) or not is_number(checkpoint, 0):
+            raise ConfigurationError(
+                f"memory.checkpoint={checkpoint!r}: with memory.in_flight or memory.bytes, give the size of a"
+                " stage's input as a fraction of a micro-batch's activations, e.g. 0.1, or null to compute nothing"
+                " again."
+            )
+        if memory is None:
+            assert limit is not None
+            memory = Memory.counting(limit)
+            limit = None
+        memory = replace(memory, checkpoint=tuple(checkpoint * held for held in memory.after_forward))
+    return planning.Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
+
+
+def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.Costs, planning.Profile | None]:
+    if "path" in settings:
+        path = settings["path"]
+        if not isinstance(path, str) or not path:
+            raise ConfigurationError(f"costs.path={path!r}: give the path of a profile, e.g. costs.path=profile.json.")
+        profile = planning.load_profile(path)
+        if len(profile.stages) != grid.stages:
+            raise ConfigurationError(
+                f"{path} is the profile of {len(profile.stages)} stages: give grid.stages={len(profile.stages)}, "
+                f"or a profile of {grid.stages}."
+            )
+        return profile.costs(), profile
+    values = {}
+    for name in _PER_STAGE:
+        value = settings.get(name)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            if len(value) != grid.stages:
+                raise ConfigurationError(
+                    f"costs.{name} has {len(value)} values, the grid {grid} has {grid.stages} stages: "
+                    "give one number, or one per stage."
+                )
+            values[name] = tuple(_duration(name, item) for item in value)
+        else:
+            values[name] = (_duration(name, value),) * grid.stages
+    communication = _duration("communication", settings.get("communication"))
+    return planning.Costs(**values, communication=communication), None
+
+
+def _duration(name: str, value: Any) -> float:
+    if value is None:
+        raise ConfigurationError(f"costs.{name} is missing: give a number of at least 0.")
+    return at_least("", f"costs.{name}", value)
+
+
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config["technique"][name]
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"technique.{name}={value!r}: give true or false.")
+    return value
+
+
+def _bytes(memory: Mapping[str, Any], profile: planning.Profile | None) -> Memory | None:
+    size = memory["bytes"]
+    if size is None:
+        return None
+    if profile is None:
+        raise ConfigurationError("memory.bytes needs costs=profile, which has the size of a micro-batch.")
+    if not is_number(size, 0):
+        raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
+    return profile.memory(size)
+
+
+def _in_flight(memory: Mapping[str, Any], grid: planning.Grid) -> tuple[int, ...] | None:
+    limit = memory["in_flight"]
+    if limit is None:
+        return None
+    limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
+    if len(limits) != grid.stages or not all(is_integer(value, 1) for value in limits):
+        raise ConfigurationError(
+            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give an integer of "
+            f"at least 1, a list with one for each of the {grid.stages} stages, or null for no limit."
+        )
+    return limits
+
+
+def _failures(config: Mapping[str, Any]) -> frozenset[planning.Worker]:
+    pairs = config["failures"]
+    fine = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair)) for pair in pairs
+    )
+    if not fine:
+        raise ConfigurationError(
+            f"failures={pairs!r}: give the number of failed workers, or a list of [pipeline,stage], e.g. "
+            "'failures=[[1,2]]'."
+        )
+    return frozenset(planning.Worker(*pair) for pair in pairs)
+
 
 _NAME = "recycle-plan"
 _LARGEST_PICTURE = 20_000  # operations; beyond this an SVG takes tens of megabytes and shows nothing
@@ -60,15 +195,15 @@ def plan_and_show(config: DictConfig) -> float:
     """Run one job; returns the period, which a sweeper can minimize."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     problem = problem_from(settings)
-    planner: Planner = instantiate(settings["planner"], _convert_="all")
+    planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
     output = _path(settings, "output")
     _check_format(settings["format"], output, problem)
     picture = _picture(settings, output)
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     if settings["library"] is None:
-        result = solve(problem, planner)
+        result = planning.solve(problem, planner)
     else:
-        library = PlanLibrary(_path(settings, "library") or ".", planner)
+        library = planning.PlanLibrary(_path(settings, "library") or ".", planner)
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
         console.print(_comparison([_cells(each, by_stage=True) for each in results], "Plan library"))
@@ -82,7 +217,7 @@ def plan_and_show(config: DictConfig) -> float:
         save_torch_csv(output, result.schedule)
         written.append(str(output))
     elif output is not None:
-        save_plan(output, result)
+        planning.save_plan(output, result)
         written.append(str(output))
     written += _drawn(result, picture, automatic=settings["picture"] == "auto", unit=unit)
     if written:
@@ -90,7 +225,7 @@ def plan_and_show(config: DictConfig) -> float:
     return result.schedule.period
 
 
-def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
+def _check_format(name: Any, output: Path | None, problem: planning.Problem) -> None:
     if name not in ("json", "csv"):
         raise ConfigurationError(f"format={name!r}: give json or csv.")
     if name == "csv":
@@ -99,8 +234,7 @@ def _check_format(name: Any, output: Path | None, problem: Problem) -> None:
         check_torch_runs(problem)
 
 
-def _drawn(result: PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
-    """The picture that was written, or why it was not, for the last line."""
+def _drawn(result: planning.PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:
     operations = result.schedule.num_operations
     if picture is not None and automatic and operations > _LARGEST_PICTURE:
         return [f"no picture of {operations:,} operations (picture=FILE forces it)"]
@@ -149,17 +283,15 @@ def main() -> None:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
-    """A plan's cells of a table, by column; ``by_stage``: how many workers of each stage have failed, not how many in
-    all.
-    """
+def _cells(result: planning.PlanResult, *, by_stage: bool = False) -> dict[str, str]:
+    """A plan's cells of a table, by column; ``by_stage``: failed workers by stage."""
     schedule = result.schedule
-    failed = distribution_of(schedule.grid, schedule.failed)
+    failed = planning.distribution_of(schedule.grid, schedule.failed)
     usual, zero_bubble = _ratios(schedule)
     return {
         "grid": str(schedule.grid),
         "planner": result.backend,
-        "failed": _failures(failed) if by_stage else str(sum(failed)),
+        "failed": _failures_by_stage(failed) if by_stage else str(sum(failed)),
         "period": f"{schedule.period:.5g}",
         "span": f"{schedule.makespan:.5g}",
         "bound": f"{result.lower_bound:.5g}",
@@ -172,35 +304,34 @@ def _cells(result: PlanResult, *, by_stage: bool = False) -> dict[str, str]:
     }
 
 
-def _peaks(schedule: Schedule, peak: Callable[[Worker], Any]) -> list[Any]:
-    """By stage, the highest ``peak`` of its workers."""
+def _peaks(schedule: planning.Schedule, peak: Callable[[planning.Worker], Any]) -> list[Any]:
     return [max(map(peak, schedule.problem.live_workers(stage))) for stage in range(schedule.grid.stages)]
 
 
-def _ratios(schedule: Schedule) -> tuple[float, float]:
-    """Throughput divided by that of the two baselines."""
+def _ratios(schedule: planning.Schedule) -> tuple[float, float]:
     usual, zero_bubble = baselines(schedule.problem)
     return (usual / schedule.period, zero_bubble / schedule.period) if schedule.period else (1.0, 1.0)
 
 
-def baselines(problem: Problem) -> tuple[float, float]:
-    """Periods of fault-free 1F1B and of the fault-free zero-bubble schedule with at most S micro-batches in flight."""
+def baselines(problem: planning.Problem) -> tuple[float, float]:
+    """Periods of fault-free 1F1B and of fault-free zero-bubble on the same problem."""
     # Without failures all pipelines are alike.
-    one = Grid(1, problem.grid.stages, problem.grid.microbatches)
-    return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=Technique()))
+    one = planning.Grid(1, problem.grid.stages, problem.grid.microbatches)
+    return _baselines(replace(problem, grid=one, failed=frozenset(), worker_factors=(), technique=planning.Technique()))
 
 
 @lru_cache(maxsize=64)
-def _baselines(problem: Problem) -> tuple[float, float]:
-    usual = replace(problem, technique=Technique(split_backward=False, staggered=False))
+def _baselines(problem: planning.Problem) -> tuple[float, float]:
+    usual = replace(problem, technique=planning.Technique(split_backward=False, staggered=False))
     stages = problem.grid.stages
     limit = tuple(min(stages, n) for n in problem.in_flight_limit or (stages,) * stages)
-    zero_bubble = replace(problem, technique=Technique(split_backward=True, staggered=False), in_flight_limit=limit)
-    return one_f_one_b(usual).period, heuristic(zero_bubble).period
+    zero_bubble = replace(
+        problem, technique=planning.Technique(split_backward=True, staggered=False), in_flight_limit=limit
+    )
+    return planning.one_f_one_b(usual).period, planning.heuristic(zero_bubble).period
 
 
-def _single(result: PlanResult, unit: str) -> Table:
-    """One plan, one number per line; times in ``unit``."""
+def _single(result: planning.PlanResult, unit: str) -> Table:
     schedule, problem = result.schedule, result.schedule.problem
     table = Table("", "", show_header=False, title="Plan", title_justify="left")
     failed = ", ".join(str(worker) for worker in sorted(problem.failed)[:8])
@@ -230,8 +361,8 @@ def _single(result: PlanResult, unit: str) -> Table:
     return table
 
 
-def _planner(result: PlanResult) -> str:
-    """The planner, what its solver did, and the planner whose plan it is if that is another one."""
+def _planner(result: planning.PlanResult) -> str:
+    """The planner, its solver's calls, and the planner whose plan it is."""
     text, use = f"{result.backend}, {result.seconds:.2f} s", result.solver
     if use.calls:
         text += f"; solver: {use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
@@ -241,7 +372,7 @@ def _planner(result: PlanResult) -> str:
 
 
 def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
-    """Several plans, one per line. Of what is less important, what is the same in all of them has no column."""
+    """Several plans, one per line, without columns that are equal throughout."""
     if len({each["grid"] for each in rows}) == 1:
         title += f", {rows[0]['grid']}"
     less = {"grid"} | ({"span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
@@ -257,8 +388,7 @@ def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
     return table
 
 
-def _failures(counts: Sequence[int]) -> str:
-    """Failed workers by stage; only the stages that have any if there are many stages."""
+def _failures_by_stage(counts: Sequence[int]) -> str:
     if len(counts) <= 8:
         return "/".join(map(str, counts))
     return ", ".join(f"{count} in {stage}" for stage, count in enumerate(counts) if count) or "0"

@@ -1,4 +1,4 @@
-"""``recycle-report``: results of ``recycle-simulate`` as one self-contained HTML page.
+"""``recycle-report``: results of ``recycle-simulate`` as one HTML page.
 
     recycle-report results -o report.html
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands.application import bad_input_ends
 from lightning_recycle.files import refusing, write_atomically
-from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.records import load_results, missing_results
+from lightning_recycle.visualize.page import render_report
+from lightning_recycle.visualize.records import load_results, missing_results
 
 _NAME = "recycle-report"
 

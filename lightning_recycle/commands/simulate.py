@@ -1,4 +1,4 @@
-"""``recycle-simulate``: how a training run copes with failures, for any cluster, on a laptop.
+"""``recycle-simulate``: a simulated training run with failures, for any cluster.
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
@@ -19,8 +19,10 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,22 +31,190 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.table import Table
 
+from lightning_recycle import simulation
+from lightning_recycle.arguments import whole
 from lightning_recycle.commands.application import run_command
-from lightning_recycle.commands.scenario import result_of, scenario_from
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
-from lightning_recycle.visualize.report.records import (
-    EXPERIMENT_FILE,
-    assumptions_text,
-    cost_of,
-    duration_text,
-    failures_text,
-    policy_text,
-)
+from lightning_recycle.simulation.results import FIGURES
+from lightning_recycle.traces import load_trace
+from lightning_recycle.visualize import records
+
+_USUAL_DURATION = 86400.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The scenario to simulate: one training run per seed; ``duration`` in seconds."""
+
+    model: simulation.TrainingModel
+    cluster: simulation.Cluster
+    policy: simulation.Policy
+    failures: simulation.FailureSource
+    duration: float
+    seeds: range
+
+
+def scenario_from(config: Mapping[str, Any]) -> Scenario:
+    """The scenario for the settings of ``conf/simulation/simulate.yaml``.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+    """
+    model = model_from(config["model"])
+    settings, schedule = config["policy"], config["schedule"]
+    if schedule is not None and "schedule" in settings:
+        settings = {**settings, "schedule": schedule}
+    policy = _instance("policy", settings, simulation.Policy)
+    failures = _instance("failures", config["failures"], simulation.FailureSource)
+    extra = config["cluster"]["extra_nodes"]
+    cluster = simulation.Cluster.of(
+        model,
+        gpus_per_node=config["cluster"]["gpus_per_node"],
+        extra_nodes=getattr(policy, "spares", 0) if extra == "auto" else extra,
+        price=config["cluster"]["price"],
+    )
+    random = not policy.ignores_failures and not isinstance(failures, (simulation.Scripted, simulation.TraceReplay))
+    first, count = whole("", "first_seed", config["first_seed"]), whole("", "seeds", config["seeds"], 1)
+    seeds = range(first, first + (count if random else 1))
+    return Scenario(model, cluster, policy, failures, _duration(config["duration"], failures), seeds)
+
+
+def model_from(settings: Mapping[str, Any]) -> simulation.TrainingModel:
+    """The model for the settings; the catalogue fills in what is null.
+
+    Raises:
+        ConfigurationError: when a value is impossible.
+    """
+    changes = {name: value for name, value in settings.items() if value is not None}
+    name = changes.pop("name")
+    changes["transformer"] = simulation.Transformer(**settings["transformer"])
+    if "efficiency" in changes:
+        changes["throughput"] = None  # a known efficiency needs no calibration
+    if name in simulation.available_models():
+        return simulation.get_model(name, **changes)
+    if "throughput" not in changes:
+        raise ConfigurationError(f"the model {name} is not calibrated: give model.throughput or model.efficiency.")
+    return simulation.TrainingModel(name=name, **changes)
+
+
+def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
+    found = instantiate(settings, _convert_="all")
+    if not isinstance(found, kind) or not is_dataclass(found):
+        raise ConfigurationError(
+            f"{name}={type(found).__name__} is not a {kind.__name__} of lightning_recycle.simulation."
+        )
+    for item in fields(found):  # everything else is checked by the classes
+        value = getattr(found, item.name)
+        if isinstance(item.default, bool) and not isinstance(value, bool):
+            raise ConfigurationError(f"{name}.{item.name}={value!r}: give true or false.")
+    return found
+
+
+def _duration(value: Any, failures: simulation.FailureSource) -> float:
+    if value != "auto":
+        return simulation.as_seconds("duration", value, positive=True)
+    if not isinstance(failures, simulation.TraceReplay):
+        return _USUAL_DURATION
+    trace = load_trace(failures.trace)
+    left = trace.duration - float(failures.start)
+    if left <= 0:
+        raise ConfigurationError(
+            f"failures.start={failures.start:g} s: the trace {failures.trace} ends after {trace.duration:g} s."
+        )
+    return left
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
+    """The training runs of a scenario, with the ``command`` that repeats them."""
+    started = time.perf_counter()
+    found = simulation.repeat(
+        scenario.model, scenario.cluster, scenario.policy, scenario.failures, scenario.duration, scenario.seeds
+    )
+    seconds = time.perf_counter() - started
+    first = found.results[0]
+    return {
+        "schema": records.RESULT_SCHEMA,
+        "command": command,
+        **_scenario_settings(scenario),
+        **{name: found.mean(name) for name in FIGURES},
+        "fault_free_throughput": first.fault_free_throughput,
+        "deviation": found.deviation,
+        "node_failures": found.mean("failures"),
+        "note": _note(found.results),
+        "losses": _means(result.losses() for result in found.results),
+        "fractions": _means(result.accounting.fractions() for result in found.results),
+        "gpu_seconds": _means(
+            {cause.value: result.accounting.seconds(cause) for cause in simulation.Cause} for result in found.results
+        ),
+        "runs": [
+            {"seed": seed, "throughput": run.throughput, "ratio": run.ratio, "node_failures": run.failures}
+            for seed, run in zip(scenario.seeds, found.results, strict=True)
+        ],
+        "timeline": _first_timeline(first),
+        "seconds": seconds,
+    }
+
+
+def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
+    model, cluster = scenario.model, scenario.cluster
+    return {
+        "model": {
+            "name": model.name,
+            "parameters": model.transformer.parameters,
+            "gpus": model.gpus,
+            "gpu": model.device.name,
+            "pipelines": model.grid.pipelines,
+            "stages": model.grid.stages,
+            "microbatches": model.grid.microbatches,
+            "global_batch": model.global_batch,
+            "microbatch": model.microbatch,
+            "efficiency": model.efficiency,
+            "network_bandwidth": model.network_bandwidth,
+            "recompute": model.recompute,
+        },
+        "cluster": {
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpus": cluster.gpus,
+            "price": cluster.price,
+        },
+        "policy": _described(scenario.policy),
+        "failures": _described(scenario.failures),
+        "duration": scenario.duration,
+    }
+
+
+def _described(instance: Any) -> dict[str, Any]:
+    """Name and settings; ``changed`` names those that differ from the defaults."""
+    settings, usual = asdict(instance), asdict(type(instance)())
+    changed = [name for name in settings if settings[name] != usual[name]]
+    return {"name": type(instance).__name__, "settings": settings, "changed": changed}
+
+
+def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
+    if any(result.samples for result in results):
+        return None
+    return results[0].intervals[0].label
+
+
+def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found = list(parts)
+    return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+
+
+def _first_timeline(result: simulation.SimulationResult) -> dict[str, Any]:
+    data = result.to_dict()
+    return {"intervals": data["intervals"], "events": data["events"]}
+
 
 Result = Mapping[str, Any]
 
@@ -79,7 +249,6 @@ def simulate_and_show(config: DictConfig) -> float:
 
 
 def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, list[str]]:
-    """The result, and the files that were written."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     if not isinstance(settings["timeline"], bool):
         raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
@@ -107,18 +276,14 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A point of an experiment: the name of its lines, and the overrides to compose it with."""
+    """A point of an experiment: the name of its lines, and its overrides."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[SweepPoint]:
-    """All points in the order of the lines, the last value of a line changing fastest.
-
-    Args:
-        experiment: lines by name.
-        given: overrides from the command line.
+    """All points in the order of the lines; ``given`` overrides come first.
 
     Raises:
         ConfigurationError: when a name has anything other than lines.
@@ -145,7 +310,7 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
     """All points of an experiment, each in a folder of its own; returns their number."""
     points = points_of(experiment, given)
     with refusing(f"write to {folder}"):
-        write_json(folder / EXPERIMENT_FILE, {"results": len(points)})
+        write_json(folder / records.EXPERIMENT_FILE, {"results": len(points)})
     for number, point in enumerate(points):
         config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
         result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")
@@ -161,7 +326,7 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
 
 
 def _timeline(result: Result) -> dict[str, Any]:
-    """The first run in Google's "Trace Event Format", ready for ``json.dump``; times there are in microseconds."""
+    """The first run in Google's "Trace Event Format", times in microseconds."""
 
     def event(phase: str, name: str, at: float, process: int = 0, thread: int = 0, **more: Any) -> dict[str, Any]:
         return {"ph": phase, "name": name, "ts": at * 1e6, "pid": process, "tid": thread, **more}
@@ -199,14 +364,12 @@ def _outages(result: Result) -> Iterator[tuple[int, float, float]]:
 
 
 def _line(result: Result) -> str:
-    """A result on a line, for sweeps."""
     figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
     outcome = result["note"] or figures
-    return f"{result['model']['name']}, {policy_text(result)}, {failures_text(result)}: {outcome}"
+    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}: {outcome}"
 
 
 def _overview(results: Sequence[Result]) -> Table:
-    """The training runs of a sweep, one per line."""
     table = Table(title="Sweep", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("model", "policy", "failures"):
         table.add_column(name)
@@ -214,7 +377,7 @@ def _overview(results: Sequence[Result]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for each in results:
         numbers = (f"{each['throughput']:.2f}", f"{each['ratio']:.3f}", f"{each['deviation']:.3f}")
-        table.add_row(each["model"]["name"], policy_text(each), failures_text(each), *numbers)
+        table.add_row(each["model"]["name"], records.policy_text(each), records.failures_text(each), *numbers)
     return table
 
 
@@ -229,17 +392,17 @@ def _summary(result: Result) -> Table:
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
         ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
-        ("assumed", assumptions_text(result)),
-        ("policy", policy_text(result)),
-        ("failures", f"{failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
-        ("runs", f"{runs} of {duration_text(result['duration'])}"),
+        ("assumed", records.assumptions_text(result)),
+        ("policy", records.policy_text(result)),
+        ("failures", f"{records.failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
+        ("runs", f"{runs} of {records.duration_text(result['duration'])}"),
         ("throughput", f"{result['throughput']:.2f} samples/s{spread}"),
         ("throughput / 1F1B fault-free", ratio),
         ("of what live GPUs could do", f"{result['fraction_of_ideal']:.3f}"),
         ("goodput, ETTR, MFU", f"{result['goodput']:.3f}, {result['ettr']:.3f}, {result['mfu']:.3f}"),
     ):
         table.add_row(name, value)
-    if (cost := cost_of(result)) is not None:
+    if (cost := records.cost_of(result)) is not None:
         table.add_row("cost of 1,000 samples", f"{cost:.4g}")
     if result["note"]:
         table.add_row("note", f"nothing was trained: {result['note']}")

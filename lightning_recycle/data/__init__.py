@@ -1,1 +1,1 @@
-"""Batches by address, so that any worker fetches any micro-batch; and streams that return to a place."""
+"""Batches by address, which any worker reads, and streams that can be rewound."""

@@ -1,13 +1,11 @@
 """Batching of a user's DataLoader, and the errors for unusable ones.
 
 Any worker must be able to get any sample, even a second time. So the data has addresses (a map-style dataset, or an
-IterableDataset that can be indexed), or it is a *stream*: its dataset or its iterator has ``state_dict`` and
-``load_state_dict`` as in torchdata's protocol, or reading it again gives the same samples. The loader may say so by
-having them itself (torchdata's ``StatefulDataLoader``).
+IterableDataset that can be indexed), or it is a *stream*: dataset, iterator or loader have ``state_dict`` and
+``load_state_dict``, or reading again gives the same samples.
 
-Code that is known to draw no random number is read without seeding the generators of Python, NumPy and torch, which
-would take longer than reading a sample from a tensor: datasets of torch that hold tensors, with torch's own collate
-function.
+Tensor datasets of torch with torch's own collate function are read without seeding the generators, which would take
+longer than reading a sample.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def is_stateful(thing: Any) -> bool:
 
 
 def is_stream(dataloader: Any) -> bool:
-    """Whether a DataLoader's data can only be read from the start: an IterableDataset without indices."""
+    """Whether a DataLoader's data can only be read from the start."""
     dataset = getattr(dataloader, "dataset", None)
     return isinstance(dataset, IterableDataset) and not (
         type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
@@ -68,8 +66,9 @@ def promises_nothing(dataloader: DataLoader[Any]) -> bool:
 
 
 def yields_batches(loader: Any) -> bool:
-    """Whether ``loader`` can only be iterated over, and yields what is a batch: anything that is no DataLoader, and one
-    with ``batch_size=None`` over a stream.
+    """Whether ``loader`` can only be iterated over, and yields whole batches.
+
+    That is anything that is no DataLoader, and one with ``batch_size=None`` over a stream.
     """
     if not isinstance(loader, DataLoader):
         return True
@@ -77,15 +76,10 @@ def yields_batches(loader: Any) -> bool:
 
 
 class AllReplicas(Sampler[int]):
-    """The order in which the replicas of a DistributedSampler read together: the first sample of each, then the second
-    of each, and so on. With as many replicas as pipelines, each pipeline gets what its replica would.
+    """The samples of all replicas of a DistributedSampler, taken in turns.
 
-    It shuffles, seeds and drops what the given one does. A sample that is repeated to give all replicas equally many
-    is left out in an evaluation, where it would count twice.
-
-    Args:
-        sampler: of any of the replicas.
-        repeats: whether repeated samples are kept.
+    With as many replicas as pipelines, each pipeline gets what its replica would. It shuffles, seeds and drops what the
+    given sampler does. Without ``repeats``, a sample that is repeated to give all replicas equally many is left out.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], repeats: bool) -> None:
@@ -114,11 +108,10 @@ class AllReplicas(Sampler[int]):
 
 
 def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[int | None, Any]:
-    """(batch size, sampler) of a DataLoader. Without a batch size the batches are given: the sampler yields the indices
-    of each, or the index of a sample that is one.
+    """(batch size, sampler over all data) of a DataLoader.
 
-    An IterableDataset with indices is read in the order of its indices. The sampler gives the order of all data: in
-    place of a DistributedSampler, which knows a share of it, there is one of all its shares.
+    Without a batch size the sampler yields the indices of each batch, or the index of a sample that is a batch. An
+    IterableDataset with indices is read in their order.
     """
     if dataloader.batch_size is not None:
         if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts endlessly
@@ -141,19 +134,19 @@ def _of_all_data(sampler: Any, evaluation: bool) -> Any:
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """The number of samples of the batches of anything that a user gives as data, if that can be known before."""
+    """The batch size of any loader, if it can be known before."""
     if isinstance(loader, DataLoader):
         return batching_of(loader)[0] if loader.batch_sampler is not None or loader.batch_size is not None else None
     return samples_in(loader[0]) if is_sequence(loader) and len(loader) else None
 
 
 def is_sequence(loader: Any) -> bool:
-    """Whether any item of ``loader`` can be read at any time, as of a range or a tensor."""
+    """Whether any item of ``loader`` can be read at any time."""
     return isinstance(loader, (Sequence, Tensor))
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples of a batch as Lightning counts them: the length of the first tensor in it."""
+    """The number of samples of a batch as Lightning counts them."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             return 1 if leaf.ndim == 0 else len(leaf)
@@ -167,12 +160,9 @@ def drops_last(dataloader: DataLoader[Any]) -> bool:
 
 
 def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool = False) -> None:
-    """Raises those errors of a DataLoader that can be found without a worker.
+    """Raises the errors of a DataLoader that can be found without a worker.
 
-    Args:
-        dataloader: the object given by the user.
-        microbatches: M in training, None in evaluation.
-        by_default: whether M is the default, chosen before the batch size was known.
+    ``microbatches`` is M in training, None in evaluation; ``by_default``: chosen before the batch size was known.
 
     Raises:
         UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
@@ -187,6 +177,12 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
         return
     if is_stream(dataloader):
         _check_stream(dataloader, training=microbatches is not None)
+    elif isinstance(dataloader.dataset, IterableDataset) and getattr(dataloader.dataset, "shuffle", None) is True:
+        raise UnsupportedFeatureError(
+            f"{type(dataloader.dataset).__name__}(shuffle=True) shuffles in its own iterator, which is not used, as its"
+            " samples are read by index. Set shuffle=False, and let the DataLoader shuffle:"
+            " torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, range(len(dataset))), shuffle=True, ...)."
+        )
     batch_size, sampler = batching_of(dataloader)
     if is_integer(getattr(sampler, "num_replicas", None), 2) or is_integer(
         getattr(getattr(sampler, "sampler", None), "num_replicas", None), 2
@@ -207,7 +203,7 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
 
 
 def check_combination(dataloaders: Sequence[Any]) -> None:
-    """Raises UnsupportedFeatureError if one of several loaders that are read at once is a stream."""
+    """Raises UnsupportedFeatureError if one of several loaders is a stream."""
     for dataloader in dataloaders if len(dataloaders) > 1 else ():
         if is_stream(dataloader) or (yields_batches(dataloader) and not is_sequence(dataloader)):
             name = type(getattr(dataloader, "dataset", dataloader)).__name__
@@ -235,12 +231,12 @@ def _check_stream(dataloader: DataLoader[Any], training: bool) -> None:
 
 
 def draws_nothing(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether reading samples of ``dataset`` and collating them can draw nothing from any generator."""
+    """Whether reading and collating samples of ``dataset`` draws no random number."""
     return collate is default_collate and _holds_tensors(dataset)
 
 
 def _holds_tensors(dataset: Any) -> bool:
-    """Whether the samples of ``dataset`` are rows of tensors; subclasses may have code of the user's."""
+    """Whether the samples of ``dataset`` are rows of tensors."""
     kind = type(dataset)
     if kind is TensorDataset:
         return all(type(tensor) is Tensor for tensor in dataset.tensors)
@@ -255,5 +251,5 @@ def _holds_tensors(dataset: Any) -> bool:
 
 
 def seeded_for(dataset: Any, collate: Callable[[list[Any]], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """:func:`~lightning_recycle.randomness.seeded_everything`, or a context that yields None where nothing is drawn."""
+    """``seeded_everything``, or a context of None where nothing is drawn."""
     return nullcontext if draws_nothing(dataset, collate) else seeded_everything

@@ -1,55 +1,327 @@
-"""Micro-batch data of a stream: an IterableDataset without indices.
+"""Data read forwards: an IterableDataset without indices, an iterable of batches.
 
-Every worker reads the whole stream, even in middle stages, which must know when it ends. One batch of the reader is
-what a run on one device would read with ``batch_size`` times the number of pipelines, so the samples come in the order
-of such a run, also where several DataLoader processes read in turns; the grid has no influence on it.
+Every worker reads all of it, even in middle stages, which must know when it ends. The reader only moves forward; redone
+steps need the samples of at most three steps, which are kept.
 
-Redone steps and the reader's own look-ahead need the samples of at most three steps, which are kept. The reader
-therefore only moves forward, and a dataset sees what it sees on one device: one pass per epoch, each sample once.
-A worker that joins, or a run that resumes, rewinds its dataset to the start of the newest step whose state could be
-saved, and reads again what has been read since; a dataset without state is read again from the start of the epoch.
-Digests of what was read show whether all workers read the same, and the same again.
+**A stream of samples** (:class:`StreamLoader`). One batch of the reader is what one device would read with
+``batch_size`` times the number of pipelines, so the grid has no influence on the order. A pass is read by this process,
+or by DataLoader processes that each read a part in turns. Randomness depends only on (seed, epoch, part, number of the
+sample). A worker that joins, or a run that resumes, rewinds the dataset to the newest step whose state could be saved,
+and reads again what has been read since; a dataset without state is read again from the start of the epoch. Digests
+show whether all workers read the same, and the same again.
+
+Streams of Hugging Face's ``datasets`` (version 5.2) return to a loaded state also at the beginning of later passes that
+have its epoch number, ignore it if they have another one, and leave the samples in a shuffle buffer out of it. So a
+state is reset before the next pass (``load_state_dict(None)``), the epoch number is part of the place in the data, and
+a dataset with a shuffle buffer is read again up to its place. ``datasets`` must not be imported here.
+
+**An iterable of batches** (:class:`BatchIterableLoader`). Every pipeline takes each batch, as under DDP; an evaluation
+computes it once. A worker finds its place again from the start of the epoch: the iterable must give the same batches
+each time. Random numbers from the global generators are seeded by (seed, epoch, number of the batch).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
-from lightning_recycle.data.batching import drops_last, is_stateful
-from lightning_recycle.data.steps import SampleLoader, StepHandle
-from lightning_recycle.data.stream_reader import StreamReader, is_huggingface
+from lightning_recycle.data.batching import drops_last, is_sequence, is_stateful, samples_in
+from lightning_recycle.data.map_style import identity_collate, process_settings
+from lightning_recycle.data.prebatched import sliced
+from lightning_recycle.data.sample_order import add_sample
+from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.randomness import seeded_everything
+from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import derive_seed, seeded_everything
 
+_END = object()
 _KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
+
+
+class ForwardLoader(StepLoader):
+    """Steps that are found only by reading those before them; the newest are kept."""
+
+    only_forward = True
+
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        self._knows_epoch = self.evaluation
+        self._pass: int | None = None  # the epoch whose pass is being read
+        self._next = 0  # its next step to read
+        self._kept: dict[tuple[int, int], Any] = {}
+        self._begun: tuple[int, int] | None = None
+
+    @override
+    def enter_epoch(self, first_step: int, end_step: float) -> None:
+        super().enter_epoch(first_step, end_step)
+        self._knows_epoch = True
+
+    @override
+    def __iter__(self) -> Iterator[StepHandle]:
+        if not self._is_entering:
+            return self._another_pass()
+        if not self._knows_epoch:
+            # Without a length, Lightning asks for one batch before it knows where training begins, and then iterates
+            # again.
+            return iter([StepHandle(self, self._epoch, 0)])
+        return self._steps_from(self._epoch, self.first_step)
+
+    def _another_pass(self) -> Iterator[StepHandle]:
+        pipelines = self.batch_pipelines
+        other = type(self)(self.dataloader, self.grid, self._seed, batch_pipelines=pipelines, evaluation=True)
+        other.prepare = self.prepare
+        return other._steps_from(self._epoch, 0)
+
+    def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
+        if self.evaluation:
+            self._begin_pass(epoch)
+        while self._reaches(epoch, index):
+            yield StepHandle(self, epoch, index)
+            index += 1
+
+    @override
+    def begin_step(self, handle: StepHandle) -> None:
+        self._begun = handle.epoch, handle.index
+
+    @override
+    def read_ahead(self, handle: StepHandle) -> None:
+        if handle.epoch == self._pass and handle.index + 1 < self.end_step:
+            self._reaches(handle.epoch, handle.index + 1)
+
+    def _step(self, handle: StepHandle) -> Any:
+        key = handle.epoch, handle.index
+        if key not in self._kept and (handle.epoch != self._pass or not self._reaches(*key)):
+            name = type(getattr(self.dataloader, "dataset", self.dataloader)).__name__
+            raise UnsupportedFeatureError(
+                f"The batch of step {handle.index} of epoch {handle.epoch} of {name}, which can only be read forwards,"
+                f" is gone: the newest {_KEPT_STEPS} steps are kept. Look into a batch in the hooks of its own step."
+            )
+        return self._kept[key]
+
+    def _reaches(self, epoch: int, index: int) -> bool:
+        """Reads as far as a step; False if the pass ends before it."""
+        if epoch != self._pass:
+            self._begin_pass(epoch)
+        while self._next <= index:
+            if not self._keep_next():
+                return False
+        return (epoch, index) in self._kept
+
+    def _begin_pass(self, epoch: int) -> None:
+        # The last step begun may still have to be redone; data read but not requested must not displace it.
+        self._kept = {key: step for key, step in self._kept.items() if key == self._begun}
+        self._pass, self._next = epoch, 0
+
+    def _keep_next(self) -> bool:
+        """Reads the next step of the pass; False if there is none."""
+        assert self._pass is not None
+        step, key = self._read_step(), (self._pass, self._next)
+        if step is _END:
+            return False
+        self._kept.pop(key, None)  # of an earlier evaluation
+        self._kept[key] = step
+        self._next += 1
+        if len(self._kept) > _KEPT_STEPS:
+            del self._kept[next(iter(self._kept))]
+        return True
+
+    @abstractmethod
+    def _read_step(self) -> Any:
+        """The data of the next step; ``_END`` at the end of the pass."""
+
+
+# ---------------------------------------------------------------------- streams of samples
+
+
+def is_huggingface(dataset: Any) -> bool:
+    """Whether ``dataset`` is an ``IterableDataset`` of ``datasets``."""
+    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether samples wait in a buffer of ``dataset``, which its state leaves out."""
+    return _holds_buffer(dataset._ex_iterable)
+
+
+def _holds_buffer(examples: Any) -> bool:
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    sources = [*getattr(examples, "ex_iterables", ()), getattr(examples, "ex_iterable", None)]
+    return any(_holds_buffer(source) for source in sources if source is not None)
+
+
+_Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
+"""(part, samples, state of the part after them)."""
+
+
+class StreamReader:
+    """The batches of consecutive passes.
+
+    If ``independent``, every pass begins with the dataset as it was given, as in DataLoader processes; otherwise as the
+    previous pass left it. ``digest`` is that of the newest batch's part in this pass.
+    """
+
+    def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
+        self.ended, self.digest = False, 0
+        self._dataloader = dataloader
+        self._batch_size = batch_size
+        self.seed = seed
+        self._copies = independent and dataloader.num_workers == 0
+        self._batches: Iterator[_Batch] = iter(())
+        # Parts are read in turns. A restarted reader starts with the first part, so at the beginning of a round.
+        self._parts: list[dict[str, Any] | None] = []  # states after what was read
+        self._round: list[dict[str, Any] | None] = []  # states at the beginning of the current round
+        self._last = -1  # the part that was read last in this round
+        self._taken = 0  # batches of this round
+
+    def begin(self, epoch: int, state: dict[str, Any] | None = None) -> None:
+        """Begins the pass of ``epoch``, or resumes it from a state."""
+        self.close()
+        self.ended, self.digest = False, 0
+        self._parts = list(state["parts"]) if state else [None] * max(1, self._dataloader.num_workers)
+        self._round, self._last, self._taken = list(self._parts), -1, 0
+        self._batches = self._start(epoch)
+        for _ in range(state["skip"] if state else 0):
+            self.read()
+
+    def read(self) -> list[Any] | None:
+        """The next batch, incomplete where a part ends; None at the end of the pass."""
+        batch = next(self._batches, None)
+        if batch is None:
+            self.ended = True
+            return None
+        part, samples, state = batch
+        self.digest = state["digest"]
+        if part <= self._last:
+            self._round, self._taken = list(self._parts), 0
+        self._parts[part] = state
+        self._last, self._taken = part, self._taken + 1
+        if part == len(self._parts) - 1:
+            self._round, self._last, self._taken = list(self._parts), -1, 0
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """The state from which :meth:`begin` resumes with the next batch."""
+        return {"parts": list(self._round), "skip": self._taken}
+
+    def close(self) -> None:
+        self._batches = iter(())
+
+    def _start(self, epoch: int) -> Iterator[_Batch]:
+        user = self._dataloader
+        dataset = copy.deepcopy(user.dataset) if self._copies else user.dataset
+        parts = _SharesReader(dataset, self._batch_size, self.seed, epoch, list(self._parts))
+        if user.num_workers == 0:
+            return iter(parts)
+        loader = DataLoader(
+            parts,
+            batch_size=None,  # it yields batches already
+            collate_fn=identity_collate,
+            num_workers=user.num_workers,
+            **process_settings(user, dataset),
+        )
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self.seed, epoch))  # the processes' own seeds come from these generators
+            return iter(loader)
+
+
+class _SharesReader(IterableDataset[_Batch]):
+    def __init__(
+        self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
+    ) -> None:
+        self.dataset, self.batch_size, self.seed, self.epoch, self.states = dataset, batch_size, seed, epoch, states
+
+    def __iter__(self) -> Iterator[_Batch]:
+        info = get_worker_info()
+        number = info.id if info is not None else 0
+        part = _PassShare(self.dataset, self.seed, self.epoch, number, self.states[number])
+        while not part.ended:
+            samples = part.take(self.batch_size)
+            yield number, samples, part.state()
+
+
+class _PassShare:
+    """One process's part of a pass, resumed from ``state``."""
+
+    def __init__(self, dataset: Any, seed: int, epoch: int, number: int, state: dict[str, Any] | None) -> None:
+        self.ended = False
+        self._dataset = dataset
+        self._seeds = seed, epoch, number
+        self._read = self._digest = 0
+        state = copy.deepcopy(state) or {"read": 0, "ended": False, "digest": 0, "dataset": None, "iterator": None}
+        with seeded_everything() as reseed:
+            reseed(derive_seed(*self._seeds, -1))
+            if is_huggingface(dataset) or state["dataset"] is not None:  # the order that torchdata keeps, too
+                dataset.load_state_dict(state["dataset"])
+            self._samples: Any = iter(dataset)
+            if state["iterator"] is not None:
+                self._samples.load_state_dict(state["iterator"])
+        self.ended = state["ended"]
+        if state["dataset"] is not None or state["iterator"] is not None:
+            self._read, self._digest = state["read"], state["digest"]
+        while self._read < state["read"] and not self.ended:
+            self.take(min(state["read"] - self._read, 1000))
+        if self._digest != state["digest"]:
+            raise ConfigurationError(
+                f"{type(dataset).__name__} gave other samples when the first {state['read']} of epoch {epoch} were read"
+                " again, for a worker that joins or a run that resumes. A stream without state must give the same"
+                " samples in each epoch whenever it is read, by any process: not depend on the time, the process, the"
+                " order of a set, or on earlier epochs (with num_workers=1 each epoch begins with the dataset as it was"
+                " given). Otherwise give it state_dict() and load_state_dict()."
+            )
+
+    def take(self, count: int) -> list[Any]:
+        samples: list[Any] = []
+        with seeded_everything() as reseed:
+            while len(samples) < count and not self.ended:
+                reseed(derive_seed(*self._seeds, self._read))
+                try:
+                    samples.append(next(self._samples))
+                    self._read += 1
+                    self._digest = add_sample(self._digest, samples[-1])
+                except StopIteration:
+                    self.ended = True
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "read": self._read,
+            "ended": self.ended,
+            "digest": self._digest,
+            "dataset": _state_of(self._dataset) if self._samples is not self._dataset else None,
+            "iterator": _state_of(self._samples),
+        }
+
+
+def _state_of(thing: Any) -> Any:
+    """A copy: the state may be the very dict that the next sample changes."""
+    if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
+        return None
+    return copy.deepcopy(thing.state_dict())
 
 
 @dataclass(frozen=True)
 class _StreamStep:
-    """The data read for a step, the reader's state before it, and the digest of what was read with it."""
+    """The samples of a step, the reader's state before it, and the digest after it."""
 
     samples: list[Any]
     start: dict[str, Any]
     digest: int
 
 
-class StreamLoader(SampleLoader):
+class StreamLoader(ForwardLoader, SampleLoader):
     """The steps of an epoch of a stream.
 
     Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
-    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), and ``passes`` says for
-    that epoch and later ones how many steps were read and whether the stream ended; ``digest`` is that of what was read
-    with the step. No state is saved at the very start of a pass, when a generator has not yet run any of its code.
-
-    Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), ``passes`` says for that
+    epoch and later ones how many steps were read and whether the stream ended, and ``digest`` is that of step ``step``.
+    No state is saved at the very start of a pass, when a generator has not yet run any of its code.
 
     Raises:
         UnsupportedFeatureError: for a stream that cannot be read a second time.
@@ -57,26 +329,19 @@ class StreamLoader(SampleLoader):
             not yield a single global batch.
     """
 
-    only_forward = True
-
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self.batch_sampler = None
         self._drops_last = not self.evaluation or drops_last(dataloader)
         self._reader = StreamReader(dataloader, self.global_batch_size, seed, independent=self.evaluation)
         # Whether a pass depends on earlier ones.
-        self._goes_on = (
+        self._continues = (
             not self.evaluation
             and dataloader.num_workers == 0
             and is_stateful(self.dataset)
             and not is_huggingface(self.dataset)
         )
-        self._knows_epoch = self.evaluation
-        self._pass: int | None = None  # the epoch whose pass is being read
-        self._next = 0  # its next step to read
-        self._steps: dict[tuple[int, int], _StreamStep] = {}
-        self._begun: tuple[int, int] | None = None
-        self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": []}
+        self._place: dict[str, Any] = {"epoch": 0, "step": 0, "reader": None, "passes": [], "digest": None}
         self._place_to_find: dict[str, Any] | None = None
 
     @override
@@ -100,38 +365,18 @@ class StreamLoader(SampleLoader):
             self._refuse(f"has {samples} samples")
         return steps
 
-    def enter_epoch(self, first_step: int, end_step: float) -> None:
-        super().enter_epoch(first_step, end_step)
-        self._knows_epoch = True
-
-    def __iter__(self) -> Iterator[StepHandle]:
-        if not self._is_entering:
-            return self._another_pass()
-        if not self._knows_epoch:
-            # Without a length, Lightning asks for one batch before it knows where training begins, and then iterates
-            # again.
-            return iter([StepHandle(self, self._epoch, 0)])
-        return self._steps_from(self._epoch, self.first_step)
-
     def _another_pass(self) -> Iterator[StepHandle]:
-        if self._goes_on:
+        if self._continues:
             raise UnsupportedFeatureError(
                 f"{type(self.dataset).__name__}, the training data, has state_dict(), so another iteration over"
                 " trainer.train_dataloader, by a hook, would move the place of the training. Iterate over a DataLoader"
                 " of another object of that class."
             )
-        pipelines = self.global_batch_size // self.batch_size
-        other = type(self)(self.dataloader, self.grid, self._seed, batch_pipelines=pipelines, evaluation=True)
-        other.prepare = self.prepare
-        return other._steps_from(self._epoch, 0)
+        return super()._another_pass()
 
     def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
-        if self.evaluation:
-            self._begin_pass(epoch)
-        while self._reaches(epoch, index):
-            yield StepHandle(self, epoch, index)
-            index += 1
-        if index == 0 and self._begun is None and not self.evaluation:
+        yield from super()._steps_from(epoch, index)
+        if self._next == 0 and self._begun is None and not self.evaluation:
             self._refuse("ended")
 
     def _refuse(self, what: str) -> None:
@@ -146,7 +391,7 @@ class StreamLoader(SampleLoader):
         if self._place_to_find is None:
             self._keep_account()
         place = copy.deepcopy(self._place_to_find or self._place)
-        if self._is_told_epoch:
+        if self._has_user_epoch:
             place["dataset_epoch"] = self.dataset.epoch
         return place
 
@@ -169,14 +414,14 @@ class StreamLoader(SampleLoader):
                 f"{self.dataloader.num_workers}: the order of {type(self.dataset).__name__}'s samples depends on that."
                 f" Resume with num_workers={parts}" + (" or 0." if parts == 1 else ".")
             )
-        if self._is_told_epoch:  # a joining worker has not called what sets it
+        if self._has_user_epoch:  # a joining worker has not called what sets it
             self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
-        self._steps.clear()
+        self._kept.clear()
 
     @property
-    def _is_told_epoch(self) -> bool:
-        """Whether the user tells the dataset the number of the epoch, on which its order depends."""
+    def _has_user_epoch(self) -> bool:
+        """Whether the user sets the dataset's epoch, on which its order depends."""
         return is_huggingface(self.dataset) or (
             not is_stateful(self.dataset) and hasattr(self.dataset, "epoch") and hasattr(self.dataset, "set_epoch")
         )
@@ -185,7 +430,7 @@ class StreamLoader(SampleLoader):
 
     def begin_step(self, handle: StepHandle) -> None:
         step = self._step(handle)
-        self._begun = handle.epoch, handle.index
+        super().begin_step(handle)
         if handle.index > 0:
             self._place = {
                 "epoch": handle.epoch,
@@ -196,8 +441,8 @@ class StreamLoader(SampleLoader):
             }
 
     def read_ahead(self, handle: StepHandle) -> None:
-        if self.dataloader.num_workers == 0 and handle.epoch == self._pass and handle.index + 1 < self.end_step:
-            self._reaches(handle.epoch, handle.index + 1)
+        if self.dataloader.num_workers == 0:
+            super().read_ahead(handle)
 
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         return self._collated(handle, self._share(microbatch, self.samples_in(handle)))
@@ -209,7 +454,7 @@ class StreamLoader(SampleLoader):
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
 
     def digest(self, handle: StepHandle) -> int:
-        return self._step(handle).digest
+        return int(self._step(handle).digest)
 
     def close(self) -> None:
         self._reader.close()
@@ -228,50 +473,29 @@ class StreamLoader(SampleLoader):
         with seeded_everything() as reseed:
             return self._collate.collect(addressed, reseed)
 
-    def _step(self, handle: StepHandle) -> _StreamStep:
-        key = handle.epoch, handle.index
-        if key not in self._steps and (handle.epoch != self._pass or not self._reaches(*key)):
-            raise UnsupportedFeatureError(
-                f"The batch of step {handle.index} of epoch {handle.epoch} belongs to a stream, of which the newest"
-                f" {_KEPT_STEPS} steps are kept. Look into a batch in the hooks of its own step."
-            )
-        return self._steps[key]
-
     def _reaches(self, epoch: int, index: int) -> bool:
-        """Reads as far as a step; False if the pass ends before it."""
-        if (epoch, index) in self._steps:
-            return True
         if self._place_to_find is not None:
             self._find_place(epoch)
-        if epoch != self._pass:
-            self._begin_pass(epoch)
-        while self._next <= index:
-            if not self._read_step():
-                return False
-        return (epoch, index) in self._steps
+        return super()._reaches(epoch, index)
 
     def _begin_pass(self, epoch: int) -> None:
-        if self._goes_on and self._pass is not None:
+        if self._continues and self._pass is not None:
             self._keep_account()
             self._place["passes"].append([])
         else:
-            self._place = {"epoch": epoch, "step": 0, "reader": None, "passes": [[]]}
-        # The last step begun may still have to be redone; data read but not requested must not displace it.
-        self._steps = {key: step for key, step in self._steps.items() if key == self._begun}
+            self._place = {"epoch": epoch, "step": 0, "reader": None, "passes": [[]], "digest": None}
         self._reader.begin(epoch)
-        self._pass, self._next = epoch, 0
+        super()._begin_pass(epoch)
 
     def _keep_account(self) -> None:
-        """Updates the place's last pass, the current one."""
         if self._place["passes"]:
             self._place["passes"][-1] = [self._next, self._reader.ended]
 
     def _find_place(self, epoch: int) -> None:
-        """Goes to the loaded place, and from there to the pass of ``epoch``."""
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass = None
-        if not place["passes"] or (not self._goes_on and place["epoch"] != epoch):
+        if not place["passes"] or (not self._continues and place["epoch"] != epoch):
             return
         passes, place["passes"] = place["passes"], [[]]
         self._place = place
@@ -282,7 +506,7 @@ class StreamLoader(SampleLoader):
             else:
                 self._begin_pass(place["epoch"] + number)
             while self._next < steps:
-                if not self._read_step():
+                if not self._keep_next():
                     raise ConfigurationError(
                         f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
                         " did not end before. After load_state_dict() a stream must continue with the same samples."
@@ -292,32 +516,105 @@ class StreamLoader(SampleLoader):
             if self._pass == epoch:
                 return
             if ended:
-                self._read_step()
+                self._keep_next()
 
     def _check_place(self) -> None:
-        """The step of the place was read again."""
-        if self._place.get("digest", self._reader.digest) != self._reader.digest:  # older checkpoints have none
+        if self._place["digest"] not in (None, self._reader.digest):
             raise ConfigurationError(
                 f"{type(self.dataset).__name__} gave other samples for step {self._place['step']} of epoch"
                 f" {self._place['epoch']} when they were read again. A stream must continue with the same samples, from"
                 " its state or from the start of the epoch, in any process."
             )
 
-    def _read_step(self) -> bool:
-        """Reads the next step of the pass; False if there is none."""
-        assert self._pass is not None
-        start, samples = self._reader.state(), self._read_batch()
-        if samples is None:
-            return False
-        self._steps[self._pass, self._next] = _StreamStep(samples, start, self._reader.digest)
-        self._next += 1
-        if len(self._steps) > _KEPT_STEPS:
-            del self._steps[next(iter(self._steps))]
-        return True
-
-    def _read_batch(self) -> list[Any] | None:
-        """The next batch; an incomplete one only in an evaluation that keeps them."""
+    @override
+    def _read_step(self) -> Any:
+        start = self._reader.state()
         while (batch := self._reader.read()) is not None:
             if len(batch) == self.global_batch_size or (batch and not self._drops_last):
-                return batch
-        return None
+                return _StreamStep(batch, start, self._reader.digest)
+        return _END
+
+
+# ---------------------------------------------------------------------- iterables of batches
+
+
+class BatchIterableLoader(ForwardLoader):
+    """The steps of an epoch: one for each batch."""
+
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        self.only_forward = not is_sequence(dataloader)
+        self._iterator: Iterator[Any] = iter(())
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def __len__(self) -> int:
+        """Raises TypeError if the iterable does not know, as Lightning expects."""
+        return len(self.dataloader)
+
+    @override
+    def __iter__(self) -> Iterator[StepHandle]:
+        if not self.only_forward:
+            return (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
+        return super().__iter__()
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    @override
+    def read_ahead(self, handle: StepHandle) -> None:
+        if self.only_forward:
+            super().read_ahead(handle)
+
+    @override
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        part, parts = global_index(self.grid, microbatch), self.grid.global_microbatches
+        if self.evaluation:
+            return self.collated_whole(handle)
+        return copy.deepcopy(sliced(self._batch(handle), part // self.batch_pipelines, parts // self.batch_pipelines))
+
+    @override
+    def collated_whole(self, handle: StepHandle) -> Any:
+        return copy.deepcopy(self._batch(handle))  # the caller may change it, and a redo needs it as it was
+
+    @override
+    def samples_in(self, handle: StepHandle) -> int:
+        return samples_in(self._batch(handle))
+
+    @override
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        number, size = global_index(self.grid, microbatch), self.samples_in(handle)
+        if self.evaluation:  # pipelines take turns
+            return size if number == handle.index % self.grid.pipelines else 0
+        return max(1, size * self.batch_pipelines // self.grid.global_microbatches)
+
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        size = self.num_samples(handle, Microbatch(0, 0))  # of each part; every pipeline has all of them
+        parts = (index // self.batch_pipelines for index in range(self.grid.global_microbatches))
+        return [[range(size * part, size * (part + 1)) for part in parts]]
+
+    @override
+    def close(self) -> None:
+        self._iterator = iter(())
+
+    # ------------------------------------------------------------------ inside
+
+    def _batch(self, handle: StepHandle) -> Any:
+        if not self.only_forward:
+            with seeded_everything() as reseed:
+                reseed(derive_seed(self._seed, handle.epoch, handle.index))
+                return self.dataloader[handle.index % len(self)]
+        return self._step(handle)
+
+    @override
+    def _begin_pass(self, epoch: int) -> None:
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, epoch))
+            self._iterator = iter(self.dataloader)
+        super()._begin_pass(epoch)
+
+    @override
+    def _read_step(self) -> Any:
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, self._pass or 0, self._next))
+            return next(self._iterator, _END)

@@ -1,4 +1,4 @@
-"""Micro-batch data by address: any worker can fetch micro-batch (epoch, step, d, m) of the first or last stage.
+"""Micro-batch data by address (epoch, step, d, m), readable by any worker.
 
 Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
 prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched when they are needed.
@@ -34,19 +34,19 @@ def _number(epoch: int, rounds: int) -> int:
     return derive_seed(epoch, rounds) if rounds else epoch
 
 
-def as_read(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """In place of a collate function, where there is nothing to collate."""
     return batch
 
 
 class _Addressed(Dataset[Any]):
-    """The user's dataset, with randomness that depends only on the sample and the epoch."""
+    """The user's dataset, with randomness that depends only on sample and epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at (epoch, index) ``addresses``, with these; ``reseed`` is None if they draw nothing."""
+        """The samples at (epoch, index) ``addresses``; ``reseed`` is None to draw nothing."""
         samples = []
         for epoch, index in addresses:
             if reseed is not None:
@@ -55,7 +55,6 @@ class _Addressed(Dataset[Any]):
         return samples
 
     def __getitems__(self, addresses: Sequence[Address]) -> list[AddressedSample]:
-        """Like :meth:`read`, in a DataLoader process."""
         with seeded_everything() as reseed:
             return self.read(addresses, reseed)
 
@@ -64,11 +63,9 @@ class _Addressed(Dataset[Any]):
 
 
 class WorkerInit:
-    """Ends a DataLoader process with its parent, which may die by SIGKILL; then calls the user's ``worker_init_fn``.
+    """Ends a DataLoader process with its parent; calls the user's ``worker_init_fn``.
 
-    Args:
-        user: the user's ``worker_init_fn``.
-        dataset: the user's dataset, which ``get_worker_info()`` is to show instead of this package's wrapper.
+    ``get_worker_info()`` shows ``dataset``, the user's, instead of this package's wrapper.
     """
 
     def __init__(self, user: Callable[[int], None] | None, dataset: Any) -> None:
@@ -84,16 +81,22 @@ class WorkerInit:
             self.user(worker_id)
 
 
+def process_settings(user: DataLoader[Any], dataset: Any) -> dict[str, Any]:
+    """Settings of a DataLoader whose processes are like those of the ``user``'s."""
+    return {
+        "timeout": user.timeout,
+        "worker_init_fn": WorkerInit(user.worker_init_fn, dataset),
+        "multiprocessing_context": user.multiprocessing_context,
+        "prefetch_factor": user.prefetch_factor,
+    }
+
+
 class MicrobatchLoader(SampleLoader):
     """The steps of an epoch of a dataset whose samples have indices.
 
     The steps beyond the length of an epoch are those of further *rounds* through the data, each in an order of its own:
-    where Lightning combines it with a longer loader, it begins again within the epoch.
-
-    Args:
-        dataloader, grid, seed, options: as :class:`~lightning_recycle.data.steps.SampleLoader`.
-        pipeline: pipeline of this worker, whose micro-batches are prefetched.
-        prefetch: whether this worker's stage needs data at all.
+    where Lightning combines it with a longer loader, it begins again within the epoch. The micro-batches of
+    ``pipeline`` are prefetched; with ``prefetch=False`` this worker's stage needs no data.
 
     Raises:
         UnsupportedFeatureError: if batches are not consecutive samples of a sampler.
@@ -139,18 +142,16 @@ class MicrobatchLoader(SampleLoader):
 
     @property
     def _draws_from_seed(self) -> bool:
-        """Whether the order is a permutation that is drawn here, as torch's sampler would without a generator."""
+        """Whether the order is a permutation that is drawn here, as torch's sampler would."""
         sampler = self._user_sampler
         whole = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
         return whole and not sampler.replacement and sampler.generator is None
 
     def _count(self) -> int:
-        """The length of the sampler's order."""
         return len(self._user_sampler)
 
     @property
     def _drops_last(self) -> bool:
-        """Whether an evaluation leaves a trailing incomplete batch out."""
         return drops_last(self.dataloader)
 
     @property
@@ -172,7 +173,6 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ what Lightning sees
 
     def __len__(self) -> int:
-        """Steps per epoch."""
         return int(self._num_steps)
 
     def __iter__(self) -> Iterator[StepHandle]:
@@ -191,13 +191,12 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets the data of earlier steps and reads this worker's own micro-batches of this one."""
+        """Forgets earlier steps and reads this worker's own micro-batches of this one."""
         current = (handle.epoch, handle.index)
         self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
         self._read_own(handle)
 
     def read_ahead(self, handle: StepHandle) -> None:
-        """Reads this worker's own micro-batches of the step after ``handle``."""
         if (handle.index + 1) % self._num_steps:
             self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
 
@@ -228,7 +227,6 @@ class MicrobatchLoader(SampleLoader):
         return [(number, as_index(order[position])) for position in self._positions(epoch, step, microbatch)]
 
     def _addresses(self, epoch: int, step: int) -> list[Address]:
-        """The samples of a global batch, as :meth:`addresses`."""
         number, order = self._round(epoch, step)
         first = step % self._num_steps * self.global_batch_size
         return [(number, as_index(index)) for index in order[first : first + self._size(step)]]
@@ -257,8 +255,9 @@ class MicrobatchLoader(SampleLoader):
             self._fetched.update(zip(missing, found, strict=True))
 
     def _collected(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:
-        """The samples of each of ``groups`` as a batch. They are read in this process, unless the user prepares those
-        that read: then in one that lives for the epoch.
+        """Each of ``groups`` as a batch.
+
+        It is read in this process, or with a ``worker_init_fn`` in one that lives for the epoch.
         """
         if self.dataloader.num_workers == 0 or self.dataloader.worker_init_fn is None:
             with self._seeded() as reseed:
@@ -271,8 +270,9 @@ class MicrobatchLoader(SampleLoader):
         return list(reader)
 
     def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
-        """The number of the round that ``step`` belongs to, by which its randomness is drawn, and the sampler's order
-        in it, the same on every worker and for every grid. The first round of an epoch has the number of the epoch.
+        """The number of the round of ``step``, and the sampler's order in it.
+
+        The number seeds its randomness; that of the first round is the epoch's.
         """
         rounds = step // self._num_steps
         number = _number(epoch, rounds)
@@ -284,7 +284,6 @@ class MicrobatchLoader(SampleLoader):
         return number, self._orders[number]
 
     def _draw(self, epoch: int, rounds: int) -> None:
-        """Draws what the sampler yields in a round of ``epoch``."""
         sampler, number = self._user_sampler, _number(epoch, rounds)
         if self._draws is None or self._draws[0] != epoch:
             if self._restored is not None:
@@ -314,7 +313,7 @@ class MicrobatchLoader(SampleLoader):
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
 
     def _draw_base_seed(self, sampler: Any) -> None:
-        """Draws what a DataLoader on one device draws when an epoch begins, if its sampler shares its generator."""
+        """Draws what a DataLoader draws at the start of an epoch from its generator."""
         generator = self.dataloader.generator
         if generator is not None and generator is getattr(sampler, "generator", None):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
@@ -322,13 +321,13 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ one order on all workers
 
     def order_state(self) -> dict[str, Any] | None:
-        """The state of the sampler before and after the current epoch's order was drawn; None if it needs none."""
+        """The sampler's state before and after the epoch's order was drawn, or None."""
         if self._draws is None or self._draws_again:
             return self._restored
         return {"epoch": self._draws[0], "before": self._before, "after": self._sampler_state.take()}
 
     def load_order_state(self, state: dict[str, Any] | None) -> None:
-        """The next order is drawn from this state, that of the same epoch from the one before it.
+        """The next order is drawn from this state, or for its epoch from the one before.
 
         Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as it was given.
         """
@@ -337,7 +336,7 @@ class MicrobatchLoader(SampleLoader):
             self._orders.clear()
 
     def order(self) -> dict[str, Any]:
-        """The orders of the current epoch, and the sampler's state, for a worker that joins."""
+        """The current epoch's orders, and the sampler's state, for a joining worker."""
         return {
             "orders": {} if self._draws_again else self._orders,
             "draws": self._draws,
@@ -349,7 +348,7 @@ class MicrobatchLoader(SampleLoader):
         }
 
     def _probed_now(self) -> tuple[list[Any], int] | None:
-        """The samples that were compared, as the dataset gives them now: hooks may have changed it."""
+        """The compared samples as the dataset gives them now: hooks may have changed it."""
         if self._probed is not None and not self._varies and not self._starts_slowly:
             addresses, self._probed = self._probed[0], None
             self._probe(addresses)
@@ -357,7 +356,6 @@ class MicrobatchLoader(SampleLoader):
 
     @property
     def _starts_slowly(self) -> bool:
-        """Whether a process that reads takes long to start."""
         context = self.dataloader.multiprocessing_context or multiprocessing
         return bool(self.dataloader.num_workers > 0 and context.get_start_method() != "fork")
 
@@ -409,17 +407,7 @@ class MicrobatchLoader(SampleLoader):
             with self._seeded() as reseed:
                 found = [self._addressed.read(addresses, reseed) for _ in range(1 + again)]
         elif again:
-            found = list(
-                DataLoader(
-                    self._addressed,
-                    batch_sampler=[addresses, addresses],
-                    num_workers=1,
-                    collate_fn=as_read,
-                    worker_init_fn=WorkerInit(self.dataloader.worker_init_fn, self.dataset),
-                    multiprocessing_context=self.dataloader.multiprocessing_context,
-                    generator=torch.Generator().manual_seed(0),
-                )
-            )
+            found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
         else:
             return None
         digests = [add_sample(0, samples) for samples in found]
@@ -438,7 +426,7 @@ class MicrobatchLoader(SampleLoader):
     """Whether a sample differs when it is read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves prefetched data up to ``key`` into the cache; False if ``key`` precedes it."""
+        """Moves prefetched data up to ``key`` into the cache; False if ``key`` is older."""
         epoch, step, _ = key
         newest = self._prefetched_to
         if newest is not None and key <= newest:
@@ -463,21 +451,16 @@ class MicrobatchLoader(SampleLoader):
         self._prefetcher = zip(keys, loader, strict=False)
 
     def _reading_processes(self, epoch: int, batches: Any, number: int, **options: Any) -> DataLoader[Any]:
-        """Batches of ``batches``, the addresses of each, from processes like those of the user's DataLoader."""
-        user = self.dataloader
+        """Batches of the addresses in ``batches``, read in processes like the user's."""
         return DataLoader(
             self._addressed,
             batch_sampler=batches,
             num_workers=number,
-            collate_fn=self._collate,
-            timeout=user.timeout,
-            worker_init_fn=WorkerInit(user.worker_init_fn, self.dataset),
-            multiprocessing_context=user.multiprocessing_context,
-            prefetch_factor=user.prefetch_factor,
+            **process_settings(self.dataloader, self.dataset),
             # For the seeds of its processes. Drawn from the global generator, they would leave hooks with other draws
             # here than on workers that read nothing.
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
-            **options,
+            **{"collate_fn": self._collate, **options},
         )
 
 

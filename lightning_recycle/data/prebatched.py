@@ -1,18 +1,11 @@
-"""Data that comes in batches: from the user's batch sampler, from a dataset of batches, or from an iterable.
+"""Batches with addresses, from a batch sampler or a dataset of batches.
 
-- :class:`GivenBatchLoader`: a batch sampler's batches, or samples that are batches (``batch_size=None``). They have
-  addresses, as samples have: the sampler gives the order of all batches, and a step takes one for each pipeline, in
-  this order. In training a pipeline's batch is divided into M equal micro-batches; in an evaluation it is one.
-- :class:`BatchIterableLoader`: any iterable, and DataLoaders that leave the batching to an IterableDataset. There are
-  no samples that could be divided, so every pipeline takes each of its batches, as each process does under DDP; an
-  evaluation computes it once. Every worker iterates over all of it, and finds its place again from the start of the
-  epoch: an iterable must give the same batches each time, whatever the rank. Random numbers that it draws from the
-  global generators of Python, NumPy and torch are seeded by (seed, epoch, number of the batch).
+The sampler gives the order of all batches, and a step takes one for each pipeline, in this order. In training a
+pipeline's batch is divided into M equal micro-batches; in an evaluation it is one.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,18 +13,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.data.batching import is_sequence, samples_in
+from lightning_recycle.data.batching import samples_in
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.sample_order import as_index
-from lightning_recycle.data.steps import Address, Collate, StepHandle, StepLoader
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.data.steps import Address, Collate, StepHandle
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
-from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 
 def sliced(batch: Any, number: int, count: int) -> Any:
-    """Part ``number`` of ``count`` equal ones of a collated batch: of each tensor, along its first dimension.
+    """Part ``number`` of ``count`` equal parts of a batch, along the first dimension.
 
     Raises:
         ConfigurationError: if it is not clear how to divide it.
@@ -66,11 +58,7 @@ class _OfOne:
 
 
 class GivenBatchLoader(MicrobatchLoader):
-    """The steps of a DataLoader without a batch size: what is a sample elsewhere is a batch here.
-
-    Args:
-        dataloader, grid, pipeline, seed, options: as :class:`~lightning_recycle.data.map_style.MicrobatchLoader`.
-    """
+    """The steps of a DataLoader without a batch size: a sample is a batch here."""
 
     _unit = "batches"
     _drops_last = False
@@ -106,7 +94,6 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def _positions(self, epoch: int, step: int, microbatch: Microbatch) -> range:
-        """The place of the batch that a micro-batch is a part of."""
         number = global_index(self.grid, microbatch)
         size = min(self._size(step), len(self._round(epoch, step)[1]) - step % self._num_steps * self.global_batch_size)
         batch = number if self.evaluation else number % self.global_batch_size
@@ -161,7 +148,7 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def collated_whole(self, handle: StepHandle) -> Any:
-        """Collated as one; a list of the batches of the pipelines if each sample is a batch."""
+        """Collated as one; a list of the pipelines' batches if a sample is a batch."""
         if self._composes:
             return super().collated_whole(handle)
         batches = self._collected(handle.epoch, [[at] for at in self._addresses(handle.epoch, handle.index)])
@@ -169,7 +156,7 @@ class GivenBatchLoader(MicrobatchLoader):
 
     @override
     def samples_in(self, handle: StepHandle) -> int:
-        """The number of samples; that of batches if each sample is one, since their sizes are not known before."""
+        """The number of samples; that of batches if each sample is one."""
         return len(self._addresses(handle.epoch, handle.index))
 
     @override
@@ -202,141 +189,3 @@ class GivenBatchLoader(MicrobatchLoader):
             else:
                 found.append(range(start + size * part, start + size * (part + 1)))
         return [found]
-
-
-_KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
-
-
-class BatchIterableLoader(StepLoader):
-    """The steps of an epoch: one for each batch.
-
-    Args:
-        dataloader: the iterable.
-        grid, seed, evaluation: as :class:`~lightning_recycle.data.steps.StepLoader`.
-        batch_pipelines: as :class:`~lightning_recycle.data.steps.SampleLoader`.
-    """
-
-    def __init__(
-        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
-    ) -> None:
-        super().__init__(dataloader, grid, seed, evaluation)
-        self.only_forward = not is_sequence(dataloader)
-        self._pipelines = batch_pipelines or grid.pipelines
-        self._iterator: Iterator[Any] = iter(())
-        self._pass: int | None = None  # the epoch that it belongs to
-        self._next = 0  # its next batch
-        self._kept: dict[tuple[int, int], Any] = {}
-        self._knows_epoch = evaluation
-
-    # ------------------------------------------------------------------ what Lightning sees
-
-    def __len__(self) -> int:
-        """Raises TypeError if the iterable does not know, as Lightning expects."""
-        return len(self.dataloader)
-
-    @override
-    def enter_epoch(self, first_step: int, end_step: float) -> None:
-        super().enter_epoch(first_step, end_step)
-        self._knows_epoch = True
-
-    @override
-    def __iter__(self) -> Iterator[StepHandle]:
-        if not self.only_forward:
-            return (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
-        if not self._is_entering:
-            other = type(self)(self.dataloader, self.grid, self._seed, self._pipelines, evaluation=True)
-            other.prepare = self.prepare
-            return other._steps_from(self._epoch, 0)
-        if not self._knows_epoch:  # without a length Lightning asks before it knows where training begins
-            return iter([StepHandle(self, self._epoch, 0)])
-        return self._steps_from(self._epoch, self.first_step)
-
-    def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
-        if self.evaluation or epoch != self._pass:
-            self._begin_pass(epoch)
-        while self._reaches(epoch, index):
-            yield StepHandle(self, epoch, index)
-            index += 1
-
-    # ------------------------------------------------------------------ what the executor sees
-
-    @override
-    def begin_step(self, handle: StepHandle) -> None:
-        pass
-
-    @override
-    def read_ahead(self, handle: StepHandle) -> None:
-        if self.only_forward and handle.epoch == self._pass and handle.index + 1 < self.end_step:
-            self._reaches(handle.epoch, handle.index + 1)
-
-    @override
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        part, parts = global_index(self.grid, microbatch), self.grid.global_microbatches
-        if self.evaluation:
-            return self.collated_whole(handle)
-        return copy.deepcopy(sliced(self._batch(handle), part // self._pipelines, parts // self._pipelines))
-
-    @override
-    def collated_whole(self, handle: StepHandle) -> Any:
-        return copy.deepcopy(self._batch(handle))  # the caller may change it, and a redo needs it as it was
-
-    @override
-    def samples_in(self, handle: StepHandle) -> int:
-        return samples_in(self._batch(handle))
-
-    @override
-    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
-        number, size = global_index(self.grid, microbatch), self.samples_in(handle)
-        if self.evaluation:  # pipelines take turns
-            return size if number == handle.index % self.grid.pipelines else 0
-        return max(1, size * self._pipelines // self.grid.global_microbatches)
-
-    @override
-    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
-        size = self.num_samples(handle, Microbatch(0, 0))  # of each part; every pipeline has all of them
-        parts = (index // self._pipelines for index in range(self.grid.global_microbatches))
-        return [[range(size * part, size * (part + 1)) for part in parts]]
-
-    @override
-    def close(self) -> None:
-        self._iterator = iter(())
-
-    # ------------------------------------------------------------------ inside
-
-    def _batch(self, handle: StepHandle) -> Any:
-        key = handle.epoch, handle.index
-        if not self.only_forward:
-            with seeded_everything() as reseed:
-                reseed(derive_seed(self._seed, *key))
-                return self.dataloader[handle.index % len(self)]
-        if key not in self._kept and (handle.epoch != self._pass or not self._reaches(*key)):
-            raise UnsupportedFeatureError(
-                f"Batch {handle.index} of epoch {handle.epoch} of {type(self.dataloader).__name__}, which can only be"
-                f" iterated over, is gone: the newest {_KEPT_STEPS} are kept. Look into a batch in the hooks of its own"
-                " step."
-            )
-        return self._kept[key]
-
-    def _begin_pass(self, epoch: int) -> None:
-        with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, epoch))
-            self._iterator = iter(self.dataloader)
-        self._pass, self._next = epoch, 0
-
-    def _reaches(self, epoch: int, index: int) -> bool:
-        """Reads as far as a batch; False if the pass ends before it."""
-        if (epoch, index) in self._kept and self._next > index:
-            return True
-        with seeded_everything() as reseed:
-            while self._next <= index:
-                reseed(derive_seed(self._seed, epoch, self._next))
-                try:
-                    batch = next(self._iterator)
-                except StopIteration:
-                    return False
-                self._kept.pop((epoch, self._next), None)  # of an earlier evaluation
-                self._kept[epoch, self._next] = batch
-                self._next += 1
-                while len(self._kept) > _KEPT_STEPS:
-                    del self._kept[next(iter(self._kept))]
-        return (epoch, index) in self._kept

@@ -1,11 +1,9 @@
-"""Order of an epoch's samples: drawn, kept small, compared between workers, and drawn again from a sampler's state.
+"""Order of an epoch's samples: drawn, compared between workers, and drawn again.
 
 A :class:`SamplerState` is taken before the order of an epoch is drawn, so that a replacement or a resumed run draws the
-same. It travels in checkpoints, so it holds tensors, numbers, texts, lists and dicts only: the sampler's generators and
-the plain values among its attributes, not the datasets and modules that it refers to.
-
-Digests of what was read show whether two readers have read the same. They depend on tensors, arrays, numbers and texts;
-of any other object only its type counts, since its pickle may differ between processes that hold the same.
+same. It travels in checkpoints, so it holds the sampler's generators and plain values, not the datasets and modules
+that it refers to. Digests of what was read depend on tensors, arrays, numbers and texts; of any other object only its
+type counts, since equal objects may have different pickles.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,7 +26,7 @@ from lightning_recycle.torch_internals import tree_leaves
 
 
 def as_index(item: Any) -> Any:
-    """An item of an order as the dataset's ``__getitem__`` gets it: an integer, or a list of integers."""
+    """An item of an order as ``__getitem__`` gets it: an integer, or a list of them."""
     if type(item) in (int, np.int64):
         return int(item)
     if isinstance(item, (list, tuple)) or (isinstance(item, (np.ndarray, Tensor)) and item.ndim):
@@ -46,7 +43,7 @@ def compact(order: list[Any]) -> Sequence[Any]:
 
 def digest_of(order: Sequence[Any]) -> str:
     """A digest of an order's indices and their division into batches."""
-    found = blake2b(digest_size=8)
+    found = hashlib.blake2b(digest_size=8)
     if isinstance(order, (range, np.ndarray)):
         found.update(np.asarray(order, np.int64).data)
     else:
@@ -67,7 +64,7 @@ def different(name: str, what: str) -> str:
 
 
 def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Compares what the workers say of each of their loaders, by name; None is not compared.
+    """Compares the workers' facts of each of their loaders; None is not compared.
 
     Raises:
         ConfigurationError: if they differ.
@@ -93,18 +90,14 @@ _LARGE = 1 << 16  # bytes; a larger value that has not changed since the start i
 
 
 class _Unknown(Exception):
-    """A value of a kind that a state cannot hold."""
+    pass
 
 
 class SamplerState:
     """Takes the state of a sampler, and restores it in place.
 
-    Args:
-        sampler: the sampler, as the user gave it: its large values are not taken again unless they change.
-
-    Attributes:
-        lost: attributes that hold an iterator, as "Class.attribute": such a place cannot be restored.
-        at_start: digests of its large values at the start, by path.
+    Large values are in it only if they have changed since the start, by their digests ``at_start``. ``lost`` names
+    attributes that hold an iterator, as "Class.attribute": such a place cannot be restored.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -118,7 +111,6 @@ class SamplerState:
                 self.at_start[path] = digest
 
     def take(self) -> dict[str, Any]:
-        """The state, by the path of each attribute."""
         state = {}
         for path, (_, _, value) in self._values():
             try:
@@ -129,7 +121,6 @@ class SamplerState:
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores a state that was taken of a sampler of the same construction."""
         values = dict(self._values())
         owners = {"": self._sampler, **{prefix: owner for prefix, owner in self._owners() if prefix}}
         for path, encoded in state.items():
@@ -142,7 +133,7 @@ class SamplerState:
                 vars(owner)[name] = _decode(encoded, current)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        """The sampler and the objects that it holds, with the prefix of the paths of their attributes."""
+        """The sampler and the objects that it holds, with the prefixes of their paths."""
         seen: set[int] = set()
         waiting = [("", self._sampler)]
         while waiting:
@@ -155,7 +146,7 @@ class SamplerState:
             waiting += [(f"{prefix}{name}.", value) for name, value in own if _is_object(value)]
 
     def _values(self) -> Iterator[tuple[str, tuple[Any, str, Any]]]:
-        """The attributes of the sampler, and those of the objects that it holds, as (path, (owner, name, value))."""
+        """The attributes of these as (path, (owner, name, value))."""
         for prefix, owner in self._owners():
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if not _is_object(value) and not _is_foreign(value):
@@ -168,7 +159,6 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether ``value`` has attributes of its own, and is no value itself."""
     known = (*_PLAIN, *_CONTAINERS.values(), dict, Tensor, np.ndarray, *_GENERATORS)
     if isinstance(value, known) or hasattr(type(value), "__next__") or _is_foreign(value):
         return False
@@ -183,7 +173,7 @@ def _digest(value: Any) -> bytes | None:
         value = _as_array(value)
     if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
         return None
-    return blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
 def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
@@ -271,7 +261,7 @@ _EXACT = (bool, int, float, complex, str, bytes, type(None))
 
 
 def add_sample(digest: int, sample: Any) -> int:
-    """The digest (63 bits) of what ``digest`` is of (0: nothing), followed by ``sample``."""
+    """The digest (63 bits) of the samples of ``digest`` (0: none) and ``sample``."""
     found = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
     for leaf in tree_leaves(sample):
         found.update(type(leaf).__qualname__.encode())
@@ -288,7 +278,6 @@ def add_sample(digest: int, sample: Any) -> int:
 
 
 def _tensor_bytes(tensor: Tensor) -> Any:
-    """Bytes of ``tensor`` to be hashed, without a copy where that is possible."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return b""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -1,16 +1,13 @@
-"""The steps of an epoch: what Lightning's loops see of them, and the interface of every source of their data.
+"""The steps of an epoch as Lightning's loops see them, and the sources of data.
 
 A step takes a *global batch*: ``batch_size`` samples of each pipeline. Pipeline d gets the samples d, d+D, d+2D, ... of
 it, as with a DistributedSampler, and micro-batch m of that pipeline every M-th of those. So the composition of the
 global micro-batch g = m * D + d depends only on D * M: with the same number of micro-batches, every grid computes the
 same sums and draws the same dropout.
 
-:class:`~lightning_recycle.data.map_style.MicrobatchLoader` is the source for data with addresses,
-:class:`~lightning_recycle.data.iterable_style.StreamLoader` for streams.
-
-Several DataLoaders at once: Lightning's ``CombinedLoader`` decides which steps go together, and combines addresses as
-it combines batches. A micro-batch of such a :class:`CombinedStep` is the combination of that micro-batch of each
-loader, so a loader's samples are divided as if it were alone, and the loaders may have different batch sizes.
+Several DataLoaders at once: Lightning's ``CombinedLoader`` combines addresses as it combines batches. A micro-batch of
+such a :class:`CombinedStep` is the combination of that micro-batch of each loader, so a loader's samples are divided as
+if it were alone.
 """
 
 from __future__ import annotations
@@ -57,15 +54,9 @@ def numbers_of(index: Any) -> Iterable[int]:
 
 
 class StepHandle:
-    """Address of the batch of one step, which Lightning's loops and hooks see instead of the data.
+    """Address of the batch of a step, which loops and hooks see instead of the data.
 
-    Callbacks that look into the batch, by index, key or iteration, find the whole global batch: this process reads it
-    on the first access.
-
-    Args:
-        loader: the source of its data.
-        epoch: epoch of the loader.
-        index: index of the step within the epoch.
+    Callbacks that look into the batch find the whole global batch: this process reads it on the first access.
     """
 
     def __init__(self, loader: StepSource, epoch: int, index: int) -> None:
@@ -74,7 +65,6 @@ class StepHandle:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the global batch."""
         return self.loader.samples_in(self)
 
     def read(self) -> Any:
@@ -97,13 +87,13 @@ class StepHandle:
 
 
 class Collate:
-    """The user's collate function, with randomness that depends only on the samples and the epoch."""
+    """The user's collate function, seeded by the samples and the epoch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.collate, self.seed = collate, seed
 
     def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None] | None) -> Any:
-        """Batch that the user's function makes of samples; ``reseed`` is None if it draws nothing."""
+        """The batch of these samples; ``reseed`` is None if the function draws nothing."""
         epoch = addressed[0][0][0]
         if reseed is not None:
             reseed(derive_seed(self.seed, epoch, *(n for (_, index), _ in addressed for n in numbers_of(index))))
@@ -136,7 +126,7 @@ class StepSource(ABC):
         self._seed = seed
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """Returns the collated micro-batch, on the device, the same each time, as a redone step needs it.
+        """The collated micro-batch, on the device, the same each time.
 
         The caller owns the result, and layers may change it in place.
         """
@@ -147,7 +137,7 @@ class StepSource(ABC):
         return self._prepared(self.collated_whole(handle), handle, -1)
 
     def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
-        """``data`` prepared for the caller; ``index`` is that of the global micro-batch, -1 for the whole batch."""
+        """``data`` on the device; ``index``: its micro-batch, -1 for the whole batch."""
         if self.prepare is None:
             return data
         return self.prepare(data, derive_seed(self._seed, handle.epoch, handle.index, index), self.dataloader_idx)
@@ -158,7 +148,7 @@ class StepSource(ABC):
 
     @abstractmethod
     def read_ahead(self, handle: StepHandle) -> None:
-        """Reads data known to be needed for the step after ``handle``; called when there is time."""
+        """Reads data of the step after ``handle``; called when there is time."""
 
     @abstractmethod
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
@@ -170,7 +160,7 @@ class StepSource(ABC):
 
     @abstractmethod
     def samples_in(self, handle: StepHandle) -> int:
-        """Number of samples of a global batch; in an evaluation it may be smaller than in others."""
+        """Number of samples of a global batch; an evaluation's last one may be smaller."""
 
     @abstractmethod
     def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
@@ -178,20 +168,17 @@ class StepSource(ABC):
 
     @abstractmethod
     def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
-        """The places in :meth:`read_batch` of the samples of all micro-batches of a training step, by global index: a
-        list for each loader whose division is known, the same on every worker.
+        """Places in :meth:`read_batch` of the samples of all micro-batches, by loader.
 
-        Args:
-            handle: the step.
-            samples: the number of samples of each micro-batch; 0 where it has returned nothing, None if unknown.
+        For a training step, by global index, the same on every worker; a loader whose division is unknown has none.
+        ``samples``: the number of samples of each micro-batch, None if unknown.
         """
 
     def digest(self, handle: StepHandle) -> int:
-        """Of all that was read up to this step, to be equal on all workers; 0 where samples have addresses."""
+        """Digest of all that was read up to this step; 0 where samples have addresses."""
         return 0
 
     def _by_index(self) -> list[Microbatch]:
-        """All micro-batches of a step, by global index."""
         return sorted(self.grid.all_microbatches(), key=partial(global_index, self.grid))
 
     @property
@@ -201,11 +188,11 @@ class StepSource(ABC):
 
     @property
     def can_read_again(self) -> bool:
-        """Whether :meth:`read_again` is possible: not of a stream, where what was lost is unknown."""
+        """Whether :meth:`read_again` is possible: not for a stream."""
         return not any(loader.only_forward for loader in self.loaders)
 
     def read_again(self) -> None:
-        """An exception may have ended in its middle whatever reads: reading begins anew, with the same data."""
+        """Begins reading anew, with the same data, after an exception within a read."""
         for loader in self.loaders:
             loader.close()
 
@@ -217,7 +204,11 @@ class StepLoader(StepSource):
 
     Args:
         dataloader: the user's loader.
-        grid, seed, evaluation: as :class:`StepSource`.
+        grid, seed: as :class:`StepSource`.
+        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
+            stays the same when training continues with fewer pipelines.
+        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
+            as even as possible; some may be empty.
 
     Attributes:
         only_forward: whether a step is found only by reading those before it.
@@ -227,9 +218,12 @@ class StepLoader(StepSource):
 
     only_forward = False
 
-    def __init__(self, dataloader: Any, grid: Grid, seed: int, evaluation: bool) -> None:
+    def __init__(
+        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
+    ) -> None:
         super().__init__(grid, seed, evaluation)
         self.dataloader = dataloader
+        self.batch_pipelines = batch_pipelines or grid.pipelines
         self.first_step = 0
         self.end_step: float = math.inf
         self._is_entering = True
@@ -237,7 +231,7 @@ class StepLoader(StepSource):
         self._epoch = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Settings of the user's loader, for hooks that look for them at ``trainer.train_dataloader``."""
+        """Settings of the user's loader, for hooks."""
         if name in _SETTINGS and "dataloader" in vars(self):
             return getattr(self.dataloader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -251,62 +245,48 @@ class StepLoader(StepSource):
         self._epoch = epoch
 
     def reseed(self, seed: int) -> None:
-        """Makes ``seed`` the seed of the run, before a step is read."""
         self._seed = seed
 
     def enter_epoch(self, first_step: int, end_step: float) -> None:
-        """The training loop is about to iterate over the steps from ``first_step`` to the one before ``end_step``."""
+        """The training loop is about to iterate from ``first_step`` to ``end_step``."""
         self.first_step, self.end_step = first_step, end_step
         self._is_entering = True
 
     def entered(self) -> None:
-        """The training loop has its iterator: other iterations, of hooks, have passes of their own from the beginning
-        and leave the loop's where it is.
-        """
+        """The training loop has its iterator; those of hooks have passes of their own."""
         self.first_step, self._is_entering = 0, False
 
     def facts(self) -> dict[str, Any]:
-        """Values that must be equal on all workers before an epoch, by name; None: unknown to this one."""
+        """Values that must be equal on all workers before an epoch; None: unknown here."""
         return {}
 
     @property
     def lost_state(self) -> list[str]:
-        """The attributes of the sampler that neither a checkpoint nor a replacement can have, by name."""
+        """The sampler's attributes that no checkpoint or replacement can have."""
         return []
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepHandle]:
-        """The steps of an epoch, starting with :attr:`first_step`: at the call, not when the first one is read."""
+        """The steps of an epoch from :attr:`first_step`, as it is at the call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends reading processes. The newest step can still be fetched, since others may have to redo it."""
+        """Ends reading processes. The newest step can still be fetched."""
 
 
 class SampleLoader(StepLoader):
     """The steps of a DataLoader, whose samples are divided among the micro-batches.
 
-    Args:
-        dataloader: the user's DataLoader; its ``batch_size`` is per pipeline.
-        grid, seed: as :class:`StepSource`.
-        batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
-            stays the same when training continues with fewer pipelines.
-        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
-            as even as possible; some may be empty.
-
     Raises:
         UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
     """
 
-    def __init__(
-        self, dataloader: Any, grid: Grid, seed: int, batch_pipelines: int | None = None, evaluation: bool = False
-    ) -> None:
-        super().__init__(dataloader, grid, seed, evaluation)
-        pipelines = batch_pipelines or grid.pipelines
-        check_dataloader(dataloader, None if evaluation else grid.global_microbatches // pipelines)
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        check_dataloader(dataloader, None if self.evaluation else grid.global_microbatches // self.batch_pipelines)
         self.dataset = dataloader.dataset
         self.batch_size = batching_of(dataloader)[0] or 1  # a batch that is given counts as one sample
-        self.global_batch_size = self.batch_size * pipelines
+        self.global_batch_size = self.batch_size * self.batch_pipelines
         self._collate = Collate(dataloader.collate_fn, seed)
 
     @override
@@ -332,7 +312,7 @@ class SampleLoader(StepLoader):
 
 
 def as_one_step(batch: Any) -> Any:
-    """``batch``, or if it holds the addresses of several steps, a :class:`StepHandle` of all of them as one."""
+    """``batch``, or a :class:`StepHandle` for the steps of several loaders in it."""
     if isinstance(batch, StepHandle):
         return batch
     parts: list[Any] = [leaf for leaf in tree_leaves(batch) if leaf is not None]  # None: a loader that has ended
@@ -355,13 +335,10 @@ def _continued(part: StepHandle, newest: int) -> StepHandle:
 
 
 class CombinedStep(StepSource):
-    """The data of one step of several loaders.
+    """The data of one step of several loaders, in the structure the user gave them.
 
     Where an evaluation has fewer samples of one of them than micro-batches, all of the step is one micro-batch: no
     other division leaves none of them without samples of that loader.
-
-    Args:
-        parts: the step of each loader, or None, in the structure that the user gave the loaders.
     """
 
     def __init__(self, parts: Any) -> None:

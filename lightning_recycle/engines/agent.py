@@ -1,15 +1,12 @@
-"""Agent of a machine: keeps the processes of a run alive, passes on signals and output, and ends with a true status.
+"""Agent of a machine: runs and restarts processes, and reports one exit status.
 
-Concept: an agent has tasks, each with a restart loop (:mod:`~lightning_recycle.engines.restarts`), and may host the
-coordinator. A task is a worker: one of several on one machine, or under SLURM, where each task of a job is an agent
-with one worker.
+Each task is a worker, or the coordinator. A worker that lost its coordinator, was evicted, or was killed is no fault of
+the program: another process takes its place. All other ends are final, and a process that dies at once, again and
+again, is given up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as a shell says it.
 
-Contract: :meth:`Agent.run` returns the exit status for all; then no process is left. Replacements need no position: the
-coordinator gives it to them. The run is at its end when a process finished, when one failed with an error of its
-program, when the coordinator stopped it, or when a signal asks for it; from then on no process is started. Every wait
-then has a bound, but for processes that go on after the training.
-
-Must not know: addresses, keys, where processes run.
+The run is at its end when a process finished, when one failed with an error of its program, when the coordinator
+stopped it, or when a signal asks for it; from then on no process is started. When :meth:`Agent.run` returns, no process
+is left.
 """
 
 from __future__ import annotations
@@ -24,31 +21,137 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, BinaryIO
 
-from lightning_recycle.control.client import EXIT_STOPPED
-from lightning_recycle.engines.restarts import (
-    FinalStatus,
-    RestartAfter,
-    RestartLimits,
-    RestartRecord,
-    ended,
-    in_words,
-    is_error,
-    verdict,
-)
+from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
 from lightning_recycle.processes import die_with_parent
+
+_SIGNALS = range(1, 65)
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """How often a process is started again.
+
+    Args:
+        max_restarts: for each process, over the whole run.
+        quick: seconds; a process that lasted less than this died at once.
+        most_quick: so many such ends in a row, and it is given up.
+        first_pause, longest_pause: seconds before the second start after quick ends, and at most; the pause doubles.
+    """
+
+    max_restarts: int = 100
+    quick: float = 20.0
+    most_quick: int = 5
+    first_pause: float = 1.0
+    longest_pause: float = 30.0
+
+
+@dataclass(frozen=True)
+class RestartRecord:
+    """How often a process was restarted, and how many ends in a row were quick."""
+
+    restarts: int = 0
+    quick: int = 0
+
+
+@dataclass(frozen=True)
+class RestartAfter:
+    """Start it again after ``pause`` seconds."""
+
+    slot: RestartRecord
+    pause: float
+
+
+@dataclass(frozen=True)
+class FinalStatus:
+    """It is not started again; ``given_up`` says why, if its end alone is no reason."""
+
+    status: int
+    given_up: str = ""
+
+
+def ended(
+    slot: RestartRecord, status: int, lasted: float, is_ending: bool, policy: RestartLimits
+) -> RestartAfter | FinalStatus:
+    """Decision after the end of a process that ran for ``lasted`` seconds."""
+    if is_ending or not is_lost(status):
+        return FinalStatus(status)
+    quick = slot.quick + 1 if lasted < policy.quick else 0
+    if slot.restarts >= policy.max_restarts:
+        return FinalStatus(status, f"it was restarted {slot.restarts} times (--max-restarts)")
+    if quick >= policy.most_quick:
+        return FinalStatus(status, f"it ended {quick} times in a row within {policy.quick:g} s")
+    pause = min(policy.longest_pause, policy.first_pause * 2 ** (quick - 2)) if quick > 1 else 0.0
+    return RestartAfter(replace(slot, restarts=slot.restarts + 1, quick=quick), pause)
+
+
+def is_lost(status: int) -> bool:
+    """Whether a process ended through no fault of its own."""
+    return status < 0 or status == EXIT_LOST_COORDINATOR or _signal_of(status) is not None
+
+
+def is_error(status: int) -> bool:
+    """Whether a process ended by itself, with an error of its program."""
+    return status not in (0, EXIT_STOPPED, EXIT_LEFT, EXIT_INTERRUPTED) and not is_lost(status)
+
+
+def verdict(ends: Sequence[tuple[int, bool]], asked: int | None, finished: bool = False) -> int:
+    """The exit status for all processes together.
+
+    A run in which one process finished has finished, whatever was lost on the way; but an error of the program is one,
+    also after the training, unless it is that of a replacement. ``ends``: the final status of each process, and whether
+    it was the first of its slot; ``asked``: the signal that was to end the run.
+    """
+    statuses = [status for status, _ in ends]
+    finished = finished or 0 in statuses
+    errors = [status for status, was_first in ends if is_error(status) and (was_first or not finished)]
+    if errors:
+        return errors[0]
+    if finished:
+        return 0
+    if asked is not None:
+        return 128 + asked
+    for wanted in (EXIT_STOPPED, EXIT_LOST_COORDINATOR):
+        if wanted in statuses:
+            return wanted
+    return exit_status(statuses[0]) if statuses else 0
+
+
+def exit_status(status: int) -> int:
+    """``status`` as a process can end with it."""
+    return 128 - status if status < 0 else status
+
+
+def in_words(status: int) -> str:
+    """How a process ended, for people."""
+    number = -status if status < 0 else _signal_of(status)
+    if number is not None:
+        try:
+            return f"killed by {signal.Signals(number).name}"
+        except ValueError:  # a real-time signal
+            return f"killed by signal {number}"
+    meanings = {
+        0: "finished",
+        EXIT_LOST_COORDINATOR: "lost its coordinator, or was evicted",
+        EXIT_STOPPED: "was stopped, as the run ended otherwise",
+        EXIT_LEFT: "left, as it was asked to",
+    }
+    return f"exit status {status}" + (f", {meanings[status]}" if status in meanings else "")
+
+
+def _signal_of(status: int) -> int | None:
+    """The signal that killed a process, as a shell says it; none for polite signals."""
+    number = status - 128
+    return number if number in _SIGNALS and status not in (EXIT_INTERRUPTED, EXIT_LEFT) else None
+
 
 _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Output of several processes as one stream: whole lines, each with the name of its process.
-
-    Args:
-        names: whether each line begins with the name of the process.
-    """
+    """Output of several processes as whole lines, each with a name if ``names``."""
 
     def __init__(self, names: bool) -> None:
         self._names = names
@@ -62,11 +165,10 @@ class Printer:
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def say(self, text: str) -> None:
-        """A line of this program itself."""
         self._write(sys.stderr.buffer, f"recycle-run: {text}\n".encode())
 
     def finish(self, seconds: float) -> None:
-        """Waits until all output is passed on; a descendant that lives on may hold a stream open."""
+        """Waits until all output is passed on, ``seconds`` for each stream."""
         for thread in self._threads:
             thread.join(seconds)
 
@@ -91,11 +193,7 @@ class Printer:
 class ProcessCommand:
     """Command, environment and name of a process.
 
-    Args:
-        name: for people, and for files of logs.
-        command: the program and its arguments.
-        environ: all of its environment.
-        listens: whether it reads from this process on its standard input, which stays open while this process lives.
+    If ``listens``, its standard input stays open while this process lives.
     """
 
     name: str
@@ -105,12 +203,10 @@ class ProcessCommand:
 
 
 class Child:
-    """A process, the leader of a group of its own, which the kernel kills when this process dies.
+    """A process that leads its own group, killed by the kernel with this process.
 
-    Args:
-        task: its command.
-        printer: passes on its output; None: it prints where this process does.
-        on_end: called from another thread with the status, see :class:`subprocess.Popen`.
+    To be made by the main thread: the kernel looks at the thread that forked. ``on_end`` is called from another thread
+    with the status, see :class:`subprocess.Popen`; without ``printer`` it prints where this process does.
 
     Raises:
         OSError: if there is no such program.
@@ -146,19 +242,16 @@ class Child:
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def say(self, text: bytes) -> None:
-        """Writes to its standard input."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.process.stdin.write(text)
                 self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        """Sends it a signal; its own children are its business."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills it and its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -185,8 +278,6 @@ _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 
 @dataclass
 class _Running:
-    """A task, and the process that runs it now."""
-
     task: ProcessCommand
     slot: RestartRecord = field(default_factory=RestartRecord)
     child: Child | None = None
@@ -199,20 +290,10 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    Args:
-        tasks: the processes to run.
-        policy: how often each may be started again.
-        printer: where lines for people go.
-        grace: seconds for processes to end after a signal that asks them to; None if the sender of signals sends
-            them to all processes and waits for these: then no process is killed, and no signal passed on.
-        coordinator: the task of the coordinator, if this agent hosts it.
-        pipes: whether the output of the processes goes through ``printer``.
-        another: makes the command of the process with the number that it is given, from 0; None if their number is
-            fixed. ``tasks`` are the first of them.
-
-    Attributes:
-        on_finish: called when a process has finished, the first time.
-        heard: the signals that came.
+    ``grace``: seconds for processes to end after a signal; None if the sender of signals sends them to all processes
+    and waits for these: then no process is killed, and no signal passed on. ``pipes``: whether output goes through
+    ``printer``. ``another`` makes the command of a further process by its number. ``on_finish`` is called when a
+    process has finished, the first time; ``heard``: the signals that came.
     """
 
     def __init__(
@@ -245,25 +326,26 @@ class Agent:
     # ------------------------------------------------------------------ from other threads, and signal handlers
 
     def child_ended(self, child: Child, status: int) -> None:
-        """A process ended."""
         self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
         """A signal asks for the end of the run; the second one at once."""
-        self._events.put(lambda: self._be_asked(number))
+        self._events.put(lambda: self._on_signal(number))
 
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
         self._events.put(self._finish)
 
     def scale(self, count: int) -> None:
-        """From now on ``count`` processes are wanted."""
         self._events.put(lambda: self._scale(count))
 
     # ------------------------------------------------------------------ the main thread
 
     def run(self) -> int:
-        """Runs all tasks to their end; returns the exit status. In the main thread it listens to signals."""
+        """Runs all tasks to their end; returns the exit status.
+
+        In the main thread it listens to signals.
+        """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             # SIGUSR2 is submitit's warning; Ctrl-C is not for the background job of a script, which ignores it.
@@ -274,7 +356,7 @@ class Agent:
             while any(running.final is None for running in self._running.values()):
                 self._start_due()
                 self._take_event()
-                self._press()
+                self._enforce_deadlines()
         finally:
             for running in self._running.values():
                 if running.child is not None:
@@ -300,8 +382,8 @@ class Agent:
                 self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
-        everybody = [*([self._hosted] if self._hosted else []), *self._running.values()]
-        waits = [running.start_at for running in everybody if not running.child and not running.final]
+        every = [*([self._hosted] if self._hosted else []), *self._running.values()]
+        waits = [running.start_at for running in every if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
@@ -320,7 +402,7 @@ class Agent:
         running.child, running.status = None, status
         if running.leaves:  # however it ended: the others go on without it
             del self._running[running.task.name]
-            self._printer.say(f"{running.task.name} {_ended_how(status)}.")
+            self._printer.say(f"{running.task.name} {_end_text(status)}.")
             return
         decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
         if isinstance(decision, FinalStatus):
@@ -328,16 +410,16 @@ class Agent:
             return
         running.slot, running.start_at = decision.slot, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
-        self._printer.say(f"{running.task.name} {_ended_how(status)}; it is started again{after}.")
+        self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
 
     def _settle(self, running: _Running, final: FinalStatus) -> None:
         """The task is over; ends the others if its end asks for that."""
         running.final = final
         name, was_first = running.task.name, running.slot.restarts == 0
         if final.given_up:
-            self._printer.say(f"{name} {_ended_how(final.status)} and is given up: {final.given_up}.")
+            self._printer.say(f"{name} {_end_text(final.status)} and is given up: {final.given_up}.")
         elif final.status and not self._finished:
-            self._printer.say(f"{name} {_ended_how(final.status)}.")
+            self._printer.say(f"{name} {_end_text(final.status)}.")
         if final.status == 0 and not self._finished:
             self.on_finish()
             self._finish()
@@ -347,7 +429,6 @@ class Agent:
             self._drop_restarts()
 
     def _finish(self) -> None:
-        """A process has finished, so the run has."""
         if self._finished:
             return
         self._finished = self._is_ending = True
@@ -356,7 +437,6 @@ class Agent:
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
-        """No process is started any more."""
         for running in self._running.values():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)
@@ -382,7 +462,7 @@ class Agent:
             self._running[task.name] = _Running(task, RestartRecord(restarts=1))
             self._printer.say(f"{task.name} is started, as {count} are wanted.")
 
-    def _be_asked(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         self.heard.add(number)
         if self._grace is None:
             self._asked, self._is_ending = number, True
@@ -394,15 +474,15 @@ class Agent:
         self._asked, self._is_ending = number, True
         self._printer.say(f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end.")
         self._drop_restarts()
-        self._tell(number)
+        self._signal_all(number)
         self._kill_at = time.monotonic() + self._grace
 
-    def _press(self) -> None:
+    def _enforce_deadlines(self) -> None:
         """Asks, and then makes, processes end that should have ended by now."""
         now = time.monotonic()
         if now >= self._ask_at:
             self._ask_at, self._kill_at = math.inf, min(self._kill_at, now + (self._grace or _GRACE_SECONDS))
-            self._tell(signal.SIGTERM)
+            self._signal_all(signal.SIGTERM)
         if now >= self._kill_at:
             self._kill_at = math.inf
             for running in self._running.values():
@@ -410,7 +490,7 @@ class Agent:
                     self._printer.say(f"{running.task.name} did not end and is killed.")
                     running.child.kill()
 
-    def _tell(self, number: int) -> None:
+    def _signal_all(self, number: int) -> None:
         for running in self._running.values():
             if running.child is not None:
                 running.child.signal(number)
@@ -425,10 +505,10 @@ class Agent:
         lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._policy)
         if isinstance(lost, RestartAfter):
             hosted.slot, hosted.start_at = lost.slot, time.monotonic() + lost.pause
-            self._printer.say(f"The coordinator {_ended_how(status)}; it is started again.")
+            self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
             return
         hosted.final = lost
-        self._printer.say(f"The coordinator {_ended_how(status)} and is given up: {lost.given_up or 'bad options'}.")
+        self._printer.say(f"The coordinator {_end_text(status)} and is given up: {lost.given_up or 'bad options'}.")
         self._failure, self._is_ending = max(1, status), True
         self._drop_restarts()
         self._ask_at = time.monotonic()
@@ -444,6 +524,6 @@ class Agent:
             child.kill()
 
 
-def _ended_how(status: int) -> str:
+def _end_text(status: int) -> str:
     words = in_words(status)
     return f"was {words}" if words.startswith("killed") else f"ended ({words})"

@@ -1,16 +1,8 @@
-"""Environment of a worker: its run, its machine, its device; and scripts started several times without a run.
+"""Environment of a worker: its run, its machine, its device; copies of a script.
 
-Concept: the starter of a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) describes its place in environment
-variables, and :func:`discover` reads them (those of SLURM itself: :mod:`~lightning_recycle.engines.slurm`). A script
-without ``RECYCLE_COORDINATOR`` launches its own workers. Started N times by ``torchrun``, ``srun`` or ``mpirun``, it
-would train N times, each with all workers, into the same folders: :func:`check_copies` refuses that.
-
-Contract: without the variable ``RECYCLE_COORDINATOR`` the process takes part in no other process's run. A value that
-cannot be right is a :class:`~lightning_recycle.errors.ConfigurationError` that names the variable and its value.
-:func:`check_copies` is silent where a script is alone: with one process, in a SLURM batch script, in an interactive
-step of one task.
-
-Must not know: connections, torch.
+The starter of a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) describes its place in environment variables.
+A script without ``RECYCLE_COORDINATOR`` launches its own workers; started N times by ``torchrun``, ``srun`` or
+``mpirun``, it would train N times: :func:`check_copies` refuses that.
 """
 
 from __future__ import annotations
@@ -31,12 +23,12 @@ from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.errors import ConfigurationError
 
 BY_HAND = "hand"
-"""The engine of a worker that nobody has named one for."""
+"""The engine of a worker without ``RECYCLE_ENGINE``."""
 
 
 @dataclass(frozen=True)
 class Discovered:
-    """A worker's place in the world.
+    """A worker's run, machine and device, from its environment.
 
     Args:
         engine: the name of its starter, for logs (``RECYCLE_ENGINE``).
@@ -58,7 +50,7 @@ class Discovered:
     host: str | None
 
     def check_device(self, devices: int) -> None:
-        """Raises ConfigurationError unless this worker's device is one of the ``devices`` of each machine."""
+        """Raises ConfigurationError unless the device is one of ``devices``."""
         if self.device >= devices:
             raise ConfigurationError(
                 f"{self.device_from}={self.device} does not fit Trainer(devices={devices}): the devices of each machine"
@@ -68,7 +60,7 @@ class Discovered:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
-    """The place of this worker by ``environ``; None for a process that was not started as a worker.
+    """The place of this worker by ``environ``; None for a process that is no worker.
 
     Raises:
         ConfigurationError: for values that cannot be right, and if there is no key.
@@ -89,7 +81,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
 
 
 def port_range(environ: Mapping[str, str] = os.environ) -> range | None:
-    """The ports at which workers may listen for each other (``RECYCLE_PORTS``, such as 30000-30100); None for any.
+    """The ports at which workers may listen for each other; None for any.
 
     Raises:
         ConfigurationError: if it is no range of ports.
@@ -131,14 +123,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_at(interface: str, setting: str) -> str:
-    """The address of this machine on an interface or in a network.
+    """The address of this machine on an interface ("eth0") or in a network.
 
-    Which of several networks reaches the other workers is the user's knowledge. A network is the same on machines whose
-    interfaces have other names.
-
-    Args:
-        interface: "eth0", or a network such as "10.1.0.0/16" or "fd00::/8".
-        setting: the variable that the user gave it in.
+    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: the
+    variable that it was given in, for errors.
 
     Raises:
         ConfigurationError: if there is none.
@@ -202,11 +190,9 @@ _MPI = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 
 
 def check_copies(environ: Mapping[str, str] = os.environ, command: Sequence[str] | None = None) -> None:
-    """Raises ConfigurationError if this process is one of several that an engine started without a coordinator.
+    """Raises ConfigurationError if an engine started several of these processes.
 
-    Args:
-        environ: the environment of this process.
-        command: the script and its arguments, for the remedy; by default this program's.
+    ``command``: the script and its arguments, for the remedy.
     """
     script = shlex.join(sys.argv if command is None else command)
     if "TORCHELASTIC_RUN_ID" in environ and (count := _number(environ, "WORLD_SIZE")) > 1:

@@ -1,14 +1,11 @@
-"""Ray's nodes: which of them take workers, which are about to go, and on which the workers of a grid are placed.
+"""Ray's nodes: which take workers, and where the workers of a grid are placed.
 
 Placement: the loss of one node costs at most one replica of each stage. A pipeline gets a node of its own where one has
-room for all of its positions, else several nodes that no other pipeline uses. Where even those do not suffice its
-positions go wherever there is room: a run with less safety is better than none. A replacement goes to the node of its
-predecessor; if that is gone, or about to go, to one that no other worker uses, else wherever Ray has room. The members
-of a position go to the same node.
+room for all of its positions, else several nodes that no other pipeline uses, else any room. A replacement goes to the
+node of its predecessor; if that is gone, or about to go, to one that no other worker uses, else wherever Ray has room.
+The members of a position go to the same node.
 
-The one module that touches what Ray does not promise: ``GlobalState.get_draining_nodes``, which Ray Train and Ray Serve
-use for the same question, ``available_resources_per_node``, and the spilling of actors from a node without room. Ray is
-imported when the first run needs it.
+The one module that touches Ray's private state. Ray is imported when the first run needs it.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_recycle.arguments import is_number
+from lightning_recycle.arguments import install_command, is_number
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.extras import install_command
 from lightning_recycle.option_table import Check, OptionGroup, option, suggests_options
 
 _AMOUNTS = Check(
@@ -33,7 +29,7 @@ _AMOUNTS = Check(
 @suggests_options
 @dataclass(frozen=True)
 class RayEngine(OptionGroup):
-    """Workers as actors of a Ray cluster, see the page on Ray: ``ReCycleStrategy(engine=RayEngine(...))``.
+    """Workers as actors of Ray: ``ReCycleStrategy(engine=RayEngine(...))``.
 
     Args:
         resources_per_worker: what Ray reserves for a worker, by the name of the resource; by default one CPU, and one
@@ -48,52 +44,39 @@ class RayEngine(OptionGroup):
 
 @dataclass(frozen=True)
 class Node:
-    """A node that takes workers.
-
-    Args:
-        name: Ray's id of it.
-        free: the free amount of each resource.
-    """
+    """A node that takes workers: its id, and the free amount of each resource."""
 
     name: str
     free: Mapping[str, float]
 
 
 def needs_of_worker(accelerator: str | None, given: Mapping[str, float] | None) -> dict[str, float]:
-    """Resources that are reserved for a worker: one CPU, perhaps one device of the kind
-    ``accelerator``, a resource of Ray, unless ``given`` says otherwise."""
+    """Resources that are reserved for a worker, unless ``given`` says otherwise."""
     return {"CPU": 1.0, **({} if accelerator is None else {accelerator: 1.0}), **(given or {})}
 
 
 def room(node: Node, needs: Mapping[str, float]) -> int:
-    """How many workers fit into ``node`` that need so much of each resource; very many if they need nothing."""
+    """How many workers that need so much of each resource fit into ``node``."""
     fits = (int(node.free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount > 0)
     return min(fits, default=1_000_000)
 
 
-def homes(
+def pipeline_nodes(
     nodes: Sequence[Node], needs: Mapping[str, float], pipelines: int, stages: int
 ) -> list[tuple[str, ...] | None]:
-    """For each pipeline the node of each of its workers; None for one that goes wherever there is room.
-
-    Args:
-        nodes: the nodes that take workers.
-        needs: the amount of each resource that a worker needs.
-        pipelines: how many pipelines there are.
-        stages: how many workers each of them has.
-    """
+    """For each pipeline the node of each of its workers; None for any room."""
     left = {node.name: room(node, needs) for node in nodes}
     chosen: list[tuple[str, ...] | None] = []
     for _ in range(pipelines):
-        home = _home(left, stages)
+        home = _pipeline_node(left, stages)
         for name in home or ():
             left.pop(name, None)
         chosen.append(home)
     return chosen
 
 
-def _home(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
-    """The smallest node that has room for ``stages`` workers, else as few nodes as possible; ``left``: their rooms."""
+def _pipeline_node(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
+    """The smallest node with room for ``stages`` workers, else as few as possible."""
     whole = [name for name in left if left[name] >= stages]
     if whole:
         return (min(whole, key=lambda name: left[name]),) * stages
@@ -103,10 +86,8 @@ def _home(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
     return tuple(home) if len(home) == stages else None
 
 
-def beside_others(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
-    """Where further positions go, one after the other: the node with most room beside those of ``taken`` and of
-    before; None if there is none.
-    """
+def nodes_with_room(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
+    """Nodes of further positions: each the one with most room left, or None."""
     left = Counter({node.name: room(node, needs) for node in nodes})
     left.subtract(taken)
     while True:
@@ -118,10 +99,8 @@ def beside_others(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iter
         yield name
 
 
-def stand_in(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
-    """A node for one worker whose own node is gone: one that has room and is not in ``used``, the nodes of the other
-    workers; None if there is none.
-    """
+def replacement_node(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
+    """A node with room for a worker that none of the ``used`` ones is; None if none."""
     fitting = [node for node in nodes if node.name not in used and room(node, needs) > 0]
     return max(fitting, key=lambda node: room(node, needs)).name if fitting else None
 
@@ -144,8 +123,7 @@ def import_ray() -> Any:
 
 
 def connect() -> Any:
-    """The package ``ray``, connected to a cluster: the one that it is connected to, or that RAY_ADDRESS names, or one
-    of this machine.
+    """The package ``ray``, connected to its cluster, RAY_ADDRESS's, or a local one.
 
     Raises:
         ConfigurationError: if it is not installed, or is connected as a client, from outside of the cluster.
@@ -174,9 +152,7 @@ def alive_nodes() -> frozenset[str]:
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of the nodes that are about to go: a user called ``ray drain-node``, the autoscaler wants them back, or
-    their cloud has given notice.
-    """
+    """The ids of nodes about to go: drained, given back, or announced by the cloud."""
     return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
 
 
@@ -186,14 +162,9 @@ def staying_nodes() -> frozenset[str]:
 
 
 def start_actor(kind: type[Any], name: str, needs: Mapping[str, float], node: str | None, waits: bool) -> Any:
-    """An actor of the class ``kind`` that lives once, where Ray has room for it.
+    """An actor of class ``kind`` that lives once, on ``node`` or any.
 
-    Args:
-        kind: the class.
-        name: the actor's name.
-        needs: the amount of each resource that it needs.
-        node: the node on which it should live; None for any.
-        waits: whether it waits for room on that node, and fails if that is gone; else it goes elsewhere.
+    If ``waits``, it waits for room on that node, and fails if that is gone; else it goes elsewhere.
     """
     amounts = dict(needs)
     strategies = importlib.import_module("ray.util.scheduling_strategies")

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -24,18 +25,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.network.addresses import (
-    AGENT,
-    address_from,
-    connect_to,
-    listen_here,
-    shown,
-    sockets,
-)
+from lightning_recycle.control.network.addresses import AGENT, address_from, connect_to, listen_here, shown, sockets
 from lightning_recycle.control.network.handshake import key_from_environment
-from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
+from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
 from lightning_recycle.engines.discovery import free_port
-from lightning_recycle.engines.restarts import RestartLimits
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
@@ -50,7 +43,7 @@ _MEETING_SECONDS = 120.0  # for task 0 to start
 
 @dataclass(frozen=True)
 class _RunAddress:
-    """Where and with which key the workers of a run meet, and whether this process hosts the coordinator there."""
+    """Address and key of a run, and whether this process hosts its coordinator."""
 
     address: tuple[str, int]
     key: str
@@ -70,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        place = _appointment(options, os.environ)
+        place = _meeting_address(options, os.environ)
         agent = _agent(options, command, place)
+        if place.hosts_it:
+            print(f"recycle-run: {_invitation(place, os.environ)}", file=sys.stderr, flush=True)
         with _scalable(agent, least=int(place.hosts_it)):
             return agent.run()
     except ConfigurationError as error:
@@ -79,14 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_OPTIONS
 
 
-def _appointment(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
-    """Where the workers of this machine meet."""
+def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
         address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
         return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
     key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
     return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
+
+
+def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
+    """Where the coordinator listens, and the command by which another machine joins the run."""
+    listens = f"the coordinator listens at {shown(place.address)}"
+    key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
+    if place.address[0] == _HOST or key is None:
+        return (
+            f"{listens}, for this machine's workers. Others join a run that was started with --coordinator HOST:PORT"
+            " and RECYCLE_KEY_FILE."
+        )
+    value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
+    return (
+        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={shown(place.address)} {key}={value} recycle-run"
+        " --nproc-per-node N PROGRAM"
+    )
 
 
 def _own_address(given: str | None) -> tuple[str, int]:
@@ -103,7 +113,6 @@ def _own_address(given: str | None) -> tuple[str, int]:
 
 
 def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddress) -> Agent:
-    """The agent of the workers that meet at ``place``."""
     in_slurm = place.task is not None
 
     def worker(device: int) -> ProcessCommand:
@@ -152,7 +161,6 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 
 
 def _scale(count: int, words: Sequence[str]) -> int:
-    """Tells the ``recycle-run`` of this machine, or that of a process id in ``words``, how many workers are wanted."""
     found = [path for path in sockets(AGENT) if not words or path.name.partition("-")[0] == words[0]]
     if len(found) != 1:
         others = ", ".join(path.name.partition("-")[0] for path in sockets(AGENT)) or "none"
@@ -173,7 +181,7 @@ def _scale(count: int, words: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _scalable(agent: Agent, least: int) -> Iterator[None]:
-    """Within the block :func:`_scale` finds ``agent``, of which at least ``least`` workers must stay."""
+    """Within the block :func:`_scale` finds ``agent``, of which ``least`` must stay."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # there is no folder for its socket, so it cannot be scaled
             listener = stack.enter_context(listen_here(AGENT))
@@ -210,12 +218,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
 
 
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
-    """The environment of a worker: everything that :func:`~lightning_recycle.engines.discovery.discover` looks for.
-
-    Args:
-        place: where it meets the others.
-        device: the index of its device; None if the environment of this process says it.
-    """
+    """The environment that :func:`.discovery.discover` reads in a worker."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     engine = "recycle-run" if place.task is None else "slurm"
     own |= {"RECYCLE_COORDINATOR": shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_ENGINE": engine}
@@ -240,7 +243,6 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ConfigurationError for options that cannot work."""
     if options.nproc_per_node is not None and options.nproc_per_node < 1:
         raise ConfigurationError(f"--nproc-per-node {options.nproc_per_node}: give a number of at least 1.")
     if options.max_restarts < 0:

@@ -1,15 +1,11 @@
-"""Where the tasks of a step of ``srun`` meet: one file that all of them see names the coordinator and the key.
+"""The meeting of tasks of ``srun``: a shared file with the coordinator and key.
 
-Concept: ``srun recycle-run python train.py`` starts an agent in each task, and an agent starts one worker. SLURM tells
-each task which one it is. Task 0 hosts the coordinator at an address of its machine and writes address and key to a
-file in a folder that all nodes share, the one the job was submitted from; the others wait for that file. So whatever
-port it got, all agree on it, and no list of nodes has to be taken apart. When a worker has finished, its agent leaves a
-note beside the file: then the run is over for all, and no worker is started again that could not find it any more.
+Task 0 hosts the coordinator and writes address and key to a file in a folder that all nodes share, the one the job was
+submitted from; the others wait for that file, and so does a further job that joins. When a worker has finished, its
+agent leaves a note beside the file: then no worker is started again that could not find the run any more.
 
-A further job joins the run of another one by its file.
-
-Contract: the file is its owner's alone (mode 0600), and one that somebody else could have written does not count. It
-appears under its name when it is complete. Task 0 removes it, and the note, when it ends.
+The file is its owner's alone (mode 0600); otherwise it is ignored. It appears under its name when it is complete. Task
+0 removes both when it ends.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from pathlib import Path
 from lightning_recycle.control.network.addresses import address_from, shown
 from lightning_recycle.engines.discovery import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.files import replacing
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _LOOK_SECONDS = 0.5  # between two looks into the folder
@@ -42,14 +39,8 @@ _NOTICE_SECONDS = 4.0  # for all agents to see that the run is over
 class SlurmTask:
     """One task of a step of ``srun``.
 
-    Args:
-        step: what tells the step from all others, ``<job>.<step>.<how often the job was requeued>``.
-        rank: the number of the task in the step.
-        count: how many tasks the step has.
-        node: SLURM's name of its machine.
-        launcher: an address of the machine that ``srun`` runs on.
-        folder: that the job was submitted from.
-        port: at which the coordinator listens if that is free.
+    ``step`` is ``<job>.<step>.<how often the job was requeued>``, ``launcher`` an address of the machine of ``srun``,
+    ``folder`` where the job was submitted from.
     """
 
     step: str
@@ -62,7 +53,7 @@ class SlurmTask:
 
 
 def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
-    """The task that this process is; None if it is none, as in a batch script without ``srun``."""
+    """The task that this process is; None as in a batch script without ``srun``."""
     job, step, rank = (environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     if job is None or step is None or rank is None:
         return None
@@ -100,7 +91,6 @@ def own_address(task: SlurmTask) -> tuple[str, int]:
 
 
 def _address_of(name: str) -> str | None:
-    """The address of this machine that ``name`` stands for; None if others cannot reach it there."""
     with contextlib.suppress(OSError):  # it cannot be resolved, or is none of this machine
         host = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         if not host.startswith("127.") and host != "::1":
@@ -110,12 +100,9 @@ def _address_of(name: str) -> str | None:
 
 
 class Meeting:
-    """The file of a step, and the note beside it.
+    """The file of a step, and the note beside it, in a folder that all nodes see.
 
-    Args:
-        task: the task that this process is.
-        folder: where all nodes see the same files; by default the one that the job was submitted from.
-        job: the number of the job whose run this task joins; None for its own.
+    ``job``: the number of the job whose run this task joins.
     """
 
     def __init__(self, task: SlurmTask, folder: str | None = None, job: str | None = None) -> None:
@@ -134,7 +121,9 @@ class Meeting:
             ConfigurationError: if the folder cannot be written to.
         """
         try:
-            self._write(self._path, json.dumps({"coordinator": shown(address), "key": key}))
+            os.stat(self._folder)  # it is not made here: others would not see it
+            with replacing(self._path, mode=0o600) as file:
+                file.write(json.dumps({"coordinator": shown(address), "key": key}).encode())
         except OSError as error:
             raise ConfigurationError(
                 f"{self._path} cannot be written ({error.strerror or error}), and the tasks of this step would not find"
@@ -142,7 +131,7 @@ class Meeting:
             ) from error
 
     def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
-        """The address of the coordinator, and the key of the run, once task 0, of this or that job, has announced them.
+        """The coordinator's address and the key, once task 0 has announced them.
 
         Raises:
             ConfigurationError: if it does not within ``seconds``.
@@ -169,11 +158,11 @@ class Meeting:
     def finish(self) -> None:
         """Leaves the note that a worker has finished, so the run has."""
         with contextlib.suppress(OSError):  # only a worker that died at the very end needs it
-            self._write(self._note, "")
+            self._note.touch()
 
     @contextlib.contextmanager
     def watched(self, on_finish: Callable[[], None]) -> Iterator[None]:
-        """Calls ``on_finish``, from another thread, when a worker of any task has finished."""
+        """Calls ``on_finish``, from another thread, when a worker of any task finished."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -191,10 +180,9 @@ class Meeting:
             thread.join()
 
     def await_end(self, status: int) -> int:
-        """Waits for SLURM to end this process, which SIGTERM has announced; returns the exit status if it does not.
+        """Waits for SLURM to end this process; returns the exit status if it does not.
 
-        Args:
-            status: that of this task. If a worker of another one finishes meanwhile, the run has: it is 0 then.
+        If a worker of another task finishes meanwhile, the run has, and it is 0.
         """
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline:
@@ -210,17 +198,6 @@ class Meeting:
         for path in (self._path, self._note):
             with contextlib.suppress(OSError):  # it is not there, or the folder is gone
                 path.unlink()
-
-    def _write(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f"{path.name}.{self._task.rank}.writing")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
 
     def _read(self) -> str | None:
         """The content of the file; None if it is not there, or not this user's alone."""
@@ -260,7 +237,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def requeue(timeout: float) -> bool:
-    """Requeues this job; whether that is known to have succeeded within ``timeout`` seconds.
+    """Requeues this job; whether that succeeded within ``timeout`` seconds.
 
     If it succeeds, SLURM ends this process soon, maybe before it returns.
     """

@@ -1,5 +1,5 @@
-"""Launching process: prepares a run, starts and supervises its workers, and takes their results into the Trainer.
+"""Launching process: prepares a run, supervises its workers, takes their results.
 
-Also the beginning and the end of any worker process. Agents that start workers from outside, and
-the environment that leads these to their run, are in :mod:`lightning_recycle.engines`.
+Also the beginning and the end of any worker process. Agents that start workers from outside are in
+:mod:`lightning_recycle.engines`.
 """

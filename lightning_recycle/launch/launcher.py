@@ -1,12 +1,8 @@
 """The launching process: a supervisor, not a rank.
 
-It starts the workers, hosts the coordinator, waits, and takes the results. When a worker dies it only writes a line to
-the log, or starts a replacement; when the run cannot go on, or an exception in the user's code ends it, it stops the
-remaining workers and raises the reason. After the loss of a whole stage it can start again from the
-newest checkpoint.
-
-A process with ``RECYCLE_COORDINATOR`` in its environment is no supervisor: it becomes a worker of the run that listens
-there.
+It starts the workers, hosts the coordinator, waits, and takes the results. After the loss of a whole stage it can start
+again from the newest checkpoint. A process with ``RECYCLE_COORDINATOR`` in its environment becomes a worker of the run
+that listens there.
 """
 
 from __future__ import annotations
@@ -28,17 +24,18 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.run_summary import summary
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.engines.discovery import Discovered, check_copies, discover
+from lightning_recycle.engines.discovery import check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.launch.outcome import error_of, summary
-from lightning_recycle.launch.outside_worker import run_outside
+from lightning_recycle.launch.outcome import error_of
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
-from lightning_recycle.launch.trainer_results import MissingWeights, take_results
+from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results
 from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
-from lightning_recycle.pickling import end_import
+from lightning_recycle.launch.worker_process import run_outside
+from lightning_recycle.pickling import exit_if_importing
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.interruption import saved_already, saves_on_exception
 from lightning_recycle.session.reporting_callbacks import show_cursor
@@ -47,14 +44,9 @@ log = logging.getLogger(__name__)
 
 
 class SupervisorLauncher:
-    """Runs a Trainer function in worker processes and brings its results home.
+    """Runs a Trainer function in worker processes and takes its results.
 
-    Args:
-        strategy: the Trainer's strategy.
-
-    Attributes:
-        history: the events of the newest ``fit``; before the first, of the newest run.
-        schedules: the schedules of the same run, one per generation.
+    ``history`` and ``schedules`` (by generation) are those of the newest ``fit``; before the first, of the newest run.
     """
 
     def __init__(self, strategy: ConfiguredStrategy) -> None:
@@ -72,7 +64,7 @@ class SupervisorLauncher:
         return True  # workers are no forks of this process, and get what the notebook defines by value
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Runs ``function(*args, **kwargs)``, a bound method of ``trainer``, in every worker.
+        """Runs ``function``, a bound method of ``trainer``, in every worker.
 
         Raises:
             StageLostError: when all replicas of a stage died.
@@ -83,7 +75,7 @@ class SupervisorLauncher:
         assert trainer is not None
         install_if_wanted()
         ignore_deprecations_of_lightning()
-        end_import()
+        exit_if_importing()
         outside = discover()
         if outside is None:
             check_copies()
@@ -92,17 +84,14 @@ class SupervisorLauncher:
         if self._untrained is not None:
             self._untrained.check(trainer.lightning_module, call.arguments.get("ckpt_path"))
         run = prepare(call, self._strategy, outside, self._has_run)
-        return self._supervise(run) if outside is None else self._take_part(run, outside)
-
-    def _take_part(self, run: PreparedRun, outside: Discovered) -> Any:
-        """Takes part in the run of another launching process, or of a ``recycle-coordinator``."""
+        if outside is None:
+            return self._supervise(run)
         returned = run_outside(outside, run)
         self._interrupted = False
-        self._note_missing_weights(run.call.trainer, one_stage=True)
+        self._note_missing_weights(trainer, one_stage=True)
         return returned
 
     def _supervise(self, run: PreparedRun) -> Any:
-        """Runs the workers, and brings their results home."""
         run = replace(run, call=settle_checkpoint(run.call))
         trainer, fits = run.call.trainer, run.call.fits
         self._has_fitted |= fits
@@ -130,7 +119,6 @@ class SupervisorLauncher:
                 self.history, self.schedules = of_fit
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
-        """Runs the workers, again after the loss of a stage if that is wanted; brings their results home."""
         policy, restarts = RestartPolicy(run.setup.positions, run.options.recovery), run.setup.may_restart
         if restarts and run.options.recovery.on_stage_lost == "auto":
             rank_zero_info(
@@ -203,7 +191,6 @@ class SupervisorLauncher:
             log.warning("The model in this process is not the trained one: %s.", self._strategy.missing_weights)
 
     def _how_it_ended(self, outcome: Outcome | None) -> str:
-        """Where a run that a signal ended can be resumed, in words."""
         saved = [event for event in self.history if event.kind == "saved"]
         newest = next((event.step for event in reversed(self.history) if event.kind == "step"), None)
         if outcome is None:
@@ -216,7 +203,7 @@ class SupervisorLauncher:
         return f"the run {why}. Its newest checkpoint, of step {saved[-1].step}, is {saved[-1].details['path']}."
 
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
-        """Whether this process can write ``checkpoint``: it has the weights of a run that ended well.
+        """Whether this process has the weights to write ``checkpoint``.
 
         Raises:
             UnsupportedFeatureError: if its weights or its optimizers' states did not come home.
@@ -226,7 +213,12 @@ class SupervisorLauncher:
                 log.warning("%s is not written: the run failed, and its newest weights were in the workers.", path)
             return False
         if self._strategy.missing_weights is not None:
-            MissingWeights.refuse_to_save(path)
+            raise UnsupportedFeatureError(
+                f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
+                f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
+                " save_distributed_checkpoint=True no process needs all of them), or use"
+                " CheckpointOptions(gather_result=True)."
+            )
         if "optimizer_states" in checkpoint and self._strategy.missing_optimizers is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called in the launching process, which has the"
@@ -236,19 +228,19 @@ class SupervisorLauncher:
         return True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Handler of Lightning for an error of this process; if a signal ended it, logs how the run ended."""
+        """Logs how the run ended, if a signal ended this process."""
         terminated = isinstance(exception, SystemExit) and exception.code == 128 + signal.SIGTERM
         if (terminated or isinstance(exception, KeyboardInterrupt)) and not self._said_how_it_ended:
             how = self._how_it_ended(Ended())
             rank_zero_info(how[0].upper() + how[1:])
 
     def kill(self, signum: Any) -> None:
-        """Called by Lightning's SIGTERM handler. Does nothing: workers obey the coordinator, not signals."""
+        """Lightning's SIGTERM handler: workers obey the coordinator, not signals."""
 
 
 @contextlib.contextmanager
 def _folder_for_results() -> Iterator[str | None]:
-    """The path of a folder that workers make for large results; None if there is no place for it."""
+    """The path of a folder that workers make for large results, or None."""
     try:
         folder = os.path.join(tempfile.gettempdir(), f"recycle-result-{uuid.uuid4().hex}")
     except OSError:  # nothing can be written anywhere: the result comes in messages

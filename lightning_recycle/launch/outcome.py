@@ -1,10 +1,9 @@
-"""Outcome of a run: its summary in a few lines, or an exception, that of a worker or one that says how it ended."""
+"""Outcome of a run as an exception: that of a worker, or one that says how the run ended."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import pickle
 import re
@@ -35,111 +34,11 @@ from lightning_recycle.session.object_attributes import slots_of
 log = logging.getLogger(__name__)
 
 
-_CAUSES_SHOWN = 5
-
-
-def summary(history: Sequence[Event], positions: Positions) -> list[str]:
-    """The lines on a run with this record, on the grid of ``positions``; none if it made no step."""
-    steps = [event for event in history if event.kind == "step"]
-    if not steps:
-        return []
-    begin = next(event for event in history if event.kind in ("resumed", "step"))
-    done, seconds = steps[-1].step + 1, steps[-1].time - begin.time
-    lines = [
-        f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
-    ]
-    counts = [
-        _count(number, name)
-        for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
-        if (number := sum(event.kind == kind for event in history))
-    ]
-    lost = sorted(_lost(history).items(), key=lambda entry: -entry[1])
-    if counts or lost:
-        total = sum(seconds for _, seconds in lost)
-        lines.append(f"{', '.join(counts) or 'No failures'}; {total:.1f} s lost{':' if lost else '.'}")
-    lines += [f"  {seconds:.1f} s: {cause}" for cause, seconds in lost[:_CAUSES_SHOWN]]
-    if others := lost[_CAUSES_SHOWN:]:
-        lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
-    return lines + _backwards(history)
-
-
-def _memory(history: Sequence[Event]) -> str:
-    """The most that a worker has held, and of which stage it was."""
-    told = [event.details["peak_bytes"] for event in history if event.kind == "memory"]
-    peaks = [(peak, stage) for stages in told for stage, peak in enumerate(stages) if peak is not None]
-    if not peaks:
-        return ""
-    most, stage = max(peaks)
-    return f", the largest with {most / 1e9:.3g} GB of memory (stage {stage})"
-
-
-def _loss(steps: Sequence[Event]) -> str:
-    first, last = (step.details.get("loss") for step in (steps[0], steps[-1]))
-    if last is None or math.isnan(last):  # a step that optimizes by itself need not return one
-        return ""
-    if first is None or math.isnan(first) or steps[0].step:
-        return f", loss {last:.4g}"
-    return f", loss {first:.4g} at first and {last:.4g} now"
-
-
-def _workers(history: Sequence[Event], positions: Positions) -> str:
-    rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
-    alive = len(rosters[-1]) if rosters else positions.num_workers
-    if alive == positions.num_workers:
-        return _count(alive, "worker")
-    left = " left" if any(event.kind in ("failure", "left") for event in history) else ""  # others never came
-    return f"{alive} of {positions.num_workers} workers{left}"
-
-
-def _backwards(history: Sequence[Event]) -> list[str]:
-    """The effect of splitting backwards, if the newest plan does so by choice."""
-    chosen = [event.details if event.kind == "chosen" else event.details.get("backward") for event in history]
-    newest = next((facts for facts in reversed(chosen) if facts), None)
-    if newest is None or not newest["split"]:
-        return []
-    cost, wins = 100 * newest["cost"], 100 * (newest["wins"] or 0.0)
-    return [f"The backward pass is split in two, for {cost:.1f} % more computing time and {wins:.1f} % shorter steps."]
-
-
-def _lost(history: Sequence[Event]) -> dict[str, float]:
-    """Seconds by cause."""
-    lost: dict[str, float] = {}
-    causes: list[str] = []  # of failures that are not recovered from
-    stage_lost: Event | None = None
-
-    def add(cause: str, seconds: float) -> None:
-        lost[cause] = lost.get(cause, 0.0) + seconds
-
-    for event in history:
-        seconds = event.seconds or 0.0
-        if event.kind == "failure":
-            causes.append(f"worker {event.worker}: {event.details['cause']}")
-        elif event.kind == "recovered" and causes:
-            add("; ".join(causes), seconds)
-            causes = []
-        elif event.kind == "rejoined":
-            add("replacements were given their state", seconds)
-        elif event.kind == "cleared":
-            add(f"worker {event.worker} was silent or stuck, and came back", seconds)
-        elif event.kind == "stage_lost":
-            stage_lost, causes = event, []
-        elif event.kind == "step" and stage_lost is not None:
-            add(f"stage lost at step {stage_lost.step}, and started again", event.time - stage_lost.time)
-            stage_lost = None
-    return lost
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
-
-
 # ---------------------------------------------------------------------- errors
 
 
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
-    """The exception that reports ``outcome``. After the loss of a stage it says what happens ``then``; by default, what
-    the user can do.
-    """
+    """The exception for ``outcome``, with the remedy ``then`` for a lost stage."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -166,7 +65,7 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then:
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in a worker, shown as the cause of the same exception raised here."""
+    """A worker's traceback, shown as the cause of the same exception raised here."""
 
     __module__ = "builtins"  # so Python shows its name without that of a module
 
@@ -208,12 +107,11 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Pytho
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle of ``error`` without the attributes that cannot be pickled; None if its class cannot be.
+    """Pickle of ``error`` without unpicklable attributes; None for such a class.
 
-    Python's own pickles of exceptions call the class with ``args`` again. That fails where ``__init__`` takes other
-    arguments than it hands on, and changes the message where it makes one of them. So a class with an ``__init__`` of
-    its own is rebuilt without calling it, unless it says itself how it is pickled. The exceptions that this one was
-    raised from arrive in its traceback.
+    Python's own pickles of exceptions call the class with ``args`` again, which fails where ``__init__`` takes other
+    arguments than it hands on. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own
+    pickling.
     """
     with contextlib.suppress(Exception):
         return _dumps(error)
@@ -248,7 +146,6 @@ def _has_own_init(kind: type[BaseException]) -> bool:
 
 
 def _state(error: BaseException) -> dict[str, Any]:
-    """The attributes of ``error`` in its dictionary and in slots."""
     slots = {name: getattr(error, name) for name in slots_of(type(error)) if hasattr(error, name)}
     if isinstance(error, OSError | ImportError):  # kept outside of both
         kept = ("filename", "filename2", "name", "path")
@@ -256,12 +153,8 @@ def _state(error: BaseException) -> dict[str, Any]:
     return {**slots, **vars(error)}
 
 
-def _builtin(kind: type[BaseException]) -> type[BaseException]:
-    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-
-
 def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    builtin = _builtin(kind)
+    builtin: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
     error: BaseException = builtin.__new__(kind, *args)
     with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
         builtin.__init__(error, *args)  # fills what it keeps besides args
@@ -301,20 +194,17 @@ _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 
 
 def from_users_code(error: BaseException) -> str:
-    """The formatted traceback of ``error`` and of the exceptions that it was raised from."""
+    """The formatted traceback of ``error`` and its causes, from the user's code on."""
     shown = TracebackException.from_exception(error)
     links: list[TracebackException | None] = [shown]
     while links:
         link = links.pop()
         if link is not None:  # a chain that has a loop is cut by the standard library
-            link.stack = _from_users_code(link.stack, _has_remedy(link))
+            kind = link.exc_type
+            has_remedy = isinstance(kind, type) and issubclass(kind, ReCycleError)
+            link.stack = _from_users_code(link.stack, has_remedy)
             links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
     return "".join(shown.format())
-
-
-def _has_remedy(shown: TracebackException) -> bool:
-    """Whether it is an error of this package about the user's input, not a defect."""
-    return isinstance(shown.exc_type, type) and issubclass(shown.exc_type, ReCycleError)
 
 
 def _from_users_code(stack: StackSummary, has_remedy: bool = False) -> StackSummary:

@@ -1,7 +1,6 @@
-"""``ReCycleStrategy(engine="ray")``: the workers of a launching process, as actors of a Ray cluster.
+"""``ReCycleStrategy(engine="ray")``: workers as actors of a Ray cluster.
 
-To the launcher and the coordinator they are what local processes are: something that is started, ends, and can be
-killed. The Trainer, model and data travel through Ray's object store; all of the user's script travels by value, as
+The Trainer, model and data travel through Ray's object store; all of the user's script travels by value, as
 ``__main__`` is Ray's own program there.
 """
 
@@ -42,9 +41,6 @@ _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINA
 class RayPayload:
     """A value for all workers, in Ray's object store.
 
-    Args:
-        value: the value.
-
     Raises:
         ConfigurationError: if it cannot be pickled.
     """
@@ -57,7 +53,6 @@ class RayPayload:
         self._data = ray_cluster.import_ray().put(file.getvalue())
 
     def load(self) -> Any:
-        """The value, in a worker; may be called once."""
         return load(ray_cluster.import_ray().get(self._data))
 
 
@@ -65,11 +60,10 @@ class TrainerActor:
     """One worker."""
 
     def node(self) -> str:
-        """Ray's id of its node."""
         return str(ray_cluster.import_ray().get_runtime_context().get_node_id())
 
     def run(self, target: Callable[[Any], None], argument: Any, environment: Mapping[str, str]) -> Any:
-        """Runs ``target(argument)``; returns the status that a process would have ended with.
+        """Runs ``target(argument)``; returns a process's exit status.
 
         Its device is the first that this process sees: Ray shows it only those that it assigned.
         """
@@ -87,12 +81,7 @@ class TrainerActor:
 
 
 class RayWorkerProcess(WorkerHandle):
-    """An actor that runs a worker.
-
-    Attributes:
-        rank: the position that it was started for.
-        node: the reference to the id of its node, which is there once it has started.
-    """
+    """An actor that runs a worker; ``node``: reference to its node's id."""
 
     def __init__(self, rank: int, actor: Any, node: Any, call: Any) -> None:
         self.rank, self.node = rank, node
@@ -126,17 +115,11 @@ class RayWorkerProcess(WorkerHandle):
 
 
 class RayWorkerGroup(WorkerGroup):
-    """All workers that one run has on Ray.
+    """The workers that one run has on Ray.
 
-    A replacement counts as started when Ray has found room for it, however long that takes.
-
-    Args:
-        target: the function of a worker; takes one argument.
-        payload: the value for every worker.
-        positions: those of the run; the members of a position have one node if one has room for them.
-        resources: resources that Ray reserves for each worker.
-        start_timeout: seconds in which Ray must have room for all workers, or for enough.
-        least: how many workers of each stage are enough to begin. Then the others are requested again, to join.
+    A replacement counts as started when Ray has found room for it, however long that takes. The first workers need room
+    within ``start_timeout`` seconds, at least ``least`` of each stage; the others are then requested again, to join.
+    The members of a position have one node if one has room for them.
 
     Raises:
         ConfigurationError: if the payload cannot be pickled, or Ray is not installed.
@@ -164,8 +147,8 @@ class RayWorkerGroup(WorkerGroup):
         self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
         grid, nodes = positions.grid, ray_cluster.schedulable_nodes()
-        found = ray_cluster.homes(nodes, self._needs, grid.lanes, grid.stages)
-        others = ray_cluster.beside_others(nodes, self._needs, [node for home in found for node in home or ()])
+        found = ray_cluster.pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
+        others = ray_cluster.nodes_with_room(nodes, self._needs, [node for home in found for node in home or ()])
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
                 node = next(others) if home is None else home[stage]
@@ -188,8 +171,9 @@ class RayWorkerGroup(WorkerGroup):
 
     @override
     def start(self, argument: Any, name: str) -> RayWorkerProcess:
-        """Starts a worker; callable from any thread. One that joins a training is waited for, until Ray has room; with
-        the last of the first workers, all of these.
+        """Starts a worker; callable from any thread.
+
+        A replacement is waited for until Ray has room; with the last of the first workers, all of these.
 
         Raises:
             WorkerStartError: if the run is over, or Ray has no room for the first workers in time.
@@ -234,9 +218,7 @@ class RayWorkerGroup(WorkerGroup):
         return worker
 
     def _await_room(self) -> None:
-        """Waits until each of the first workers has started, or has ended, as the coordinator will see; or until enough
-        of them have, and for a while no other.
-        """
+        """Waits until the first workers have started or ended, or enough of them."""
         deadline = time.monotonic() + self._start_timeout
         waiting, since = self.living(), time.monotonic()
         while waiting:
@@ -262,7 +244,6 @@ class RayWorkerGroup(WorkerGroup):
                 )
 
     def _has_started(self, worker: RayWorkerProcess, seconds: float = _POLL_SECONDS) -> bool:
-        """Whether a worker has started, or has ended, within so many seconds."""
         if not self._ray.wait([worker.node], timeout=seconds)[0]:
             return False
         with contextlib.suppress(self._ray.exceptions.RayError):  # it has ended
@@ -270,9 +251,7 @@ class RayWorkerGroup(WorkerGroup):
         return True
 
     def _node_of_replacement(self, rank: int) -> str | None:
-        """The node of the worker before, or if that goes, the one where a member of its position has gone, or one with
-        room for the position, if possible one that no other worker uses; None if there is none.
-        """
+        """The predecessor's node, a sibling's, or one with room; None if none."""
         with self._placing:  # the members of a position are replaced at the same time
             siblings, stays = self._positions.siblings(rank), ray_cluster.staying_nodes()
             for node in (self._nodes[rank], *(self._nodes[sibling] for sibling in sorted(siblings))):
@@ -281,9 +260,9 @@ class RayWorkerGroup(WorkerGroup):
             else:
                 used = {node for other, node in self._nodes.items() if node and other not in {rank, *siblings}}
                 nodes = ray_cluster.schedulable_nodes()
-                node = ray_cluster.stand_in(nodes, self._needs, used)
+                node = ray_cluster.replacement_node(nodes, self._needs, used)
                 if node is None and siblings:
-                    node = ray_cluster.stand_in(nodes, self._needs, ())
+                    node = ray_cluster.replacement_node(nodes, self._needs, ())
             self._nodes[rank] = node
             return node
 
@@ -307,7 +286,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def free_slots(needs: Mapping[str, float], wanted: int) -> int:
-    """How many positions that need so much of each resource the cluster has room for now, ``wanted`` at most."""
+    """How many positions, up to ``wanted``, the cluster has room for now."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
         found = min(wanted, sum(ray_cluster.room(node, needs) for node in ray_cluster.schedulable_nodes()))

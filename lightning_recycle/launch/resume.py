@@ -1,13 +1,11 @@
 """Checkpoint from which a run starts, and restarts after the loss of a stage.
 
 The checkpoint is chosen and checked once, so that all workers read the same file. "last" and "hpc" mean the newest
-undamaged one; a damaged one is named in a warning. A damaged checkpoint that the user named, or the best one, is an
-error. Paths that are not on this machine's file systems, and files of the user's own CheckpointIO, are taken unchecked.
+undamaged one; a damaged checkpoint that the user named, or the best one, is an error. Paths that are not on this
+machine's file systems, and files of the user's own CheckpointIO, are taken unchecked.
 
-A restart does not depend on the processes that are still alive: a new one starts on every device that the engine has.
-Where devices are missing, positions are vacant, as in a run that begins with fewer workers. A
-loss that comes back before the run has written a newer checkpoint would come back forever, so the number of such
-restarts is bounded, the more so if they all end in the same step.
+A restart starts a process on every device that the engine has; where devices are missing, positions are vacant.
+Restarts without a newer checkpoint in between are bounded, the more so if they all end in the same step.
 """
 
 from __future__ import annotations
@@ -35,15 +33,8 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
-from lightning_recycle.session.lightning_internals import (
-    METADATA_FILENAME,
-    checkpoint_folder,
-    last_checkpoints,
-    select_checkpoint_path,
-    set_checkpoint_path,
-    sets_checkpoint_path,
-)
 from lightning_recycle.session.step_completion import COMPLETION
 
 log = logging.getLogger(__name__)
@@ -62,31 +53,32 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     wanted = given.get("ckpt_path")
     if isinstance(wanted, str) and wanted.startswith("registry"):
         return call  # the workers download it
-    by_user = sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
+    by_user = internals.sets_checkpoint_path(trainer) and wanted is None  # trainer.ckpt_path = ...
     settled = _newest_last(trainer) if wanted == "last" else None
     if settled is None:
-        path = select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
+        path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
         older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
-        set_checkpoint_path(trainer, settled)
+        internals.set_checkpoint_path(trainer, settled)
         return call
     return call.from_checkpoint(settled)
 
 
 _SAVED = (SavePhase.COMPLETE.value, SavePhase.BEGUN.value)
-"""Of the last one that was begun nobody may have heard that it was completed."""
+"""A save that was begun may have been completed without a report of it."""
 
 
 def newest_saved(
     history: Sequence[Event], checkpoint_io: CheckpointIO, run: str = "", folders: Iterable[Path] = ()
 ) -> str | None:
-    """The newest checkpoint of this run that still exists undamaged, of the end of a step if there is one. If nothing
-    says which of the workers held wrong bits in the end, it is older than the steps in which they may have come to hold
-    them. One that no event names, as it was completed when the coordinator had stopped, is known by the name of the
-    ``run`` in it; it lies in one of ``folders``, or beside those that events name.
+    """The newest undamaged checkpoint of this run, of a whole step if there is one.
+
+    If it is unknown which workers held wrong bits in the end, it is older than the steps in which they may have come to
+    hold them. A checkpoint that no event names, as it was completed when the coordinator had stopped, is known by the
+    name of the ``run`` in it; it lies in one of ``folders``, or beside those that events name.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     saved = [
@@ -126,9 +118,7 @@ _MID_STEP = (
 
 
 def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
-    """Whether the checkpoint at ``path`` is the one that was begun after ``step`` steps: an older one may have its name
-    still.
-    """
+    """Whether the checkpoint at ``path`` was begun after ``step`` steps."""
     local = local_path(path)
     if local is None or not (isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path)):
         return True
@@ -136,7 +126,7 @@ def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
 
 
 def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
-    """The whole steps of ``run`` in ``folders`` that were written after the checkpoint at ``path``, newest first."""
+    """Whole steps of ``run`` in ``folders``, newer than ``path``, newest first."""
     local = local_path(path)
     if local is None:
         return []
@@ -149,8 +139,7 @@ def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
-    """What completes the checkpoint at ``path``; empty if nothing does."""
-    content = path / METADATA_FILENAME if path.is_dir() else path
+    content = path / internals.METADATA_FILENAME if path.is_dir() else path
     try:
         found = torch.load(content, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):  # a user's objects are in it, or it has torch's old format
@@ -160,7 +149,6 @@ def _completion_of(path: Path) -> dict[str, Any]:
 
 
 def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
-    """The checkpoint ``path`` if it exists undamaged."""
     local = local_path(path)
     if local is None:
         return path if get_filesystem(path).exists(path) else None
@@ -169,14 +157,14 @@ def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
 
 
 def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
-    """The folders on this machine's file systems in which callbacks of ``trainer`` save."""
+    """The local folders in which callbacks of ``trainer`` save."""
     savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    found = [local_path(checkpoint_folder(callback, trainer)) for callback in savers]
+    found = [local_path(internals.checkpoint_folder(callback, trainer)) for callback in savers]
     return {folder for folder in found if folder is not None}
 
 
 def _newest_last(trainer: pl.Trainer) -> Path | None:
-    """The newest whole checkpoint that Lightning would count as a last one, or else the newest whole one beside it.
+    """The newest whole checkpoint among Lightning's last ones, or else beside them.
 
     None if there is none at all, or if they are not on this machine's file systems.
 
@@ -186,13 +174,13 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
     lasts: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            folder = local_path(checkpoint_folder(callback, trainer))
+            folder = local_path(internals.checkpoint_folder(callback, trainer))
             if folder is None:
                 return None
             if folder.is_dir():
                 aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
                 lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
-                lasts |= {Path(path) for path in last_checkpoints(callback, trainer)}
+                lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io
@@ -208,7 +196,7 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
 
 
 def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
-    """The checkpoint ``path`` if it is whole; with ``take_older``, otherwise the newest whole one of its kind.
+    """The checkpoint ``path`` if whole; with ``take_older``, else the newest one.
 
     Raises:
         CheckpointError: if there is none.
@@ -254,7 +242,7 @@ def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
 
 
 def _beside(path: Path) -> list[Path]:
-    """The checkpoints in the folder of ``path``: those of SLURM's restarts if it is one, else all others."""
+    """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
     names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
     of_slurm = _HPC.fullmatch(path.name) is not None
     return [
@@ -267,7 +255,7 @@ def _beside(path: Path) -> list[Path]:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """The paths by the time at which their content was written; links to nothing come first, as their target was."""
+    """The paths by the time of their content; links to nothing come first."""
 
     def written(path: Path) -> float:
         try:
@@ -286,7 +274,7 @@ _SAME_STEP = 1  # steps between two losses by one cause, as the newest step may 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run: its grid, the workers of each stage that there are, and those that are enough to begin."""
+    """A start of a run: grid, workers of each stage, and how many are enough to begin."""
 
     grid: Grid
     workers: int
@@ -294,13 +282,7 @@ class Start:
 
 
 class RestartPolicy:
-    """Decides about the restarts of one run.
-
-    Args:
-        positions: those that the run began with.
-        recovery: the workers with which it begins, and how many restarts there may be without a newer checkpoint in
-            between.
-    """
+    """Decides about the restarts of one run."""
 
     def __init__(self, positions: Positions, recovery: RecoveryOptions) -> None:
         self._positions, self._recovery = positions, recovery
@@ -308,7 +290,7 @@ class RestartPolicy:
         self._without_progress = self._repeated = 0
 
     def next_start(self, saved_step: int | None, devices: int, lost_at: int) -> Start | str:
-        """Returns the next start, or why there is none.
+        """The next start, or why there is none.
 
         Args:
             saved_step: the step of the newest checkpoint that the run has written; None if no checkpoint can be read.

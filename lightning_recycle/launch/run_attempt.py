@@ -1,4 +1,4 @@
-"""Attempt of a run: the workers of a grid, from their start to their end, with the coordinator that leads them.
+"""Attempt of a run: the workers of a grid and their coordinator, start to end.
 
 A run has one attempt, and another one after each loss of a stage that it is restarted from.
 """
@@ -19,29 +19,24 @@ from typing import Any
 
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
+from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor
 from lightning_recycle.control.monitoring.status_server import served
-from lightning_recycle.control.network.addresses import (
-    address_from,
-    http_address,
-    http_address_from_environment,
-)
+from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment
 from lightning_recycle.control.network.handshake import key_from_environment
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.devices import ray_resource
 from lightning_recycle.engines.ray_cluster import needs_of_worker
-from lightning_recycle.launch.local_workers import LocalWorkerGroup
 from lightning_recycle.launch.run_preparation import PreparedRun
-from lightning_recycle.launch.worker_group import WorkerGroup
+from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
 from lightning_recycle.launch.worker_process import WorkerStart, worker_main
+from lightning_recycle.planning.costs import Profile, save_profile
 from lightning_recycle.planning.grid import Positions, Worker
 from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.profile import Profile, save_profile
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.session.configuration import WorkerIdentity
 
@@ -57,18 +52,11 @@ _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 
 
 class EndSignals:
-    """Signals to the launching process that end a run: SIGTERM and Ctrl-C, and if ``gracefully`` SIGUSR1, within the
-    block; in the main thread only.
+    """SIGTERM and Ctrl-C end a run within the block, like exceptions.
 
-    They end it like exceptions, so that its workers are ended too. A run that is to be saved ends gracefully: the first
-    signal is only noted, and the main thread, which waits for the run, acts upon it; a second one ends it at once.
-    Ctrl-C is left alone if it is ignored, as in a background job, or has a handler of the user's.
-
-    Args:
-        gracefully: whether the first signal is only noted.
-
-    Attributes:
-        received: the first signal; None before.
+    In the main thread only. ``gracefully`` (also for SIGUSR1), the first signal is only noted as ``received``, and the
+    main thread acts upon it; a second one ends the run at once. Ctrl-C is left alone if it is ignored, as in a
+    background job, or has a handler of the user's.
     """
 
     def __init__(self, gracefully: bool) -> None:
@@ -78,15 +66,13 @@ class EndSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def error(self) -> BaseException:
-        """The exception that ends this process because of :attr:`received`: KeyboardInterrupt, which Lightning handles,
-        or SystemExit with the status of Unix, 128 + the signal's number.
-        """
+        """KeyboardInterrupt, or SystemExit with 128 + the signal's number."""
         assert self.received is not None
         return KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)
 
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """Cleaning up is not cut short: within the block, which takes seconds at most, signals are only noted."""
+        """Within the block, which cleans up for seconds at most, signals are only noted."""
         self._shielded = True
         try:
             yield
@@ -116,17 +102,7 @@ class EndSignals:
 
 
 class RunAttempt:
-    """One attempt of a run.
-
-    Args:
-        run: the run.
-        number: how many attempts were before.
-        signals: those that end it.
-
-    Attributes:
-        history: the events, once it has ended.
-        schedules: the schedule of each generation, once it has ended.
-    """
+    """One attempt of a run; ``history`` and ``schedules`` are there once it has ended."""
 
     def __init__(self, run: PreparedRun, number: int, signals: EndSignals) -> None:
         self.history: list[Event] = []
@@ -138,7 +114,7 @@ class RunAttempt:
         self._coordinator: Coordinator
 
     def run(self) -> Outcome | None:
-        """Runs the workers to their end; returns the outcome, None if a signal ended the run without its checkpoint."""
+        """Runs the workers to their end; None if a signal ended them without checkpoint."""
         options = self._run.options
         planner = self._planner()
         planner.prepare()
@@ -219,10 +195,10 @@ class RunAttempt:
             setup=pack(self._setup),
             members=self._setup.positions.members,
             grows=self._run.options.is_remote,
+            objection=lambda hello: other_device(self._run.call.trainer.strategy.root_device.type, hello.wants),
         )
 
     def _start_workers(self) -> dict[int, WorkerProcess]:
-        """The first worker of each position, as far as there are devices."""
         count = self._setup.positions.num_workers
         if not self._run.options.is_remote:
             count = min(count, self._run.num_devices)
@@ -230,7 +206,7 @@ class RunAttempt:
         return {rank: process for rank, process in started.items() if rank not in self._group.without_room}
 
     def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
-        """Starts the worker of position ``rank``; ``device``: the position whose device it gets."""
+        """Starts the worker of position ``rank`` on the device of position ``device``."""
         incarnation += self._number * INCARNATIONS_PER_START  # what happened to a position once has happened
         address = self._coordinator.address
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:
@@ -241,7 +217,7 @@ class RunAttempt:
         return self._group.start(start, f"recycle-worker-{rank}")
 
     def _await_end(self) -> Outcome | None:
-        """How the run ended; None if a signal ends it and its checkpoint is not complete in time."""
+        """How the run ended; None if a signal's checkpoint is not complete in time."""
         # A graceful handler only leaves a note. The handler of a signal that comes just before a wait runs after it, so
         # no wait is long.
         while not self._signals.gracefully or self._signals.received is None:
@@ -264,7 +240,7 @@ class RunAttempt:
 
 
 def devices_left(run: PreparedRun) -> int:
-    """How many workers of ``run`` can be started when none are left; devices of this machine do not go."""
+    """How many workers of ``run`` can be started when none are left."""
     if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 
@@ -275,21 +251,21 @@ def devices_left(run: PreparedRun) -> int:
 
 
 def _device_of(rank: int, positions: Positions) -> int:
-    """The index of the device of the position ``rank``: the leader has the first, as code means one process by
-    ``local_rank == 0`` and ``is_global_zero``.
+    """The index of the device of position ``rank``.
+
+    The leader has the first: code means one process by ``local_rank == 0`` and ``is_global_zero``.
     """
     leader = positions.rank(Worker(0, positions.grid.stages - 1))
     return {0: leader, leader: 0}.get(rank, rank)
 
 
 def _needs(run: PreparedRun) -> dict[str, float]:
-    """Amount of each resource that a worker needs, for an engine that shares out resources."""
     given = None if run.options.ray is None else run.options.ray.resources_per_worker
     return needs_of_worker(ray_resource(run.call.trainer.strategy.root_device), given)
 
 
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
-    """Whether this user finds the run on this machine, and the address at which it is served to others."""
+    """Whether the run is shown on this machine, and its address for others."""
     if isinstance(status, str):
         return True, http_address(status, "MonitoringOptions(status)")
     return status, http_address_from_environment() if status else None

@@ -1,9 +1,8 @@
-"""Preparation of a run in the launching process: its call, checks that need no worker, and the cut of the model.
+"""Preparation of a run: its call, checks without workers, the cut of the model.
 
-Concept: how a model is cut is decided in the launching process, which otherwise runs no hooks. Only if the layers of a
-module cannot be described yet, as its ``configure_pipeline()`` needs what ``setup()`` makes, the launching process
-prepares the data and calls the ``setup()`` hooks as one device does, describes the layers, and then forgets what the
-hooks left: the workers call them again, each for itself.
+If the layers of a module cannot be described yet, as its ``configure_pipeline()`` needs what ``setup()`` makes, the
+launching process prepares the data and calls the ``setup()`` hooks as one device does, describes the layers, and then
+forgets what the hooks left: the workers call them again.
 """
 
 from __future__ import annotations
@@ -29,19 +28,12 @@ from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.planning.profile import Profile, load_profile
+from lightning_recycle.session import requirements
 from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
-from lightning_recycle.session.requirements import (
-    check_loaders,
-    check_loss,
-    check_members,
-    check_trainer,
-    loaders_in,
-    warn_of_lost_compilation,
-)
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
@@ -59,13 +51,7 @@ _EVALUATED = {
 
 @dataclass(frozen=True)
 class TrainerCall:
-    """A call of ``function``, the implementation of ``fit`` or of another entry point.
-
-    Args:
-        trainer: the Trainer.
-        function: a bound method of it.
-        args, kwargs: the arguments of that method.
-    """
+    """A call of ``function``, a bound method of ``trainer`` behind ``fit`` or others."""
 
     trainer: pl.Trainer
     function: Callable[..., Any]
@@ -77,12 +63,10 @@ class TrainerCall:
 
     @property
     def fits(self) -> bool:
-        """Whether it trains."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments that were given, by name."""
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     @property
@@ -101,13 +85,12 @@ class TrainerCall:
         return data
 
     def from_checkpoint(self, path: Any) -> TrainerCall:
-        """The same call with another ``ckpt_path``."""
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments["ckpt_path"] = path
         return replace(self, args=bound.args, kwargs=bound.kwargs)
 
     def attach_data(self) -> None:
-        """Links module, data and Trainer in this process, as the function does in the workers."""
+        """Links module, data and Trainer here, as the function does in workers."""
         assert self.trainer.state.fn is not None
         names = {"dataloaders": _EVALUATED.get(self.trainer.state.fn, "")}
         data = {names.get(name, name): value for name, value in self.data.items()}
@@ -136,15 +119,7 @@ class ConfiguredStrategy(Protocol):
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to have workers.
-
-    Args:
-        call: the function that every worker runs.
-        setup: settings that all workers share.
-        heartbeat: the callback with the time bounds of the run.
-        options: the user's options.
-        num_devices: the number of devices of this machine that workers may have.
-    """
+    """A run that is ready to have workers."""
 
     call: TrainerCall
     setup: RunSetup
@@ -154,10 +129,10 @@ class PreparedRun:
 
     @property
     def samples_per_step(self) -> int | None:
-        """How many samples a step has; None if that does not show before the data is loaded."""
+        """How many samples a step has; None if unknown before the data is loaded."""
         if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
             return None
-        sizes = [batch_size_of(loader) for loader in loaders_in(self.call.loaders)]
+        sizes = [batch_size_of(loader) for loader in requirements.loaders_in(self.call.loaders)]
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
@@ -186,13 +161,10 @@ class PreparedRun:
 def prepare(
     call: TrainerCall, strategy: ConfiguredStrategy, outside: Discovered | None, has_run: bool = False
 ) -> PreparedRun:
-    """Checks everything that needs no worker, and settles the setup that all workers share.
+    """Checks everything that needs no worker, and settles the workers' common setup.
 
-    Args:
-        call: the function to run.
-        strategy: the Trainer's strategy.
-        outside: the place of this process in the run of another one, if it is a worker of that.
-        has_run: whether this Trainer has had workers before.
+    ``outside``: the place of this process in the run of another one; ``has_run``: whether this Trainer has had workers
+    before.
 
     Raises:
         ConfigurationError, UnsupportedFeatureError: if the run cannot start.
@@ -200,8 +172,8 @@ def prepare(
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
     assert trainer.state.fn is not None
-    check_trainer(trainer, outside, options.is_remote)
-    sizes = [size for loader in loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
+    requirements.check_trainer(trainer, outside, options.is_remote)
+    sizes = [size for loader in requirements.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
     grid = options.choose_grid(strategy.num_positions, batch_size, can_be_cut=is_cut)
@@ -211,21 +183,21 @@ def prepare(
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
     if options.members > 1:
-        check_members(trainer, options)
+        requirements.check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
-    check_loaders(call.loaders, grid.microbatches if call.fits else None)
+    requirements.check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
-        check_loss(module)
-        check_loaders(call.arguments.get("val_dataloaders"), None)
+        requirements.check_loss(module)
+        requirements.check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
     if options.members > 1 and parts.ties(stages):
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
             " position. Use pipeline_parallel_size=1, or do not tie them."
         )
-    warn_of_lost_compilation(module)
+    requirements.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
         _ = logger.version  # chosen here; otherwise every new leader would choose a new one
@@ -266,7 +238,7 @@ def prepare(
 
 
 def _check_devices(devices: int, grid: Grid, options: Options) -> None:
-    """Raises ConfigurationError if ``devices`` of this machine are too few to begin, or more than the positions."""
+    """Raises ConfigurationError for too few devices to begin, or too many."""
     if options.recovery.num_pipelines is None:
         return  # the grid is made of them
     least = options.recovery.min_pipelines or grid.pipelines
@@ -291,7 +263,7 @@ def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
 
 
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:
-    """Checks the callbacks of ``trainer``; returns that with the time bounds, which it adds if there is none."""
+    """Checks the callbacks of ``trainer``; returns its, or a new, heartbeat."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     heartbeat = next((callback for callback in callbacks if isinstance(callback, HeartbeatCallback)), None)
     if heartbeat is None:
@@ -333,7 +305,10 @@ def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
 
 @contextmanager
 def _as_before(owner: Any) -> Iterator[None]:
-    """Afterwards ``owner`` has the attributes that it had, and its layers: what setup() made may be large, or open."""
+    """Afterwards ``owner`` has its old attributes and its layers.
+
+    What setup() made may be large, or open.
+    """
     before = {} if owner is None else dict(vars(owner))
     try:
         yield

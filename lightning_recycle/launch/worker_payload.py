@@ -1,15 +1,13 @@
-"""WorkerPayload of a worker process: environment, global settings, and the pickled Trainer with its function.
+"""Payload of a worker: environment, settings, pickled Trainer; its log records.
 
-- The environment is that of the launching process when the run starts. The fork server has the environment of the first
-  run, so the variables of each run travel with every worker of it, also with one that is started later. A worker has
-  them before it imports the user's script. A library that read a variable when the fork server imported it does not
-  follow; ``OMP_NUM_THREADS`` does, see :func:`set_num_threads`.
-- Global settings decide what is computed (dtype, precision, determinism, generators, resolvers of OmegaConf) and shown
-  (filters of warnings, levels of loggers). Those made under the script's main guard, or in a notebook, reach the
-  launching process alone.
-- The Trainer and its function are pickled once, in a file in memory. Workers inherit its descriptor;
-  replacements do so at any time of the run. It is gone with the last process that holds it. Which parts of the user's
-  script are in it, and which workers find for themselves, is the subject of :mod:`lightning_recycle.pickling`.
+The fork server has the environment of the first run, so the variables of each run travel with every worker, before it
+imports the user's script. Global settings (dtype, precision, determinism, resolvers of OmegaConf, filters of warnings,
+levels of loggers) made under the script's main guard reach the launching process alone. The Trainer and its function
+are pickled once, in a file in memory whose descriptor workers inherit.
+
+Handlers of logs that a script configures under its main guard exist in the launching process alone, so they write the
+workers' records, too. A record is one message of a socket that all workers share: it arrives whole or not at all,
+whenever its sender is killed. While the socket is full, records are dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,15 +15,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import logging
 import mmap
 import os
 import pickle
+import select
+import socket
 import sys
+import threading
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from types import FunctionType
 from typing import IO, Any
 
@@ -34,11 +38,13 @@ import torch
 from omegaconf.basecontainer import BaseContainer
 from torch import Tensor
 
+from lightning_recycle.control.monitoring.json_logs import describe_process, plain
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
 from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, enter_main
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
+
+log = logging.getLogger(__name__)
 
 _THREADS = "OMP_NUM_THREADS"
 _threads_at_import = os.environ.get(_THREADS)  # in a worker: what torch has gone by in the fork server
@@ -48,12 +54,7 @@ _has_entered = False
 class NameWithEnvironment(str):
     """The name of a worker process, on whose way there its environment arrives.
 
-    A process is sent its name first, before what makes it import the main module (``multiprocessing.spawn.prepare``);
-    there is no other place for what it must have by then.
-
-    Args:
-        name: the name.
-        environment: all of the variables that the worker is to have.
+    A process is sent its name first, before it imports the main module (``multiprocessing.spawn.prepare``).
     """
 
     environment: Mapping[str, str]
@@ -68,7 +69,7 @@ class NameWithEnvironment(str):
 
 
 def _enter(name: str, environment: dict[str, str]) -> str:
-    """Runs in the worker. Its name comes twice, but what the script sets when it is imported stays."""
+    """Sets the environment in the worker once, as its name comes twice."""
     global _has_entered
     if not _has_entered:
         _has_entered = True
@@ -79,8 +80,9 @@ def _enter(name: str, environment: dict[str, str]) -> str:
 
 
 def set_num_threads(workers: int) -> None:
-    """Lets torch use as many threads as the environment of this worker says, if the fork server's said otherwise; if it
-    says nothing, this worker's share of the processors, and child processes as well.
+    """Lets torch use the threads that this worker's environment says.
+
+    If it says nothing, this worker's share of the processors, and child processes as well.
     """
     wanted = os.environ.get(_THREADS)
     if wanted is None:
@@ -92,11 +94,10 @@ def set_num_threads(workers: int) -> None:
 
 @contextlib.contextmanager
 def modules_found() -> Iterator[None]:
-    """Python processes that start in the block find the modules that this one finds, and no others.
+    """Python processes that start in the block find the modules that this one finds.
 
-    The fork server needs that: it is not told ``sys.path`` before Python 3.13, so of a package that only the script's
-    own ``sys.path`` leads to it would import nothing; and what lies in the working directory, such as a checkout of
-    this package that is not the one installed, would come first (before Python 3.11 it still does).
+    The fork server is not told ``sys.path`` before Python 3.13; and what lies in the working directory, such as a
+    checkout of this package, would come first (before Python 3.11 it still does).
     """
     wanted = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -114,12 +115,9 @@ def modules_found() -> Iterator[None]:
 # ---------------------------------------------------------------------- settings
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a process: :meth:`capture` takes them there, :meth:`restore` makes them those of another one."""
+    """Settings of a process, captured there and restored in another one."""
 
     lightning: Any
     dtype: torch.dtype
@@ -163,7 +161,7 @@ class Settings:
 
 
 def _is_own(name: str, resolver: Any) -> bool:
-    """Whether a resolver is not one of OmegaConf's, and can be sent; workers may not need one that cannot."""
+    """Whether a resolver is none of OmegaConf's, and can be sent."""
     if name.startswith("oc."):
         return False
     try:
@@ -175,12 +173,12 @@ def _is_own(name: str, resolver: Any) -> bool:
 
 
 def ignore_deprecations_of_lightning() -> None:
-    """Hides what newer versions of torch deprecate in Lightning 2.6: users can do nothing about it."""
+    """Hides what newer torch deprecates in Lightning 2.6."""
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")
 
 
 def ignore_untrue_warnings() -> None:
-    """Hides warnings of Lightning in a worker that do not hold there, whatever the user's filters are."""
+    """Hides warnings of Lightning that do not hold in a worker."""
     ignore_deprecations_of_lightning()
     # Data is addressed: any epoch can resume in the middle.
     warnings.filterwarnings("ignore", message=r"(?s).*ended before the epoch ended and your dataloader is not resum.*")
@@ -192,16 +190,7 @@ def ignore_untrue_warnings() -> None:
 
 
 class WorkerPayload:
-    """A value for all workers; in a worker it arrives as :class:`ReceivedPayload`.
-
-    It lies in memory, in a file without a name.
-
-    Args:
-        value: the value.
-        main: the part of the user's script that workers find.
-
-    Attributes:
-        logs: receives the log records of the workers.
+    """A value for all workers, in a nameless file in memory; there a ReceivedPayload.
 
     Raises:
         ConfigurationError: if it cannot be pickled.
@@ -218,7 +207,6 @@ class WorkerPayload:
         self.logs = LogForwarding()
 
     def close(self) -> None:
-        """To be called when all workers have ended."""
         self._file.close()
         if self.logs is not None:
             self.logs.close()
@@ -235,7 +223,10 @@ class ReceivedPayload:
         self._descriptor, self.logs = descriptor, logs
 
     def load(self) -> Any:
-        """The value; may be called once. The position in the file is common to all processes, so it is mapped."""
+        """The value; may be called once.
+
+        The position in the file is common to all processes, so it is mapped.
+        """
         descriptor = self._descriptor.detach()
         try:
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
@@ -245,12 +236,7 @@ class ReceivedPayload:
 
 
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
-    """Pickles ``value``, with the definitions of the user's script that it needs, for :func:`load`.
-
-    Args:
-        value: a tuple whose first item is the call of the Trainer.
-        main: the part of the user's script that workers find.
-        file: where the pickle goes.
+    """Pickles ``value``, whose first item is the Trainer's call, for :func:`load`.
 
     Raises:
         ConfigurationError: if it cannot be pickled, with the path of the member that is to blame.
@@ -272,7 +258,7 @@ def _dump(value: Any, main: MainModule, file: Any) -> None:
 
 
 def load(data: Any) -> Any:
-    """The value that was pickled as ``data``, with the user's ``__main__`` around it; once in a process."""
+    """The value pickled as ``data``, with the user's ``__main__``; once in a process."""
     enter_main()
     value, definitions = pickle.loads(data)
     vars(sys.modules["__main__"]).update(definitions)
@@ -280,7 +266,7 @@ def load(data: Any) -> Any:
 
 
 class _PayloadPickler(MainPickler):
-    """Keeps the identity of the default schedule of ``PyTorchProfiler``, by which it is recognised."""
+    """Keeps the identity of ``PyTorchProfiler``'s default schedule."""
 
     def reducer_override(self, value: Any) -> Any:
         if value is default_profiler_schedule()():
@@ -292,17 +278,14 @@ class _PayloadPickler(MainPickler):
 
 
 class _NullFile(io.RawIOBase):
-    """Discards what is written."""
-
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
 
 
 def _find_unpicklable(payload: Any, main: MainModule) -> str | None:
-    """Path of the member that cannot be pickled, such as ``model.helpers['db']``; None if it is not found.
+    """Path of the member that cannot be pickled, such as ``model.helpers['db']``.
 
-    Members are pickled once more, one by one, from the argument of the Trainer's entry point down to the member in
-    which nothing else fails.
+    Members are pickled once more, one by one, down to the one in which nothing else fails.
     """
     call = payload[0] if isinstance(payload, tuple) and payload else None
     roots = dict(getattr(call, "arguments", {}))
@@ -345,3 +328,122 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{child}", module) for child, module in member.items())
             else:
                 yield f".{name}", member
+
+
+_BUFFER_BYTES = 1 << 20  # wanted; Linux's default limit is 208 KiB
+_RECORD_BYTES = 100_000  # fit into any buffer; longer texts are cut
+_PATIENCE_MILLISECONDS = 100  # for room in a full socket, once until there is some
+_CLOSE_SECONDS = 5.0  # for handlers to write what has arrived
+
+
+class LogForwarding:
+    """The launching process's side; pickled, it arrives as :class:`LogSender`."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._handled = threading.local()
+        describe_process(lambda: getattr(self._handled, "origin", {}))
+        self._thread = threading.Thread(target=self._receive, name="recycle-log-records", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits until the records of workers, which have ended, are written."""
+        with contextlib.suppress(OSError):
+            self._sender.shutdown(socket.SHUT_WR)
+        self._thread.join(_CLOSE_SECONDS)
+        self._sender.close()
+        self._receiver.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogSender, (reduction.DupFd(self._sender.fileno()),)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self._receiver.recv(1 << 20)
+            except OSError:
+                return  # closed while a handler took too long
+            if not data:
+                return
+            try:
+                self._handle(**json.loads(data))
+            except Exception:  # of a user's filter, for example; as `logging` treats errors of handlers
+                traceback.print_exc()
+
+    def _handle(self, fields: dict[str, Any], origin: Mapping[str, int], dropped: int) -> None:
+        self._handled.origin = origin
+        if dropped:
+            log.warning(
+                "%d log records of process %s are missing: the handlers of this process took too long.",
+                dropped,
+                fields["process"],
+            )
+        if fields["exc_text"] is not None:  # some formatters and handlers look at `exc_info` only
+            error = RemoteTraceback(fields["exc_text"])
+            fields["exc_info"] = (RemoteTraceback, error, None)
+        logging.getLogger(name_here(fields["name"])).handle(logging.makeLogRecord(fields))
+
+
+class LogSender:
+    """A worker's side; ``descriptor``: the socket."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self._descriptor = descriptor
+
+    def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
+        """Replaces the handlers of this process; may be called once.
+
+        ``origin`` returns the worker's rank and generation, for lines of JSON.
+        """
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):  # otherwise it is a place for a logger
+                logger.handlers.clear()
+                logger.propagate = True
+        logging.root.addHandler(_Sender(socket.socket(fileno=self._descriptor.detach()), origin))
+
+
+class _Sender(logging.Handler):
+    def __init__(self, connection: socket.socket, origin: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__()
+        self._connection, self._origin = connection, origin
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = {"fields": _plain_fields(record), "origin": dict(self._origin()), "dropped": self._dropped}
+            data = json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")
+        except Exception:
+            self.handleError(record)
+            return
+        self._dropped = 0 if self._send(data) else self._dropped + 1
+
+    def _send(self, data: bytes) -> bool:
+        while True:
+            try:
+                self._connection.send(data, socket.MSG_DONTWAIT)
+                return True
+            except BlockingIOError:
+                if self._dropped or not self._room.poll(_PATIENCE_MILLISECONDS):
+                    return False
+            except OSError:  # the run is over, or what came with the record as `extra` is too large
+                return False
+
+
+def _plain_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The attributes of ``record`` as JSON, with arguments merged into the message."""
+    text = record.exc_text
+    if record.exc_info and not text:
+        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+    texts = {"msg": record.getMessage(), "exc_text": text, "stack_info": record.stack_info}
+    most = _RECORD_BYTES // 4 // len(texts)  # characters; in UTF-8 each has up to 4 bytes
+    cut = {name: _cut(value, most) for name, value in texts.items()}
+    return {**{name: plain(value) for name, value in vars(record).items()}, **cut, "args": None, "exc_info": None}
+
+
+def _cut(text: str | None, most: int) -> str | None:
+    if text is None or len(text) <= most:
+        return text
+    return f"{text[:most]} [... {len(text) - most:,} more characters]"

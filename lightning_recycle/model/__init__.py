@@ -1,1 +1,1 @@
-"""The user's side of a model: the module, its layers, weights that layers share, and how layers are cut into stages."""
+"""The user's model: its module, its layers, shared weights, the cut into stages."""

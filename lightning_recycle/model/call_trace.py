@@ -1,12 +1,10 @@
-"""One run of a user's step on a worker that has only some layers of the module's chain.
+"""One run of a user's step on a worker that has only some layers of the chain.
 
-Concept: the step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`RemoteLayer`),
-which return a :class:`RemoteTensor` in the place of what they do not compute. A :class:`ChainTracer` sees every call,
-of stubs and of layers that are here, and so proves that the module is the chain that it is taken for: each layer is
-called once, in order, with what the one before returned, and nothing else looks at that in between. Whatever else the
-step does would be lost or wrong without a word; here it is an error that names the layers and what happened.
-
-A stub is a layer of a chain only while a tracer is active. Otherwise it is an absent layer, and says so.
+The step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`RemoteLayer`), which
+return a :class:`RemoteTensor`. A :class:`ChainTracer` sees every call and so proves that the module is the chain that
+it is taken for: each layer is called once, in order, with what the one before returned, and nothing else looks at that
+in between. Whatever else the step does is an error that names the layers. Without an active tracer a stub is an absent
+layer, and says so.
 """
 
 from __future__ import annotations
@@ -19,16 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recycle.devices import CAPTURING
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.chains import Chain
+from lightning_recycle.model.chains import LARGEST, Chain, SideValue, active_recorder
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.side_values import LARGEST, SideValue, active_recorder
 from lightning_recycle.randomness import draw_for_layer
-from lightning_recycle.torch_internals import buffers_of, make_subclass, modules_of, parameters_of, tree_leaves
+from lightning_recycle.torch_internals import (
+    buffers_of,
+    make_subclass,
+    modules_of,
+    parameters_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 _REMEDY = (
     "A module of several stages calls each layer of its chain once, in order, with the result of the previous layer,"
@@ -45,13 +50,12 @@ class ChainEnd(BaseException):
 
 @dataclass(frozen=True)
 class Call:
-    """How the step called a layer, with None in the place of what the layer before returned."""
+    """How the step called a layer, with None for what the layer before returned."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def with_hidden(self, hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with ``hidden`` in its place."""
         if self.args:
             return (hidden, *self.args[1:]), dict(self.kwargs)
         return (), {**self.kwargs, next(iter(self.kwargs)): hidden}
@@ -61,9 +65,7 @@ class Call:
 class ReturnShape:
     """Items that a layer returns beside the value that goes on.
 
-    Args:
-        is_tuple: whether the value that goes on is the first item of a tuple.
-        rest: of the other items, whether each is None.
+    ``is_tuple``: the value that goes on is the first item of a tuple; ``rest``: of the others, whether each is None.
     """
 
     is_tuple: bool = False
@@ -71,7 +73,7 @@ class ReturnShape:
 
     @classmethod
     def of(cls, output: Any, whole: bool) -> tuple[Any, ReturnShape]:
-        """The value of ``output`` that goes on to a layer that takes the ``whole`` of it or not, and the shape."""
+        """The value of ``output`` that goes on, or the ``whole`` of it, and the shape."""
         if whole or not isinstance(output, tuple) or not output:
             return output, cls()
         return output[0], cls(True, tuple(item is None for item in output[1:]))
@@ -87,9 +89,7 @@ class ReturnShape:
 class RemoteTensor(Tensor):
     """Stands for a tensor of another stage: it can be passed on, and nothing else.
 
-    Attributes:
-        what: the tensor, in words.
-        is_parameter: whether it stands for a parameter or buffer, of which the dtype is known.
+    ``what``: the tensor, in words. Of a parameter or buffer the dtype is known.
     """
 
     what: str
@@ -122,6 +122,40 @@ _KNOWN = {
     Tensor.is_complex,
     CAPTURING,
 }
+
+
+class _PastLayers(torch.autograd.Function):
+    """What layers of other stages made of ``inputs``: it changes with these, and only there is known how."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.count = len(inputs)
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if _tracer is not None:  # the step differentiates; the backward of the stage comes when the step is over
+            raise _tracer.error(
+                "takes a derivative by an input of the layers, as torch.autograd.grad(energy, positions) does: it goes"
+                " through layers that are on another stage, so it does not exist here",
+                "Use pipeline_parallel_size=1.",
+            )
+        return grad, *[None] * ctx.count
+
+
+def _differentiates_inputs(value: Tensor) -> bool:
+    """Whether autograd follows ``value`` back to a tensor that is no parameter."""
+    todo, seen = [get_gradient_edge(value).node], set()
+    while todo:
+        if (node := todo.pop()) in seen:
+            continue
+        seen.add(node)
+        if not isinstance(getattr(node, "variable", None), (nn.Parameter, type(None))):
+            return True
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return False
 
 
 def _flat(value: Any) -> list[Any]:
@@ -162,6 +196,7 @@ class ChainTracer:
     _next: int = 0
     _fresh: set[tuple[str, str]] = field(default_factory=set)  # lists and dicts that the newest layer has made
     _stand_ins: list[tuple[Any, RemoteTensor]] = field(default_factory=list)  # and the list or dict of each
+    _inputs: list[Tensor] = field(default_factory=list)  # that layers of other stages got, if the user differentiates
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -202,13 +237,12 @@ class ChainTracer:
         return hidden
 
     def leave(self, index: int, output: Any) -> None:
-        """The layer ``index`` returned ``output``."""
         self._output, self._next = output, index + 1
         if index + 1 < len(self.chain.paths):
             _, self._shape = ReturnShape.of(output, self.chain.whole[index])
 
     def pass_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The step calls the layer ``index`` of another stage; returns what it gets for that.
+        """The step calls the layer ``index`` of another stage; returns its stand-in.
 
         Raises:
             Reached: if it ends here.
@@ -223,7 +257,9 @@ class ChainTracer:
         value, shape = RemoteTensor.of(f"what layer {path!r} returned"), self._shape
         if self.received is not None:
             entering, shape = self.received
-            value = entering if index == self.edge - 1 else value
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            self._inputs += [t for t in tensors if not isinstance(t, RemoteTensor) and _differentiates_inputs(t)]
+            value = self._past_layers(entering) if index == self.edge - 1 else value
             self._fresh.clear()
             for side_value in self.side_values.get(index, ()):
                 self._deliver(side_value)
@@ -236,6 +272,14 @@ class ChainTracer:
         self.leave(index, output)
         return output
 
+    def _past_layers(self, value: Any) -> Any:
+        """``value`` of another stage, of which no derivative by the inputs of the layers can be taken."""
+        if not self._inputs:
+            return value
+        return tree_map_only(
+            Tensor, lambda t: _PastLayers.apply(t, *self._inputs) if t.is_floating_point() else t, value
+        )
+
     def _deliver(self, side: SideValue) -> None:
         """Puts a side value of another stage where the layer has put it there."""
         assert self.module is not None
@@ -246,7 +290,7 @@ class ChainTracer:
             self._fresh.add(place)
         holder: Any = attributes if side.key is None else attributes[side.name]
         key = side.name if side.key is None else side.key
-        value: Tensor | RemoteTensor | None = side.value
+        value: Tensor | RemoteTensor | None = self._past_layers(side.value)
         if value is None:
             value = RemoteTensor.of(f"{side}, of more than {LARGEST:,} bytes")
             self._stand_ins.append((holder, value))
@@ -269,18 +313,18 @@ class ChainTracer:
 
     @property
     def before_next(self) -> str:
-        """Which layer the step has not called yet, in words."""
         left = self.chain.paths[self._next :]
         return f", before it calls layer {left[0]!r}" if left else ""
 
-    def error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.step} {what}. {self.remedy}")
+    def error(self, what: str, remedy: str = "") -> ConfigurationError:
+        return ConfigurationError(f"{self.step} {what}. {remedy or self.remedy}")
 
 
 @contextmanager
 def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, like: Tensor) -> Iterator[None]:
-    """Within the block the absent ones of ``layers`` show a stand-in for their parameters, with the dtype and device of
-    ``like``, and an error of ``function`` meets what uses it or asks them for an attribute.
+    """Within the block absent ``layers`` show stand-ins for their parameters.
+
+    These have the dtype and device of ``like``; an error of ``function`` meets what uses them or asks for an attribute.
     """
     tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
     for layer in layers:
@@ -301,17 +345,19 @@ def is_tracing() -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether ``value`` is a cache of transformers, into which each layer puts its keys and values. The layers of other
-    stages get it as it was before the first one; what is put into it does not leave a worker.
+    """Whether ``value`` is a cache of transformers, filled by each layer.
+
+    The layers of other stages get it as it was before the first one; what is put into it does not leave a worker.
     """
     bases = type(value).__mro__
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in bases)
 
 
 def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[RemovableHandle, RemovableHandle]:
-    """Lets tracers and recorders see the calls of ``layer``, which is here at ``path``, and its randomness be that of
-    its place in the chain: the part of the step before the chain has the index 0, its layers 1, 2, ..., and what
-    follows the next. The handles end that.
+    """Lets tracers and recorders see the calls of ``layer``, until its handles end.
+
+    Its randomness is that of its place in the chain: the part of the step before the chain has the index 0, its layers
+    1, 2, ..., and what follows the next.
     """
 
     # Functions and not methods: they stay what they are when a callback copies the module.
@@ -345,11 +391,9 @@ def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[Removabl
 
 
 class _Elsewhere(dict[str, Any]):
-    """The parameters or buffers of a module that is not here: none. In a step they show, so that what goes through the
-    parameters of the whole model meets an error instead of computing with a part of them.
+    """The parameters or buffers of an absent module: shown only within a step.
 
-    Args:
-        tensors: a tensor without elements for each of them, by their names in words.
+    What goes through the parameters of the whole model there meets an error, instead of computing with a part of them.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -364,11 +408,9 @@ class _Elsewhere(dict[str, Any]):
 
 
 class _AbsentModules(dict[str, Any]):
-    """The children of a module that is not here: none. In a step they show, as what looks for modules of a kind finds
-    their side values.
+    """The children of an absent module: shown only within a step.
 
-    Args:
-        parts: what stands for each child.
+    What looks for modules of a kind there finds their side values.
     """
 
     def __init__(self, parts: dict[str, AbsentPart | None]) -> None:
@@ -385,12 +427,9 @@ class _AbsentModules(dict[str, Any]):
 
 
 class AbsentPart(AbsentLayer):
-    """Stands for a submodule of which other stages hold the parameters: it has the attributes of that module which are
-    no parameters, buffers or modules.
+    """Stands for a submodule whose parameters other stages hold.
 
-    Args:
-        path: where it is in the user's module.
-        original: the module.
+    It has the attributes of that module which are no parameters, buffers or modules.
     """
 
     def __init__(self, path: str, original: nn.Module) -> None:
@@ -471,7 +510,6 @@ def _emptied(path: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tenso
 
 
 def _remove(holder: Any, value: Any) -> None:
-    """Removes ``value`` from a list, deque or dict."""
     for key, item in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if item is value:
             del holder[key]
@@ -479,12 +517,7 @@ def _remove(holder: Any, value: Any) -> None:
 
 
 class RemoteLayer(AbsentPart):
-    """A layer of the chain on another stage.
-
-    Args:
-        path, original: as for :class:`AbsentPart`.
-        index: its place in the chain.
-    """
+    """A layer of the chain on another stage."""
 
     def __init__(self, path: str, original: nn.Module, index: int) -> None:
         super().__init__(path, original)

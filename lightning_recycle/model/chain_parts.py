@@ -1,17 +1,13 @@
-"""An ordinary LightningModule in several stages: each part is a layer of its chain, and its own steps run around them.
+"""An ordinary LightningModule in several stages, cut between layers of its chain.
 
-Concept: the user's step calls the layers, so it runs where it begins and where it ends. On the *first* stage it runs up
-to the chain, and ends there; what it gave to the layers is captured. A *middle* stage calls its layers in the same way.
-On the *last* stage the whole step runs, with what was received in the place of what the earlier layers return; its
-loss, logging and recording count. A :class:`~lightning_recycle.model.call_trace.ChainTracer` proves on the first and
-the last stage that the step is such a chain.
+The user's step calls the layers. On the *first* stage it runs up to the chain; what it gave to the layers is captured.
+A *middle* stage calls its layers in the same way. On the *last* stage the whole step runs, with received values for
+what the earlier layers return; its loss and logging count.
 
-- **Layers are replaced in place**, so the names in a state dict stay.
-- **What is outside the chain** (embeddings, heads) is on the first and the last stage, because the step uses it before
-  the chain, after it, or both. Those copies are tied weights, whose gradients are added, which is exact in each of
-  these cases. A middle stage has metrics, as every worker, and the parameters of the modules around its layers
-  themselves (``self.scale`` of the user's module), so that ``configure_optimizers`` finds them.
-- **Randomness** before the chain is the same on both stages, as it does not depend on the stage.
+Layers are replaced in place, so the names in a state dict stay. What is outside the chain (embeddings, heads) is on the
+first and the last stage, because the step uses it before the chain, after it, or both; those copies are tied weights,
+whose gradients are added. A middle stage has metrics, as every worker, and the parameters of the modules around its
+layers themselves, so that ``configure_optimizers`` finds them.
 """
 
 from __future__ import annotations
@@ -29,35 +25,19 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.call_trace import (
-    AbsentPart,
-    Call,
-    ChainEnd,
-    ChainTracer,
-    RemoteLayer,
-    RemoteTensor,
-    ReturnShape,
-    watch,
-)
-from lightning_recycle.model.chains import Chain, LayerPaths, find_chain
-from lightning_recycle.model.full_forward import WholeStep, ask_instead, ask_no_more
-from lightning_recycle.model.layers import stage_layers
+from lightning_recycle.model import call_trace
+from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
+from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.parts import LayerParts, ModelParts, StepRecorder
-from lightning_recycle.model.side_values import SideRecorder, SideValue
-from lightning_recycle.model.weights import Tie, names_by_parameter, set_weights
+from lightning_recycle.model.parts import LayerParts, ModelParts
+from lightning_recycle.model.recording import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
 
 
 class ChainParts(ModelParts):
-    """One part per layer of the chain.
-
-    Args:
-        module: the whole module.
-        num_stages: more than one.
-        pipeline: the layers that the user names.
+    """One part per layer of the chain, which ``pipeline`` may name.
 
     Raises:
         ConfigurationError: if there is no such chain.
@@ -118,25 +98,26 @@ class ChainParts(ModelParts):
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
             if index not in owned:
-                stub = RemoteLayer(chain.paths[index], layer, index)
+                stub = call_trace.RemoteLayer(chain.paths[index], layer, index)
                 for parent in list(module.modules()):
                     for name in [name for name, child in modules_of(parent).items() if child is layer]:
                         self._drop(parent, name, stub)
         if not self._is_first and not self._is_last:
             for path, outside in self._held.outside:
                 parent_path, _, name = path.rpartition(".")
-                self._drop(module.get_submodule(parent_path), name, AbsentPart(path, outside))
+                self._drop(module.get_submodule(parent_path), name, call_trace.AbsentPart(path, outside))
         kept = set(module.modules())
         for _, _, original in self._dropped:
             for part in set(original.modules()) - kept:
                 _release(part)
         last = len(layers) - 1
-        self._watched = {index: watch(layers[index], chain.paths[index], index, last=index == last) for index in owned}
-        ask_instead(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
+        self._watched = {
+            index: call_trace.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
+        }
+        redirect_forward(module, chain.paths, lambda asked: module.trainer.strategy.forward_whole(asked))  # type: ignore[attr-defined]
 
     @property
     def stages(self) -> Sequence[range]:
-        """The layers of each stage."""
         return self._held.stages
 
     @override
@@ -149,18 +130,18 @@ class ChainParts(ModelParts):
 
     @override
     @contextmanager
-    def handed_out(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
+    def unwatched(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
         modules = [self.module.get_submodule(self._chain.paths[index]) for index in layers]
         for index in layers:
-            self._look_away(index)
+            self._unwatch(index)
         try:
             yield modules
         finally:
             for index, layer in zip(layers, modules, strict=True):
                 path, is_last = self._chain.paths[index], index == len(self._chain.paths) - 1
-                self._watched[index] = watch(layer, path, index, last=is_last)
+                self._watched[index] = call_trace.watch(layer, path, index, last=is_last)
 
-    def _look_away(self, index: int) -> None:
+    def _unwatch(self, index: int) -> None:
         for handle in self._watched.pop(index):
             handle.remove()
 
@@ -172,18 +153,18 @@ class ChainParts(ModelParts):
             for parent in list(self.module.modules()):
                 for name in [name for name, child in modules_of(parent).items() if child is original]:
                     modules_of(parent)[name] = layer
-        self._held.share(self.module, [f"{self._chain.paths[index]}." for index in layers])
+        share(self.module, self._held.names, [f"{self._chain.paths[index]}." for index in layers])
         self.keep(stages, stage)
 
     def _put_back(self) -> None:
         """The modules of other stages are in their places again, as far as they are here."""
-        ask_no_more(self.module)
+        restore_forward(self.module)
         for index in list(self._watched):
-            self._look_away(index)
+            self._unwatch(index)
         for parent, name, original in self._dropped:
             modules_of(parent)[name] = original
 
-    def _drop(self, parent: nn.Module, name: str, stub: AbsentPart) -> None:
+    def _drop(self, parent: nn.Module, name: str, stub: call_trace.AbsentPart) -> None:
         stub.to(self.module.device)
         self._dropped.append((parent, name, parent.get_submodule(name)))
         modules_of(parent)[name] = stub
@@ -232,7 +213,6 @@ class ChainParts(ModelParts):
         return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned, self._around)
 
     def _around(self) -> Mapping[str, nn.Module]:
-        """The modules around the layers, by path."""
         return {path: part for path, part in self.module.named_modules() if self._chain.holds(path) is None}
 
     @override
@@ -272,29 +252,22 @@ class ChainParts(ModelParts):
 
 
 class _StageShare:
-    """Which stages hold what.
+    """Which stages hold what, of the whole ``module``.
 
-    Args:
-        module: the whole module.
-        chain: its layers.
-        stages: the layers of each stage.
-
-    Attributes:
-        outside: the modules, with their paths, that a middle stage does without.
-        same_as: for the name of each parameter the first of its names.
+    ``outside``: the modules that a middle stage does without; ``same_as``: the first name of each parameter.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
         self._chain, self.stages = chain, stages
-        self._names = names_by_parameter(module.named_parameters(remove_duplicate=False))
-        self.same_as = {name: names[0] for names in self._names for name in names}
+        self.names = names_by_parameter(module.named_parameters(remove_duplicate=False))
+        self.same_as = {name: names[0] for names in self.names for name in names}
         self.outside = tuple(_outside(module, "", chain))
 
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of layers that share a weight; what is outside of the chain is on the first stage and the last."""
+        """Groups of layers that share a weight, also through modules outside."""
         last = self.stages[-1].stop - 1
         groups = []
-        for names in self._names:
+        for names in self.names:
             found = {self._chain.holds(name) for name in names}
             layers = {layer for layer in found if layer is not None}
             if None in found:
@@ -304,22 +277,9 @@ class _StageShare:
         return tuple(groups)
 
     def under(self, stages: Sequence[range]) -> _StageShare:
-        """The same for other ``stages``."""
         other = copy.copy(self)
         other.stages = stages
         return other
-
-    def share(self, module: nn.Module, came: Sequence[str]) -> None:
-        """Makes one object of the members of each shared parameter that are here: that of a module that was here before
-        those whose names begin with one of ``came``, if there is one.
-        """
-        there = tuple(came)
-        for names in self._names:
-            here = [name for name in names if not module.get_parameter(name).is_meta]
-            here.sort(key=lambda name: name.startswith(there))
-            for name in here[1:]:
-                path, _, inner = name.rpartition(".")
-                parameters_of(module.get_submodule(path))[inner] = module.get_parameter(here[0])
 
     def on(self, name: str, stage: int) -> bool:
         """Whether ``stage`` holds ``name``, of a state dict of the whole module."""
@@ -329,9 +289,8 @@ class _StageShare:
         return stage in (0, len(self.stages) - 1) or not any(name.startswith(f"{path}.") for path, _ in self.outside)
 
     def ties(self) -> tuple[Tie, ...]:
-        """The parameters that several stages hold."""
         ties = []
-        for names in self._names:
+        for names in self.names:
             mine = {stage: [n for n in names if self.on(n, stage)] for stage in range(len(self.stages))}
             copies = tuple((stage, found[0]) for stage, found in mine.items() if found)
             if len(copies) > 1:
@@ -340,7 +299,7 @@ class _StageShare:
 
 
 def _outside(module: nn.Module, path: str, chain: Chain) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules with parameters or buffers that hold neither layers of the chain nor metrics."""
+    """Submodules with weights that hold neither layers of the chain nor metrics."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if isinstance(child, Metric) or inner in chain.paths:
@@ -365,13 +324,7 @@ def _release(module: nn.Module) -> None:
 class _FirstStage(nn.Module):
     """The step up to the chain, and the first layers.
 
-    Args:
-        step: the user's step, recorded.
-        name: its name.
-        chain: the layers.
-        edge: the first layer of the next stage.
-        middle: the layers of middle stages.
-        around: finds the modules around the layers, by path.
+    ``edge``: the first layer of the next stage; ``around`` finds the modules around the layers, by path.
     """
 
     def __init__(
@@ -389,12 +342,12 @@ class _FirstStage(nn.Module):
 
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        tracer, recorder = ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
+        tracer, recorder = call_trace.ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
         try:
             with recorder.on(), tracer.on():
                 self.step(*arguments)
             tracer.finish()  # raises: the end of the chain was not reached
-        except ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
+        except call_trace.ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
         calls = {index: tracer.calls[index] for index in self._middle}
@@ -402,8 +355,6 @@ class _FirstStage(nn.Module):
 
 
 class _MiddleStage(nn.Module):
-    """Some layers, called as the step calls them; arguments as for :class:`_FirstStage`."""
-
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -422,16 +373,12 @@ class _MiddleStage(nn.Module):
         with recorder.on():
             for index, layer in zip(self._owned, self.layers, strict=True):
                 args, kwargs = calls.pop(index).with_hidden(hidden)
-                hidden, shape = ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
-        tracer = ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
+                hidden, shape = call_trace.ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
+        tracer = call_trace.ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
         return _message(tracer, hidden, shape, calls, {**side_values, **recorder.found})
 
 
 class _LastStage(nn.Module):
-    """The whole step, with what was received in the place of what earlier layers return; arguments as for
-    :class:`_FirstStage`, ``edge``, the first layer of the stage, and ``module``, that of the user.
-    """
-
     def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, module: nn.Module) -> None:
         super().__init__()
         self.step = step
@@ -440,7 +387,9 @@ class _LastStage(nn.Module):
     @override
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
         hidden, shape, _, side_values = _value(*message)
-        tracer = ChainTracer(self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values)
+        tracer = call_trace.ChainTracer(
+            self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values
+        )
         with tracer.on():
             output = self.step(*arguments)
         tracer.finish(output)
@@ -448,15 +397,13 @@ class _LastStage(nn.Module):
 
 
 def _message(
-    tracer: ChainTracer,
+    tracer: call_trace.ChainTracer,
     hidden: Any,
-    shape: ReturnShape,
-    calls: Mapping[int, Call],
+    shape: call_trace.ReturnShape,
+    calls: Mapping[int, call_trace.Call],
     side_values: Mapping[int, Sequence[SideValue]],
 ) -> tuple[Tensor, ...]:
-    """Message to the next stage, as tensors: the value that goes on, how the layers of middle stages are called, and
-    what earlier ones keep.
-    """
+    """Message to the next stage: its value, calls of middle layers, side values."""
     try:
         skeleton, tensors = take_apart((hidden, shape, dict(calls), dict(side_values)))
     except Exception as error:  # whatever the user's objects raise
@@ -465,7 +412,7 @@ def _message(
             " pass tensors, numbers, strings, and lists and dicts of them"
         ) from error
     for tensor in tensors:
-        if isinstance(tensor, RemoteTensor):
+        if isinstance(tensor, call_trace.RemoteTensor):
             raise tracer.error(f"gives {tensor.what} to another layer than the next one")
     return (torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors)
 
@@ -475,14 +422,12 @@ def _value(skeleton: Tensor, *tensors: Tensor) -> Any:
 
 
 def is_meant_to_be_cut(module: pl.LightningModule, pipeline: LayerPaths = None) -> bool:
-    """Whether ``module`` has several stages where the user does not say how many; ``pipeline``: the layers that the
-    user names. Others have one, with which any module works.
-    """
+    """Whether ``module`` has several stages by default."""
     return isinstance(module, PipelineModule) or pipeline is not None
 
 
 def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPaths = None) -> ModelParts:
-    """How ``module`` is cut into ``num_stages``; ``pipeline``: the layers that the user names.
+    """How ``module`` is cut into ``num_stages``; ``pipeline``: layers the user names.
 
     Raises:
         ConfigurationError: if it cannot be cut.

@@ -1,20 +1,26 @@
-"""Which submodules of an ordinary LightningModule are a chain, so that it can be cut into stages.
+"""Chains of layers in an ordinary LightningModule, and tensors they keep beside.
 
-Concept: a *chain* is a list of submodules that the module's steps call once each, in order, each with what the one
-before returned. Here it is found by looks alone, or named by the user; that the steps really call it so is checked
-while they run (:mod:`~lightning_recycle.model.call_trace`).
+A *chain* is a list of submodules that the module's steps call once each, in order, each with what the one before
+returned. It is found by looks alone, or named by the user; :mod:`~lightning_recycle.model.call_trace` checks it while
+the steps run.
 
-Must not know: stages beyond their number, processes.
+*Side values* are tensors that a layer, or a hook of it, puts into attributes, lists or dicts of the layer and of the
+modules around the chain, such as a loss. A :class:`SideRecorder` looks there before and after each layer; what is new
+is sent with the layer's output, and the last stage puts it into the same place. In training only what autograd follows
+is sent. Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
+from itertools import chain, pairwise
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_recycle.errors import ConfigurationError
@@ -33,24 +39,22 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of a module, in order.
+    """The layers of a module, in order, by path.
 
-    Args:
-        paths: of each layer, in the module.
-        whole: for each layer but the first, whether it gets exactly what the one before returned, as in an
-            ``nn.Sequential``; otherwise it gets the first item of a tuple.
+    ``whole``: for each layer but the first, whether it gets exactly what the one before returned, as in an
+    ``nn.Sequential``; otherwise it gets the first item of a tuple.
     """
 
     paths: tuple[str, ...]
     whole: tuple[bool, ...]
 
     def holds(self, name: str) -> int | None:
-        """The index of the layer to which ``name`` belongs, of a state dict or of a submodule; None if to none."""
+        """The index of the layer to which the weight or submodule ``name`` belongs."""
         return next((i for i, path in enumerate(self.paths) if name == path or name.startswith(f"{path}.")), None)
 
 
 def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
-    """The chain of ``module``: the one that the user names, or the only one that it can be.
+    """The chain that the user names, or the only one that ``module`` can have.
 
     Raises:
         ConfigurationError: if there is no such chain, with fewer layers than ``num_stages``, or several may be meant.
@@ -80,7 +84,6 @@ def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) 
 
 
 def _entries(module: nn.Module, path: str) -> list[str]:
-    """The layers for which ``path`` stands."""
     kind = type(module).__name__
     try:
         named = module.get_submodule(path)
@@ -106,7 +109,7 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
     return len(parents) == 1 and isinstance(module.get_submodule(parents.pop()), nn.Sequential)
 
 
-# ---------------------------------------------------------------------- a chain that nobody named
+# ---------------------------------------------------------------------- a chain without names
 
 
 def _found(module: nn.Module, num_stages: int) -> list[str]:
@@ -135,10 +138,113 @@ def _found(module: nn.Module, num_stages: int) -> list[str]:
 
 
 def _containers(module: nn.Module, path: str, num_stages: int) -> Iterator[tuple[str, int]]:
-    """The outermost containers of enough entries in ``module``, with the number of their parameters."""
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(list(child.children())) >= num_stages:
             yield inner, sum(1 if is_lazy(p) else p.numel() for p in child.parameters())
         else:
             yield from _containers(child, inner, num_stages)
+
+
+LARGEST = 1 << 16
+_MOST_ITEMS = 256  # a longer list or dict holds data
+_OF_MODULES = frozenset(vars(nn.Module()))
+_Place: TypeAlias = tuple[str, str, Any]
+_recorder: SideRecorder | None = None
+
+
+@dataclass(frozen=True)
+class SideValue:
+    """A tensor and its place.
+
+    Args:
+        path: of the module that has the attribute, in the user's module.
+        name: of the attribute.
+        key: of the item, where the attribute is a list or dict; None for the attribute itself.
+        is_appended: whether the item is new in a list.
+        fresh: the class of the list or dict, if the layer has made it.
+        value: None if it is too large to be sent.
+    """
+
+    path: str
+    name: str
+    key: Any
+    is_appended: bool
+    fresh: type[Any] | None
+    value: Tensor | None
+
+    def __str__(self) -> str:
+        attribute = f"{self.path}.{self.name}" if self.path else self.name
+        return attribute if self.key is None else f"{attribute}[{self.key!r}]"
+
+
+class SideRecorder:
+    """Side values ``found`` by layer, for one micro-batch on a stage."""
+
+    def __init__(self, around: Mapping[str, nn.Module]) -> None:
+        self.found: dict[int, list[SideValue]] = {}
+        self._around = around
+        self._before: dict[_Place, Tensor] = {}
+        self._containers: dict[int, tuple[Any, int]] = {}  # by id, with their lengths
+        self._appended: list[tuple[Any, Tensor]] = []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within the block layers report to this recorder; lists are restored after it."""
+        global _recorder
+        previous, _recorder = _recorder, self
+        try:
+            yield
+        finally:
+            _recorder = previous
+            for items, tensor in self._appended:
+                kept = [item for item in items if item is not tensor]
+                items.clear()
+                items.extend(kept)
+
+    def begin(self, layer: nn.Module, path: str) -> None:
+        self._before, self._containers = {}, {}
+        for place, container, tensor in self._tensors(layer, path):
+            if tensor is not None:
+                self._before[place] = tensor
+            if container is not None:
+                self._containers[id(container)] = container, len(container)
+
+    def end(self, layer: nn.Module, path: str, index: int) -> None:
+        seen = set()
+        for place, container, tensor in self._tensors(layer, path):
+            if tensor is None or self._before.get(place) is tensor or (id(container), place[2]) in seen:
+                continue
+            # Where autograd does not follow, it cannot be told from others.
+            if tensor.grad_fn is None and (torch.is_grad_enabled() or not tensor.is_floating_point()):
+                continue
+            if container is not None:  # which several modules may share
+                seen.add((id(container), place[2]))
+            _, length = self._containers.get(id(container), (None, 0))
+            is_appended = isinstance(container, (list, deque)) and place[2] >= length
+            fresh = type(container) if container is not None and id(container) not in self._containers else None
+            if is_appended:
+                self._appended.append((container, tensor))
+            fits = tensor.numel() * tensor.element_size() <= LARGEST
+            self.found.setdefault(index, []).append(SideValue(*place, is_appended, fresh, tensor if fits else None))
+        self._before, self._containers = {}, {}
+
+    def _tensors(self, layer: nn.Module, path: str) -> Iterator[tuple[_Place, Any, Tensor | None]]:
+        """(place, list or dict there, tensor); None for an empty list or dict."""
+        for where, module in chain(self._around.items(), layer.named_modules(prefix=path)):
+            attributes = vars(module)
+            for name in [name for name in attributes if name not in _OF_MODULES]:
+                value = attributes[name]
+                if isinstance(value, Tensor):
+                    yield (where, name, None), None, value
+                elif isinstance(value, (list, deque, dict)) and len(value) <= _MOST_ITEMS:
+                    if not value:
+                        yield (where, name, None), value, None
+                    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                        if isinstance(item, Tensor):
+                            yield (where, name, key), value, item
+
+
+def active_recorder() -> SideRecorder | None:
+    """The recorder to which layers report."""
+    return _recorder

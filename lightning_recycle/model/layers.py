@@ -1,32 +1,170 @@
-"""Layers: recipes and placeholders for those that do not exist yet, the stages that they are on, shared parameters.
+"""Layers: recipes, placeholders, layers of stages, and weights that layers share.
 
-Concept: a pipeline is a list of layers, of which a process builds only those of its own stage. A :class:`LayerSpec`
-says how one is built; an :class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
+A process builds only the layers of its own stage. A :class:`LayerSpec` says how a layer is built; an
+:class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
 
-Must not know: processes, Lightning.
+A *group* of tied weights is the names of one parameter, in the order of the layers. Where these lie on different
+stages, every such stage owns a *copy*; copies start equal, see the same gradient, and step with the same options. So it
+is with the parameters of a layer that neighbouring stages share. The runtime does this for each :class:`Tie`:
+
+1. **Gradient.** REDUCE sums it over the workers of all stages that hold a copy, in one sum that gives the same bits to
+   all of them. (On one device, autograd adds the uses in another order.)
+2. **Norm**, and anything else counted over all parameters: counted once, on :attr:`Tie.owner`.
+3. **Commit.** A stage that holds a copy cannot STEP before REDUCE has finished on the other holders.
+4. **Optimizer state.** A merged state holds that of the owner's copy at the owner's position and skips the others;
+   when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options.
+5. **State dict.** Every stage writes its own names, with equal values; of a shared layer, the earlier stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.weights import split_name
-from lightning_recycle.planning.layouts.cuts import even_cuts, held_ranges
+from lightning_recycle.planning.cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import derive_seed
+from lightning_recycle.tensor_memory import part_like
 from lightning_recycle.torch_internals import parameters_of
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter of which several stages own a copy.
+
+    ``names``: as in a state dict, in the order of the layers; ``copies``: (stage, first of the names on that stage).
+    """
+
+    names: tuple[str, ...]
+    copies: tuple[tuple[int, str], ...]
+
+    @property
+    def owner(self) -> int:
+        """The stage that counts the parameter: the first that holds it."""
+        return self.copies[0][0]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that hold a copy, in order."""
+        return tuple(stage for stage, _ in self.copies)
+
+
+def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range]) -> tuple[Tie, ...]:
+    """The ties across stages; within a stage the parameter is one object.
+
+    A name of a layer that several stages share may be alone in its group.
+    """
+    found = []
+    for group in groups:
+        copies: dict[int, str] = {}
+        for name in group:
+            layer, _ = split_name(name)
+            for stage in (stage for stage, part in enumerate(parts) if layer in part):
+                copies.setdefault(stage, name)
+        if len(copies) > 1:
+            found.append(Tie(tuple(group), tuple(sorted(copies.items()))))
+    return tuple(found)
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """``"layers.3.norm.weight"`` -> (3, ``"norm.weight"``).
+
+    Raises:
+        ConfigurationError: if it is not the name of a layer's parameter.
+    """
+    head, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
+    index, _, inner = rest.partition(".")
+    if head != "layers" or not index.isdecimal() or not inner:
+        raise ConfigurationError(
+            f"{name!r} is not the name of a layer's parameter; tied_parameters() must return names as in a state dict,"
+            " such as 'layers.0.weight'."
+        )
+    return int(index), inner
+
+
+def shared_parameters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:
+    """The names of parameters that are one object in several of ``layers``."""
+    named = (
+        (f"layers.{index}.{inner}", parameter)
+        for index, layer in enumerate(layers)
+        for inner, parameter in layer.named_parameters(remove_duplicate=False)
+    )
+    return [tuple(group) for group in names_by_parameter(named) if len({split_name(name)[0] for name in group}) > 1]
+
+
+def names_by_parameter(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each parameter of which ``named`` has one or several, in its order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def merge_groups(groups: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    """Joins groups with a common name, and sorts names by layer."""
+    order: dict[str, int] = {}
+    group_of: dict[str, set[str]] = {}
+    for group in groups:
+        joined: set[str] = set()
+        for name in group:
+            order.setdefault(name, len(order))
+            joined |= group_of.get(name, {name})
+        for name in joined:
+            group_of[name] = joined
+
+    def place(name: str) -> tuple[int, int]:
+        return split_name(name)[0], order[name]
+
+    distinct: Mapping[int, set[str]] = {id(group): group for group in group_of.values()}
+    merged = [tuple(sorted(group, key=place)) for group in distinct.values()]
+    return tuple(sorted(merged, key=lambda group: place(group[0])))
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of ``module`` by name, not copied."""
+    state: dict[str, Tensor] = nn.Module.state_dict(module)
+    return state
+
+
+def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that the state dict does not hold, not copied."""
+    known = weights_of(module)
+    return {n: t for n, t in [*module.named_parameters(), *module.named_buffers()] if n not in known and not is_lazy(t)}
+
+
+def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts the tensors of :func:`tensors_beside` into a module of the same form."""
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        part = module.get_submodule(owner)
+        if isinstance(getattr(part, attribute, None), Tensor):
+            getattr(part, attribute).data = tensor.clone()
+        else:
+            part.register_buffer(attribute, tensor.clone(), persistent=False)
+
+
+def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copies the weights of :func:`weights_of` into a module of the same form."""
+    nn.Module.load_state_dict(module, own_parts(module, weights))
+
+
+def own_parts(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """``weights`` by name; of tensors that are sharded in ``module`` its parts."""
+    held = weights_of(module)
+    return {name: part_like(value, held[name]) if name in held else value for name, value in weights.items()}
+
+
 class LayerSpec:
-    """A recipe for a layer, so that no worker needs to hold layers that it does not own.
+    """A recipe for a layer, built only by the workers that own it.
 
     Args:
         cls: subclass of ``nn.Module`` (or a callable that returns a module).
@@ -63,7 +201,7 @@ class LayerSpec:
         return layer
 
     def build_without_storage(self, index: int) -> nn.Module:
-        """Builds the layer on torch's meta device if possible, for callers that only need shapes."""
+        """Builds the layer on torch's meta device if possible."""
         try:
             with torch.device("meta"):
                 return self.build(index, seed=0)
@@ -112,7 +250,6 @@ class AbsentLayer(nn.Module):
             ) from None
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Builds the layer that this one stands for."""
         assert self.spec is not None
         layer = self.spec.build(index, seed)
         return layer if self.dtype is None else layer.to(self.dtype)
@@ -143,7 +280,7 @@ class AbsentLayer(nn.Module):
 
 
 def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Cuts ``num_layers`` layers into ``num_stages`` contiguous parts whose sizes differ by at most one.
+    """Contiguous parts of ``num_layers`` whose sizes differ by at most one.
 
     Later stages get the larger parts: the first holds more micro-batches in flight.
 
@@ -160,13 +297,7 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
-    """The layers of each stage.
-
-    Args:
-        num_layers: number of layers of the model.
-        num_stages: number of stages, S.
-        partition: ``"count"``, numbers of layers that differ by at most one; or the number of layers of each stage,
-            such as ``[3, 5, 4]``.
+    """The layers of each stage, by "count" or by the number of layers of each.
 
     Raises:
         ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
@@ -194,15 +325,9 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
     """Makes one object of the local members of each group.
 
-    The parameter that stays is that of a layer that was already here; else that of one that has gone; else that of the
-    first member's recipe, built temporarily if it is not among ``built``. So the initial values do not depend on which
-    layers a process holds.
-
-    Args:
-        layers: layers of the whole model.
-        groups: groups of names of the same parameter, in the order of the layers.
-        built: indices of the layers that have just been built.
-        seed: seed of the initialisation.
+    The parameter that stays is that of a layer that was already here; else that of a layer that has gone; else that of
+    the first member's recipe, built temporarily if it is not among ``built``, the layers that have just been built. So
+    the initial values do not depend on which layers a process holds.
 
     Raises:
         ConfigurationError: if a name is not that of a parameter, or the shapes differ.
@@ -240,31 +365,26 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
                     absent[index].kept.pop(inner, None)
 
 
-def share(layers: nn.ModuleList, groups: Iterable[Sequence[str]], came: Container[int]) -> None:
-    """Makes one object of the members of each group that are here: that of a layer that was here before, if there is
-    one. All have the same values.
+def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
+    """Makes one object of the parameters of ``module`` in each group, if here.
 
-    Args:
-        layers: layers of the whole model.
-        groups: as for :func:`tie`.
-        came: indices of the layers that have just come.
+    It is that of a module that was here before those whose names begin with one of ``came``, if there is one. All have
+    the same values.
     """
+    held = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
     for group in groups:
-        members = [(name, *split_name(name)) for name in group]
-        here = [member for member in members if not isinstance(layers[member[1]], AbsentLayer)]
-        here.sort(key=lambda member: member[1] in came)
-        if len(here) > 1:
-            source = _parameter(layers[here[0][1]], *here[0])
-            for name, index, inner in here[1:]:
-                parameter = _parameter(layers[index], name, index, inner)
-                if parameter is not source:
-                    _replace(layers[index], parameter, source)
+        here = sorted((name for name in group if name in held), key=lambda name: name.startswith(tuple(came)))
+        for name in here[1:]:
+            if held[name] is not held[here[0]]:
+                _replace(module, held[name], held[here[0]])
 
 
 def needed_elsewhere(
     layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
 ) -> dict[int, dict[str, nn.Parameter]]:
-    """Remains of departing layers outside ``indices``: values for recipes inside that are tied to them.
+    """Parameters of departing layers to which recipes inside ``indices`` are tied.
+
+    By layer, and by their names in it.
 
     Returns:
         The parameters of each layer, by their names in it.
@@ -281,7 +401,6 @@ def needed_elsewhere(
 
 
 def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Replaces ``parameter`` by ``other`` wherever ``layer`` uses it."""
     for module in layer.modules():
         for attribute, found in parameters_of(module).items():
             if found is parameter:

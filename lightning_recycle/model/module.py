@@ -1,4 +1,4 @@
-"""A LightningModule whose layers are a sequence that can be cut into pipeline stages.
+"""A LightningModule whose layers are a sequence, to be cut into pipeline stages.
 
 The layers live in ``self.layers``, an ``nn.ModuleList`` with one entry per layer of the whole model on every worker.
 Entries that a worker does not own are parameterless :class:`AbsentLayer` placeholders, so names in a state dict are
@@ -20,9 +20,18 @@ from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self, override
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.layers import AbsentLayer, LayerSpec, needed_elsewhere, share, tie
+from lightning_recycle.model.layers import (
+    AbsentLayer,
+    LayerSpec,
+    merge_groups,
+    needed_elsewhere,
+    set_weights,
+    share,
+    shared_parameters,
+    split_name,
+    tie,
+)
 from lightning_recycle.model.recording import BatchPlace, RecordedModule, call_at, call_here
-from lightning_recycle.model.weights import merge_groups, set_weights, shared_parameters, split_name
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.torch_internals import modules_of
 
@@ -33,7 +42,7 @@ def global_seed() -> int:
 
 
 class PipelineModule(RecordedModule):
-    """A LightningModule for :class:`~lightning_recycle.ReCycleStrategy`; trains unchanged on one device too.
+    """A LightningModule of layers in a sequence; trains unchanged on one device too.
 
     Implement :meth:`configure_pipeline`, :meth:`loss` and ``configure_optimizers`` (which sees the parameters of one
     stage).
@@ -74,10 +83,11 @@ class PipelineModule(RecordedModule):
         )
 
     def tied_parameters(self) -> Iterable[Sequence[str]]:
-        """Returns groups of names that are one parameter, e.g. ``[("layers.0.weight", "layers.9.logits.weight")]``.
+        """Groups of names that are one parameter.
 
-        Needed for layers given as :class:`LayerSpec`; parameters that concrete modules share are detected. Called
-        once, after :meth:`configure_pipeline`. The members of a group must have the same shape.
+        For example ``[("layers.0.weight", "layers.9.logits.weight")]``. Needed for layers given as :class:`LayerSpec`;
+        parameters that concrete modules share are detected. Called once, after :meth:`configure_pipeline`. The members
+        of a group must have the same shape.
         """
         return ()
 
@@ -99,39 +109,39 @@ class PipelineModule(RecordedModule):
     # What they log and update metrics with is gathered from all micro-batches and is the same on every worker.
 
     def on_training_output(self, output: Any, target: Any) -> None:
-        """Called with the last layer's output in training: log values, or update metrics. By default does nothing."""
+        """Called with the last layer's output, to log or update metrics."""
 
     def on_validation_output(self, output: Any, target: Any) -> None:
-        """Called with the output of the last layer in validation; logs the loss as ``val_loss``."""
+        """Called with the last layer's output; logs the loss as ``val_loss``."""
         self.log("val_loss", call_here(self.loss, output, target), prog_bar=True)
 
     def on_test_output(self, output: Any, target: Any) -> None:
-        """Called with the output of the last layer in a test; logs the loss as ``test_loss``."""
+        """Called with the last layer's output; logs the loss as ``test_loss``."""
         self.log("test_loss", call_here(self.loss, output, target), prog_bar=True)
 
     def on_predict_output(self, output: Any) -> Any:
-        """Returns the prediction for the output of the last layer: tensors whose first dimension counts samples, or
-        tuples, lists and dicts of them. By default the output itself.
+        """The prediction for the last layer's output; by default the output.
+
+        Tensors whose first dimension counts samples, or tuples, lists and dicts of them.
         """
         return output
 
     def predict_input(self, batch: Any) -> Any:
-        """Returns the input of the first layer for a collated batch, in ``predict``: the first of a pair,
-        else the batch itself.
-        """
+        """The first layer's input in ``predict``: the first of a pair, else the batch."""
         return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
     def on_training_loss(self, loss: Tensor) -> None:
-        """Called once per step with the mean loss of the global batch; logs it as ``train_loss``."""
+        """Called with the global batch's mean loss; logs it as ``train_loss``."""
         self.log("train_loss", loss, prog_bar=True)
 
     # ------------------------------------------------------------------ one device
 
     @override
     def forward(self, *inputs: Any) -> Any:
-        """Runs all layers: here, or where a worker has only those of one stage, on all workers together.
+        """Runs all layers, here or on all workers together.
 
-        There all must call it with the same inputs, outside of steps; the result is the same on all, without gradients.
+        In a worker with one stage, all must call it with the same inputs, outside of steps; the result is the same on
+        all, without gradients.
         """
         self.materialize()
         if any(isinstance(layer, AbsentLayer) for layer in self.layers) and self._trainer is not None:
@@ -143,7 +153,7 @@ class PipelineModule(RecordedModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The step on one device; :class:`~lightning_recycle.ReCycleStrategy` runs its schedule instead."""
+        """The step on one device; the strategy runs its schedule instead."""
         place = BatchPlace(batch_idx)
         inputs, target = call_at(place, self.split_batch, batch)
         output = self(*inputs) if isinstance(inputs, tuple) else self(inputs)
@@ -180,14 +190,13 @@ class PipelineModule(RecordedModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds the layers that exist only as specs; under the pipeline strategy only those of this stage."""
+        """Builds the layers given as specs; with the strategy only this stage's."""
         self._build_layers()
         if self._fabric is None and self._trainer is not None and getattr(self.trainer.strategy, "owns_layers", False):
             return  # the strategy's setup keeps the layers of this stage and materialises those
         self.materialize()
 
     def _build_layers(self) -> nn.ModuleList:
-        """Calls configure_pipeline() once and registers the result."""
         if "layers" in modules_of(self):
             return modules_of(self)["layers"]  # type: ignore[return-value]
         states = generator_states()
@@ -263,7 +272,7 @@ class PipelineModule(RecordedModule):
         self.train(training)
 
     def keep_layers(self, indices: range) -> None:
-        """Replaces every layer outside ``indices`` by a placeholder and frees it; :meth:`tied_groups` stay known."""
+        """Replaces every layer outside ``indices`` by a placeholder and frees it."""
         layers = self._build_layers()
         kept = needed_elsewhere(layers, self._tied, indices)
         for index in range(len(layers)):
@@ -275,14 +284,14 @@ class PipelineModule(RecordedModule):
                 layer.kept.update(kept.get(index, {}))
 
     def exchange_layers(self, indices: range, layers: Mapping[int, nn.Module]) -> None:
-        """Takes ``layers`` from another process, and drops every layer outside ``indices``."""
+        """Takes ``layers`` of another process; drops all outside ``indices``."""
         for index, layer in layers.items():
             self.layers[index] = layer
-        share(self.layers, self._tied, layers.keys())
+        share(self, self._tied, [f"layers.{index}." for index in layers])
         self.keep_layers(indices)
 
     def without_storage(self) -> Self:
-        """A copy of the whole model whose parameters are on torch's meta device: for what only looks at shapes."""
+        """A copy with its parameters on torch's meta device, for shapes only."""
         layers = self._build_layers()
         copied: dict[int, Any] = {}  # the memo of deepcopy: tensors that are in it already are not copied
         for tensor in (*layers.parameters(), *layers.buffers()):
@@ -305,11 +314,10 @@ class PipelineModule(RecordedModule):
         return double
 
     def tied_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter that several layers share, in the order of the layers, on every worker.
+        """The names of each parameter that several layers share, by layer.
 
-        The answer is the same in every process. On one device and within a stage the members of a group are one object.
-        Across stages every stage owns a copy, and the runtime must keep the copies equal;
-        :mod:`lightning_recycle.model.weights` says how.
+        The same on every worker. Within a stage the members of a group are one object; across stages every stage owns a
+        copy, see :mod:`lightning_recycle.model.layers`.
         """
         self._build_layers()
         return self._tied

@@ -1,13 +1,8 @@
-"""A user's module as a grid sees it: parts in order, which are cut into stages, and what ends them in a loss.
+"""A user's module as a grid sees it: parts in order, cut into stages, and a loss.
 
-Launcher, session and results ask :class:`ModelParts`; :func:`~lightning_recycle.model.chain_parts.parts_of` chooses how
-a module answers.
-
-- :class:`ModelParts` itself: any LightningModule with one stage is one part, its own ``training_step`` on a
-  micro-batch. Data parallelism is left: each worker holds the whole model.
+- :class:`ModelParts`: any LightningModule with one stage is one part, its own ``training_step``.
 - :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
-- :class:`~lightning_recycle.model.chain_parts.ChainParts`: with several stages an ordinary module has one part per
-  layer of its chain.
+- :class:`~lightning_recycle.model.chain_parts.ChainParts`: an ordinary module has one part per layer of its chain.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,38 +24,19 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
-from lightning_recycle.model.layers import AbsentLayer, stage_layers
+from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recording import BatchPlace, call_at
-from lightning_recycle.model.weights import Tie, set_weights, split_name, ties_between_stages
+from lightning_recycle.model.recording import BatchPlace, StepRecorder, call_at
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.randomness import step_randomness
 
 
-class StepRecorder(Protocol):
-    """Records what the user's code does with one micro-batch."""
-
-    def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
-        """Calls ``hook(*args)`` without gradients; returns what it did."""
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """Records what happens in the block, in the object that the context yields; its ``result`` may be set."""
-
-    def dump(self, recording: Any, samples: int) -> bytes:
-        """Recording of a block."""
-
-
 class ModelParts:
-    """How one module answers: here, as an ordinary module with one stage, which is one part.
+    """A module as an ordinary one with one stage, which is one part.
 
     Its loss must be a mean over the samples of a micro-batch for the result to be that of one device; with
-    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``.
-
-    Attributes:
-        module: the user's module.
-        loss_backward: the user's backward of the loss, if there is one.
-        optimizes_itself: whether the step runs backward passes and steps optimizers: then its parts are one, and no
-            schedule's.
+    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``. ``optimizes_itself``: its step runs
+    backward passes and steps optimizers, so it is no schedule's.
     """
 
     loss_name = "training_step"
@@ -82,7 +58,7 @@ class ModelParts:
     # ------------------------------------------------------------------ before a run
 
     def check(self) -> None:
-        """Raises UnsupportedFeatureError for what the module defines and the strategy would silently ignore."""
+        """Raises UnsupportedFeatureError for what the strategy would silently ignore."""
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = getattr(self.module, name, None)
             if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -95,7 +71,7 @@ class ModelParts:
         """Finds out what parts there are."""
 
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        """The parts of each stage; arguments and errors as for :func:`~lightning_recycle.model.layers.stage_layers`."""
+        """The parts of each stage; arguments as of ``stage_layers``."""
         assert num_stages == 1, "with several stages a module has other parts"
         return (range(1),)
 
@@ -116,27 +92,19 @@ class ModelParts:
         """Groups of parts that share a weight."""
         return ()
 
-    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
-        """Within the block these layers, which are here, have nothing of this package about them: they can be pickled
-        if they are the user's to pickle.
-        """
+    def unwatched(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+        """Within the block these layers can be pickled as the user's."""
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
-        """From now on ``stages`` are the parts of each stage. Drops what this ``stage`` does not need any more.
-
-        Args:
-            stages: the parts of each stage.
-            stage: of this worker.
-            layers: those of them that were not here before.
-        """
+        """Takes ``layers`` that were not here, drops what this ``stage`` needs no more."""
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
         """Builds what is there as a recipe only, of the parts ``owned`` or of all."""
 
     def check_parameters(self, stage: int, num_stages: int) -> None:
-        """Raises ConfigurationError if a stage has no parameters, or one belongs to no part.
+        """Raises ConfigurationError for a stage without parameters, or strays.
 
         One part has all of them; what is frozen may be evaluated, or thawed by a callback.
         """
@@ -146,16 +114,17 @@ class ModelParts:
         return False
 
     def is_of_layer(self, name: str) -> bool:
-        """Whether the submodule ``name`` is (in) a layer, which one stage has; all others are on every worker."""
+        """Whether submodule ``name`` is in a layer; others are on every worker."""
         return False
 
     def writes(self, name: str) -> bool:
-        """Whether this stage writes ``name``, of its state dict, where each name is written once."""
+        """Whether this stage writes ``name``, which one stage writes."""
         return True
 
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
-        """The parameters that several stages hold; ``stages``: the parts of each. Of parts that neighbouring stages
-        share those that are here, at least.
+        """The parameters that several stages hold.
+
+        Of parts that neighbouring stages share those that are here, at least.
         """
         return ()
 
@@ -170,30 +139,26 @@ class ModelParts:
         return [self._evaluation]
 
     def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in a call outside of steps, in order, where a worker has one stage of the model."""
+        """Modules that run in a call outside of steps, in order."""
         return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
-        """Of ``modules``, which run the parts ``held``, what runs only ``own`` of them, until this is called again: of
-        a layer that two stages share, each runs the micro-batches of its own.
+        """Those of ``modules``, which run the parts ``held``, that run ``own`` of them.
 
-        Args:
-            modules: as :meth:`training_parts` and the others return them.
-            held: for which parts.
-            own: which of them are to run; contiguous.
+        Valid until the next call: of a layer that two stages share, each runs the micro-batches of its own.
         """
         raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
 
     def record_forward(self, recorder: StepRecorder, output: Any) -> bytes:
-        """Output of the last of these parts, for all workers: its ``result``, and what the user's code did."""
+        """Recording of a call outside of steps, with its output as ``result``."""
         return self.record_training(recorder, output, None, samples=1)
 
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
-        """A collated micro-batch, of the step ``index`` of an epoch -> (input of the first part, target of the loss)"""
+        """A collated micro-batch -> (input of the first part, target of the loss)."""
         return (batch, index), None
 
     def loss(self, output: Any, target: Any) -> Tensor | None:
-        """The mean loss over a micro-batch, of the output of the last part; None if it is to have none."""
+        """The mean loss over a micro-batch; None if it is to have none."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None and output is not None:
             raise ConfigurationError(
@@ -223,11 +188,9 @@ class ModelParts:
     def begin_evaluation(
         self, kind: str, arguments: tuple[Any, ...]
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
-        """Prepares a batch of an evaluation.
+        """Prepares a batch of "validation", "test" or "predict".
 
-        Args:
-            kind: "validation", "test" or "predict".
-            arguments: what Lightning gives to the step after the batch.
+        ``arguments``: what Lightning gives to the step after the batch.
 
         Returns:
             As :meth:`split` without ``index``, and :meth:`record_training`, for this batch.
@@ -246,7 +209,6 @@ class ModelParts:
 
 
 def _shared_with_the_one_before(stages: Sequence[range], stage: int) -> tuple[int, ...]:
-    """The parts of ``stage`` that the stage before holds, too."""
     return tuple(part for part in stages[stage] if stage and part in stages[stage - 1])
 
 
@@ -262,8 +224,6 @@ _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
 
 @dataclass(frozen=True)
 class _StepTarget:
-    """The target of a micro-batch in training, and the batch that it is of."""
-
     value: Any
     place: BatchPlace
 
@@ -330,7 +290,7 @@ class LayerParts(ModelParts):
         return tuple(tuple(sorted({split_name(name)[0] for name in group})) for group in self.module.tied_groups())
 
     @override
-    def handed_out(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
+    def unwatched(self, *layers: int) -> AbstractContextManager[Sequence[nn.Module]]:
         return nullcontext([self.module.layers[index] for index in layers])
 
     @override

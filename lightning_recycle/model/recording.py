@@ -1,39 +1,42 @@
-"""A LightningModule in a worker: hooks called for a micro-batch, with its logging recorded instead of done.
+"""A LightningModule in a worker: recorded logging, and calls outside of its steps.
 
-``PipelineModule`` is one by birth. Any other module becomes one while it is in a worker (:func:`recorded`): its class
-is replaced by one of the same name that also derives from :class:`RecordedModule`.
+``PipelineModule`` is a :class:`RecordedModule` by birth. The class of any other module is replaced in a worker by one
+of the same name that also derives from it (:func:`recorded`). ``batch_idx`` and ``dataloader_idx`` are optional
+parameters of the hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
 
-As in Lightning, ``batch_idx`` and ``dataloader_idx`` are optional parameters of the hooks of a ``PipelineModule``. A
-hook that another one calls, such as ``loss``, is given the same (:func:`call_at`, :func:`call_here`).
+The user's module, and each submodule in which all layers of the chain are (``self.model(x)``), can be evaluated outside
+of steps by all stages together, so their ``forward`` becomes one that asks for that (:func:`redirect_forward`). Pickles
+and copies of all these are of the class that the user wrote, and do not ask.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache, wraps
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_recycle.data.steps import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.call_trace import is_cache, is_tracing
+from lightning_recycle.randomness import step_randomness
+from lightning_recycle.torch_internals import tree_leaves
 
 
 class BatchPlace(NamedTuple):
-    """The fields are the names of the parameters.
-
-    Args:
-        batch_idx: index of the batch in the epoch, or of the step where a step takes several batches.
-        dataloader_idx: index of the DataLoader in an evaluation of several.
-    """
+    """Index of the batch (or step) in the epoch, and of an evaluation's DataLoader."""
 
     batch_idx: int
     dataloader_idx: int = 0
@@ -43,7 +46,7 @@ _here: ContextVar[BatchPlace | None] = ContextVar("place of the batch", default=
 
 
 def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``hook(*args)`` for the batch at ``place``, with those of its fields that the hook's signature names."""
+    """Calls ``hook(*args)`` with the fields of ``place`` that its signature names."""
     token = _here.set(place)
     try:
         return call_here(hook, *args)
@@ -52,7 +55,7 @@ def call_at(place: BatchPlace, hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_here(hook: Callable[..., Any], *args: Any) -> Any:
-    """As :func:`call_at`, for the batch of the hook that calls this; outside of one, as the user would call it."""
+    """As :func:`call_at`, for the batch of the hook that calls this, if any."""
     place = _here.get()
     named = _named_parameters(getattr(hook, "__func__", hook)) if place is not None else ()
     return hook(*args, **{name: getattr(place, name) for name in named})
@@ -70,7 +73,7 @@ _LOG_DEFAULTS = {name: p.default for name, p in list(_LOG_SIGNATURE.parameters.i
 
 
 class RecordedModule(pl.LightningModule):
-    """Its ``self.log`` can be recorded, and its transfer hooks see data only, never the address of a batch."""
+    """Its ``self.log`` can be recorded, and its transfer hooks never see addresses."""
 
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
     """While code runs whose logging is recorded instead of done: (name, value, further arguments)."""
@@ -78,9 +81,7 @@ class RecordedModule(pl.LightningModule):
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning; in code that sees one micro-batch it is recorded, and replayed everywhere with the whole
-        step.
-        """
+        """As in Lightning; recorded in code that sees one micro-batch."""
         if self.recorded_logs is None:
             if not self._may_log:
                 raise UnsupportedFeatureError(
@@ -111,7 +112,7 @@ class RecordedModule(pl.LightningModule):
         self.recorded_logs.append((name, value, arguments))
 
     def _over_workers(self, value: Any, reduce_fx: Any, rank_zero_only: bool, **_: Any) -> Any:
-        """``value`` of all workers as one; Lightning does that only for strategies that it knows."""
+        """``value`` reduced over workers, which Lightning leaves to known strategies."""
         if rank_zero_only or not isinstance(value, (Number, Tensor)):
             return value
         number = torch.as_tensor(value, device=self.device)
@@ -121,12 +122,12 @@ class RecordedModule(pl.LightningModule):
 
     @property
     def sees_one_microbatch(self) -> bool:
-        """Whether code runs that sees one micro-batch: other workers may not run it as often."""
+        """Whether code runs that sees one micro-batch, on this worker alone."""
         return self.recorded_logs is not None or not self._may_log
 
     @contextmanager
     def logging_allowed(self, allowed: bool) -> Iterator[None]:
-        """Whether ``self.log`` works within the block, outside the code whose logging is recorded."""
+        """Whether ``self.log`` works within the block, where it is not recorded."""
         before = self._may_log
         object.__setattr__(self, "_may_log", allowed)  # nn.Module's own looks for parameters and buffers
         try:
@@ -136,9 +137,7 @@ class RecordedModule(pl.LightningModule):
 
     @override
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Leaves addresses alone, which is what Lightning's loops hold: the hook is for data. Those of several loaders
-        become one.
-        """
+        """Leaves addresses alone; those of several loaders become one."""
         batch = as_one_step(batch)
         return batch if isinstance(batch, StepHandle) else super()._on_before_batch_transfer(batch, dataloader_idx)
 
@@ -151,8 +150,8 @@ def recorded(module: pl.LightningModule) -> RecordedModule:
     return module
 
 
-def as_it_was(module: nn.Module) -> None:
-    """Gives ``module`` the class back that it had before it became an object of a :func:`disguised` one."""
+def restore_class(module: nn.Module) -> None:
+    """Gives ``module`` the class back that it had before :func:`disguised`."""
     original = getattr(type(module), "_disguised_from", None)
     if original is not None:
         module.__class__ = original
@@ -160,8 +159,9 @@ def as_it_was(module: nn.Module) -> None:
 
 @cache
 def disguised(cls: type[Any], also: type[Any]) -> type[Any]:
-    """A class that passes for ``cls`` and has the methods of ``also`` before those of ``cls``; pickles and copies of
-    its objects are of ``cls``.
+    """A class that passes for ``cls``, with the methods of ``also`` before its own.
+
+    Pickles and copies of its objects are of ``cls``.
     """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     original = getattr(cls, "_disguised_from", cls)
@@ -178,3 +178,138 @@ def _as_it_was(module: Any, protocol: Any) -> tuple[Any, ...]:
 
 def _new(cls: type[Any], *arguments: Any) -> Any:
     return cls.__new__(cls, *arguments)
+
+
+class StepRecorder(Protocol):
+    """Records what the user's code does with one micro-batch."""
+
+    def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
+        """Calls ``hook(*args)`` without gradients; returns what it did."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Records the block in the object that the context yields."""
+
+    def dump(self, recording: Any, samples: int) -> bytes:
+        """Recording of a block."""
+
+
+CallArguments: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+"""Which module is called, by its path in the user's ("" is that itself), and its arguments."""
+
+_redirected: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]] = WeakKeyDictionary()
+
+
+class _Redirected(nn.Module):
+    pass
+
+
+def redirect_forward(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
+    """From now on ``ask`` answers calls of ``module`` outside of steps.
+
+    Also those of its submodules that contain all of ``layers``.
+    """
+    for path, holder in list(_holders(module, layers)):
+        if holder not in _redirected:
+            made = disguised(type(holder), _Redirected)  # type: ignore[arg-type]
+            if "forward" not in vars(made):
+                made.forward = _redirecting_forward(made.forward)
+            holder.__class__ = made
+        _redirected[holder] = path, ask
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Ends :func:`redirect_forward`."""
+    for part in module.modules():
+        if _redirected.pop(part, None) is not None and isinstance(
+            part, _Redirected
+        ):  # its class may be the user's again already
+            part.__class__ = type(part).__bases__[1]  # which was disguised
+
+
+def _holders(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    for path, part in module.named_modules():
+        has_forward = type(part).forward not in (nn.Module.forward, pl.LightningModule.forward)
+        if has_forward and all(layer.startswith(f"{path}." if path else "") for layer in layers):
+            yield path, part
+
+
+def _redirecting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)  # with its signature, which models of transformers look at
+    def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path, ask = _redirected.get(self, ("", None))
+        if ask is None or is_tracing():
+            return forward(self, *args, **kwargs)
+        if any(is_cache(leaf) or isinstance(leaf, _AbsentCache) for leaf in _leaves((args, kwargs))):
+            raise UnsupportedFeatureError(
+                f"{_named(self, path)} was called with a cache of keys and values, of which each stage has its layers'"
+                " part only. Call it without one, with all tokens: use_cache=False in calls and in generate()."
+            )
+        return ask((path, args, kwargs))
+
+    return asking
+
+
+def _named(module: nn.Module, path: str) -> str:
+    return f"self.{path}" if path else f"{type(module).__name__}"
+
+
+# ---------------------------------------------------------------------- what the stages run
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Result of a call, with its tensors on the CPU."""
+
+    value: Any
+
+
+class WholeStep(nn.Module):
+    """A call, recorded as the step of an evaluation; ``take`` gets the recording."""
+
+    name = "forward"
+
+    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._recorder, self._take = recorder, take
+
+    @override
+    def forward(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.name = f"{path}.forward" if path else "forward"
+        called = self.module.get_submodule(path)
+        with self._recorder.recording() as recording, step_randomness():
+            output = called.forward(*args, **kwargs)  # its hooks run where it was called
+            recording.result = CallResult(_portable(output))
+        self._take(recording)
+        return output
+
+
+def _portable(output: Any) -> Any:
+    """``output`` for other workers, without caches, which hold one stage's values."""
+    caches = {type(leaf) for leaf in _leaves(output) if is_cache(leaf)}
+
+    def sent(part: Any) -> Any:
+        return part.detach().cpu().clone() if isinstance(part, Tensor) else _AbsentCache()
+
+    return apply_to_collection(output, (Tensor, *caches), sent)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return tree_leaves(value, is_leaf=is_cache)
+
+
+class _AbsentCache:
+    """Stands for a cache of keys and values; any use is an error."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedFeatureError(
+            "The model was called outside of its steps, and each stage has its layers' part of the cache of keys and"
+            " values that it returned: use_cache=False, and all tokens in each call."
+        )
+
+    __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and pickle look for
+            raise AttributeError(name)
+        self._refuse()

@@ -6,15 +6,22 @@
 27.0
 """
 
-from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
-from lightning_recycle.planning.exact.exact_planner import ExactPlanner
+from lightning_recycle.planning.costs import (
+    Costs,
+    Memory,
+    Profile,
+    StageProfile,
+    communication_seconds,
+    load_profile,
+    save_profile,
+)
+from lightning_recycle.planning.cuts import even_cuts
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, heuristic
-from lightning_recycle.planning.heuristic.list_scheduling import one_f_one_b
-from lightning_recycle.planning.layouts.cuts import even_cuts
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, LayerMove, layer_moves
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
-from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
+from lightning_recycle.planning.layer_costs import LayerCosts, LayerMove, layer_moves
+from lightning_recycle.planning.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
+from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import (
     distribution_of,
     normalize,
@@ -22,11 +29,24 @@ from lightning_recycle.planning.normalization import (
     normalized_problem,
     roles,
 )
-from lightning_recycle.planning.plan_files import PLAN_SCHEMA, load_plan, plan_to_json, read_plan, save_plan
-from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.planner import Planner, available_planners, get_planner, plan, register_planner, solve
+from lightning_recycle.planning.plan_library import (
+    PLAN_SCHEMA,
+    PlanLibrary,
+    load_plan,
+    plan_to_json,
+    read_plan,
+    save_plan,
+)
+from lightning_recycle.planning.planner import (
+    ExactPlanner,
+    Planner,
+    available_planners,
+    get_planner,
+    plan,
+    register_planner,
+    solve,
+)
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
-from lightning_recycle.planning.profile import Profile, StageProfile, load_profile, save_profile
 from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.timing import retime

@@ -1,17 +1,14 @@
-"""Processes beside this one: work with a hard time limit, questions about plans, and work that is given up.
+"""Child processes: work with a hard time limit, and questions about plans.
 
-Planning is Python that does not end for seconds, and a thread that does it holds up the loop of the coordinator: by 5
-ms each time that the loop wakes up, by 2 s where one call handles a large schedule. Solvers crash. So both run in a
-process of their own, which imports no torch and ends with the process that asks. Not ``multiprocessing``: that imports
-the caller's main module in the child, which may be a training script.
+Planning is Python that does not end for seconds, and a thread that does it holds up the coordinator's loop by 5 ms at
+each of its turns. Solvers crash. So both run in a process of their own, which imports no torch and ends with the
+process that asks. Not ``multiprocessing``: that imports the caller's main module in the child, a training script.
 
 *Work* (:func:`run_in_child`): a function in a new process takes one picklable argument and ``report``, with which it
-sends picklable messages while it runs. The caller receives every message sent before the process ended, whatever ended
-it.
+sends picklable messages while it runs. The caller receives every message sent before the process ended.
 
-*Questions* (:class:`PlanningProcess`): one process answers one question at a time. It starts with the first question.
-Each question has a thread of its own there, with the processor time that nothing else wants (``nice`` 19) unless
-workers wait for the answer.
+*Questions* (:class:`PlanningProcess`): one process answers one question at a time, each in a thread of its own, with
+the processor time that nothing else wants (``nice`` 19) unless workers wait for the answer.
 
 | event | consequence |
 |---|---|
@@ -21,14 +18,6 @@ workers wait for the answer.
 | it was lost five times | :class:`ProcessLostError` at once, for the rest of the run |
 | there is no answer within ``_TIME_LIMIT`` | it is killed; :class:`~lightning_recycle.errors.PlanningError` |
 | question or answer cannot be pickled | :class:`~lightning_recycle.errors.PlanningError` |
-
-A thread that makes plans names with :func:`cancelled_by` what cancels them; what takes long in making one calls
-:func:`check_cancelled` now and then. A planner that never does is waited for.
-
-Contract: :func:`run_in_child` returns within ``time_limit`` seconds (plus start and end), never raises because of the
-child, and leaves no process behind. A child whose parent dies ends within a second. One thread uses a planning process.
-
-Must not know: solvers, plans; which question comes first.
 """
 
 from __future__ import annotations
@@ -60,12 +49,15 @@ _cancels: ContextVar[threading.Event | None] = ContextVar("cancelled", default=N
 
 
 class Cancelled(BaseException):
-    """The plan is not wanted any more. No error: whoever handles errors of planners must let it pass."""
+    """The plan is not wanted any more; handlers of planners' errors let it pass."""
 
 
 @contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """Planning in the block, in this thread, is given up once ``event`` is set."""
+    """Planning in the block, in this thread, is given up once ``event`` is set.
+
+    Long computations call :func:`check_cancelled` now and then.
+    """
     token = _cancels.set(event)
     try:
         yield
@@ -99,11 +91,11 @@ class UnavailableError(PlanningError):
 
 
 def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: float = math.inf) -> str | None:
-    """Call the function ``entry`` ("module:function") with ``argument`` and a :data:`Report` in a child process.
+    """Call the function ``entry`` ("module:function") in a child process.
 
     Args:
-        entry: the function, importable with the ``sys.path`` of this process.
-        argument: its argument, picklable.
+        entry: the function of a picklable argument and a :data:`Report`, importable with the ``sys.path`` of this
+            process.
         on_message: called here for each message of the child.
         time_limit: seconds after which the child is killed.
 
@@ -157,9 +149,7 @@ _MOST_LOSSES = 5  # in a run; it is no use to start again what dies each time
 
 
 Question: TypeAlias = Callable[[], Any]
-"""A pure question, picklable: it returns the same answer wherever it is called. What takes long calls
-:func:`check_cancelled` now and then.
-"""
+"""A pure question, picklable: it returns the same answer wherever it is called."""
 
 
 class ProcessLostError(PlanningError):
@@ -167,11 +157,9 @@ class ProcessLostError(PlanningError):
 
 
 class UnexpectedError(PlanningError):
-    """A question raised another exception than the errors of this package: a defect of the code that answers it.
+    """A question raised an exception that is not of this package: a defect.
 
-    Args:
-        reason: the exception in one line.
-        trace: its traceback, which an exception does not take along to another process.
+    ``trace`` is its traceback, which an exception does not take along to another process.
     """
 
     def __init__(self, reason: str, trace: str) -> None:
@@ -196,10 +184,9 @@ class PlanningProcess:
         return None if child is None else child.process.pid
 
     def ask(self, question: Question, interrupted: threading.Event, *, urgent: bool = False) -> Any:
-        """The answer to ``question``.
+        """The answer to a picklable question.
 
         Args:
-            question: the question, picklable.
             interrupted: once it is set, the question is given up.
             urgent: whether workers wait for the answer.
 
@@ -248,10 +235,7 @@ class PlanningProcess:
 
 
 class _Child:
-    """One process.
-
-    Attributes:
-        was_idle: whether there was no sign of life since it was asked, after an earlier answer: it had ended before.
+    """One process; ``was_idle``: it gave no sign of life since its last answer.
 
     Raises:
         OSError: if it cannot be started.
@@ -287,11 +271,7 @@ class _Child:
     ) -> tuple[str, Any]:
         """The answer to the question in ``task``, with its kind.
 
-        Args:
-            task: the question.
-            interrupted: once it is set, the question is given up.
-            time_limit: seconds for the answer.
-            on_message: gets what is reported meanwhile, by code that may hold the interpreter: no silence is too long.
+        ``on_message`` gets what is reported meanwhile, by code that may hold the interpreter: no silence is too long.
 
         Raises:
             EOFError, OSError: when the process has ended or is stuck.

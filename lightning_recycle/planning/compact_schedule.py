@@ -1,27 +1,9 @@
-"""Compact schedules: the program of one lane, replicated on any number of lanes.
+"""Compact schedules: one lane's program, and a formula for the workers of lanes.
 
-Concept: D pipelines in which some workers have failed still have n whole *lanes*, n = min over the stages of the live
-workers there: sets of one live worker of each stage. If the D * M micro-batches are dealt evenly to them and each stays
-in its lane from the first stage to the last, all lanes do the same work in the same order at the same times: ceil(D * M
-/ n) micro-batches, or one fewer. The plan of one lane, for a grid of one pipeline without failures, is then the plan of
-all, whatever n is. Which workers and micro-batches a lane has is a formula, so that no plan has to list them
-(:class:`LanePlaces`).
-
-A :class:`CompactSchedule` is a :class:`~lightning_recycle.planning.schedule.Schedule` like any other to its readers: a
-worker's operations are decoded when they are asked for, in about a millisecond. Asking for all, as
-:meth:`CompactSchedule.expand` does, takes what a plan that lists every operation takes: 12 us and 180 bytes for each.
-
-With n lanes the busiest worker runs as many micro-batches as in any plan: a stage with n live workers cannot do with
-less. Lanes waste the workers beyond n of the stages that have lost fewer. So they cost nothing where the stage that
-decides the period is one of those with the most failures, as with equal costs or with failures normalized to all stages
-alike, and at most 1 - n / D of the time elsewhere. A lane has no failures, and 1 / n of the operations: it is planned
-in a second, however many lanes there are, and better than a large grid in the same time.
-
-Contract: immutable, picklable; equal to :meth:`~CompactSchedule.expand` in every answer. Makespan, peaks and routes
-follow from the lane without decoding every worker. The schedule of another set of failed workers with as many lanes is
-the same lane: renaming costs nothing.
-
-Must not know: how a lane is planned.
+Where every stage has at least n live workers there are n *lanes*, sets of one live worker of each stage, that share
+nothing but REDUCE. All micro-batches are dealt to lanes, and each lane runs the plan of a single pipeline, so a plan
+for thousands of workers is as small as one for a pipeline. Another set of failed workers with as many lanes has the
+same plan. A compact schedule equals :meth:`~CompactSchedule.expand` in every answer.
 """
 
 from __future__ import annotations
@@ -38,21 +20,21 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused, schedule_of_columns
 
 COMPACT_FROM = 100_000
-"""Operations from which on plans are made by lanes: listing so many one by one takes seconds."""
+"""Operations from which on plans are made by lanes."""
 
 _MOST_LISTED = 2_000_000  # operations that a plan may list one by one: half a minute of planning, and 400 MB
 _GOOD = 1.01  # of the lower bound: up to here no plan that lists its operations is looked for beside the lanes'
 
 
 def worth_compacting(problem: Problem, least: int) -> bool:
-    """Whether ``problem`` has at least ``least`` operations, several pipelines, and no slow worker or further lane."""
+    """Whether a problem is large, of several pipelines, and all lanes are alike."""
     grid = problem.grid
     are_alike = grid.lanes == grid.pipelines and not problem.worker_factors
     return _operations(problem) >= least and grid.pipelines > 1 and are_alike
 
 
 def good_enough(schedule: CompactSchedule) -> bool:
-    """Whether nothing else should be looked for: the plan is near the lower bound, or a longer list takes too much."""
+    """Whether no full plan is needed: it would gain too little or take too long."""
     problem = schedule.problem
     return _operations(problem) > _MOST_LISTED or schedule.period <= _GOOD * lower_bound(problem)
 
@@ -68,7 +50,7 @@ def lanes_of(problem: Problem) -> int:
 
 
 def lane_problem(problem: Problem) -> Problem:
-    """The problem of a lane: one pipeline without failures, with as many micro-batches as the fullest lane runs.
+    """The problem of one lane: a pipeline with the fullest lane's micro-batches.
 
     Raises:
         PlanningError: when workers differ in speed; then their lanes do, too.
@@ -83,10 +65,8 @@ def lane_problem(problem: Problem) -> Problem:
 class Lane:
     """One lane's part of a plan.
 
-    Args:
-        problem: see :func:`lane_problem`.
-        stages: the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
-            number within the lane.
+    ``stages`` has the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
+    number within the lane.
     """
 
     problem: Problem
@@ -111,9 +91,7 @@ class Lane:
     def operations(self, stage: int, names: Sequence[Microbatch]) -> tuple[ScheduledOp, ...]:
         """The operations of the worker of ``stage``, in order.
 
-        Args:
-            stage: the stage.
-            names: the lane's micro-batches; if they are fewer than the lane's program has, the rest is left out.
+        If the lane has fewer micro-batches (``names``) than its program, the operations of the rest are left out.
         """
         columns, count = self.stages[stage], len(names)
         rows = zip(columns.kinds, columns.indices, columns.starts, columns.ends, strict=True)
@@ -139,24 +117,19 @@ class Lane:
 class LanePlaces:
     """Workers and micro-batches of each lane: O(D S) to make, O(1) to ask.
 
-    With n lanes, the first n pipelines are the lanes, in their order; the others give their workers. Lane l runs
-    its home's micro-batches, (l, 0) to (l, M - 1), and then as many of those of the others as are its share. If worker
-    (l, s) has failed, the lane's worker of stage s is one of the others' that are alive: there are enough, because
-    stage s has at least n live workers. Workers that are left over have nothing to do but REDUCE and STEP.
+    With n lanes, the first n pipelines are the lanes, in their order; the other pipelines give their workers. Lane l
+    runs its home's micro-batches, (l, 0) to (l, M - 1), and then its share of the other pipelines'. If worker (l, s)
+    has failed, a live worker of stage s of another pipeline replaces it: stage s has at least n live workers. Workers
+    that are left over only take part in REDUCE and STEP.
 
-    The (D - n) M micro-batches of the others are numbered by pipeline and index and dealt in runs: with q, r =
+    The (D - n) M micro-batches of the other pipelines are numbered by pipeline and index and dealt in runs: with q, r =
     divmod(D M, n), lane l gets q - M of them, and one more if l < r, so that
 
-        number x of the others is in lane  x // (q - M + 1)                        if x < r (q - M + 1)
-                                           r + (x - r (q - M + 1)) // (q - M)      otherwise.
+        number x is in lane  x // (q - M + 1)                        if x < r (q - M + 1)
+                             r + (x - r (q - M + 1)) // (q - M)      otherwise.
 
     That the first pipelines stay keeps the leaders of stages at work, and as pipelines are given up from the last on,
-    one failure more changes few lanes.
-
-    Args:
-        grid: the grid.
-        failed: the dead workers.
-        lanes: the number of lanes, at most the live workers of any stage.
+    one failure more changes few lanes. There are at most as many lanes as live workers of any stage.
     """
 
     def __init__(self, grid: Grid, failed: Collection[Worker], lanes: int) -> None:
@@ -168,7 +141,7 @@ class LanePlaces:
 
     @cached_property
     def _adopted(self) -> dict[Worker, int]:
-        """The lanes of the workers outside their home, and by (lane, stage) who replaces the failed worker there."""
+        """The lanes of the workers outside their home."""
         return {worker: place.pipeline for place, worker in self._substitutes.items()}
 
     @cached_property
@@ -191,7 +164,6 @@ class LanePlaces:
         return worker.pipeline if worker.pipeline < self.lanes else self._adopted.get(worker)
 
     def worker(self, lane: int, stage: int) -> Worker:
-        """The worker of ``stage`` of a lane."""
         home = Worker(lane, stage)
         return self._substitutes.get(home, home)
 
@@ -221,7 +193,7 @@ class LanePlaces:
 
 
 class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
-    """The operations of every live worker of ``problem``, decoded when they are asked for."""
+    """The operations of every live worker, decoded when they are read."""
 
     def __init__(self, problem: Problem, lane: Lane) -> None:
         self.lane = lane
@@ -277,11 +249,9 @@ class CompactSchedule(Schedule):
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the start of an iteration's first operation to the end of its last, from empty to empty."""
         return self.lane.makespan
 
     def route(self, stage: int, microbatch: Microbatch) -> Worker:
-        """The worker that executes ``microbatch`` at ``stage``."""
         grid = self.grid
         inside = 0 <= microbatch.pipeline < grid.pipelines and 0 <= microbatch.index < grid.microbatches
         if not (inside and 0 <= stage < grid.stages):
@@ -289,7 +259,7 @@ class CompactSchedule(Schedule):
         return self.workers.places.worker(self.workers.places.lane_of(microbatch), stage)
 
     def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
-        """The pairs of workers of consecutive stages that exchange messages in a step: neighbours in a lane."""
+        """Pairs of workers that exchange messages in a step: neighbours in a lane."""
         places, stages = self.workers.places, range(self.grid.stages)
         for lane in range(places.lanes):
             yield from pairwise(places.worker(lane, stage) for stage in stages)
@@ -299,7 +269,6 @@ class CompactSchedule(Schedule):
         return frozenset(worker for worker in self.workers if self.workers.places.lane(worker) is None)
 
     def peak_in_flight(self, worker: Worker) -> int:
-        """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
         self._check(worker)
         lane = self.workers.places.lane(worker)
         if lane is None:
@@ -310,7 +279,6 @@ class CompactSchedule(Schedule):
         return self._peaks[key]
 
     def fits(self, problem: Problem) -> bool:
-        """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
         one = replace(problem, grid=self.lane.problem.grid, failed=frozenset(), worker_factors=())
         return self.lane.schedule().fits(one)
 
@@ -326,12 +294,11 @@ class CompactSchedule(Schedule):
             return Schedule(self.problem, {worker: self.workers[worker] for worker in self.workers}, self.period)
 
     def serves(self, problem: Problem) -> bool:
-        """Whether the lanes of ``problem`` are those of this schedule, whichever workers are in them."""
+        """Whether the lanes of ``problem`` are this schedule's, whatever their workers."""
         is_of_lanes = problem.grid.lanes == self.grid.lanes and not problem.worker_factors
         return is_of_lanes and lane_problem(problem) == self.lane.problem
 
     def under(self, problem: Problem) -> CompactSchedule:
-        """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""
         return compact(problem, replace(self.lane, problem=lane_problem(problem)))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,34 +1,41 @@
-"""Costs of operations: their seconds by stage, the time of a message between stages, and the bytes that they hold.
+"""Costs of operations in seconds and bytes by stage, given or measured.
 
-*Seconds*: a planner only sees durations. The caller decides where they come from: a profile, a model of the hardware or
-a guess. :func:`communication_seconds` turns latency, message size and bandwidth into the one number that is needed.
-REDUCE is what a worker waits for the reduction of its stage's gradients after its last backward.
+*Seconds* (or any unit used consistently): REDUCE is the time that a worker waits for the reduction of its stage's
+gradients after its last backward.
 
-*Memory*: parameters, gradients, optimizer state and buffers are held whatever the schedule; the rest is for
-micro-batches. Memory follows from the operations: F takes what the micro-batch's backward needs (``after_forward``), B
-replaces that by what its W still needs (``after_backward``, which may be more: a linear layer keeps its input *and* the
-gradient of its output), W frees the rest, and BW frees everything without the detour. The most that a worker holds is
-therefore a property of the order of its operations, and of whether each backward is split. A limit in micro-batches is
-the same with sizes of 1 (:meth:`Memory.counting`). An operation takes memory at its start and frees it at its end.
-Where a forward is computed again, F keeps less at its end (``checkpoint``), and R takes what F would have kept.
+*Memory*: F takes what the micro-batch's backward needs (``after_forward``), B replaces that by what its W still needs
+(``after_backward``, which may be more: a linear layer keeps its input *and* the gradient of its output), W frees the
+rest, and BW frees everything without the detour. Where a forward is computed again, F keeps less at its end
+(``checkpoint``), and R takes what F would have kept. An operation takes memory at its start and frees it at its end. A
+limit in micro-batches is the same with sizes of 1 (:meth:`Memory.counting`).
 
-Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy. Deltas in
-:meth:`Memory.delta` are the only place that knows what an operation does to memory.
+*Measured*: a :class:`Profile`, in ``profile.json``, is of one model on one kind of machine with one number of stages,
+whatever the number of pipelines and micro-batches. A :class:`Footprint` is the memory of one worker. The memory of a
+plan follows from those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device.
 
-Must not know: workers, failures, schedules, torch.
+File (schema 1)::
 
-Units: seconds, or any unit used consistently ("slots"); bytes.
+    {"schema": 1, "steps": 20,
+     "communication": {"latency": 1e-4, "bandwidth": 1e10},
+     "stages": [{"forward": 0.010, "backward_input": 0.011, "backward_weight": 0.009, "reduce": 0.002,
+                 "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000,
+                 "waiting_bytes": 12000000}, ...]}
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from typing import Any, Literal, TypeAlias, TypeGuard
 
-from lightning_recycle.arguments import at_least, is_number
+from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.files import read_json, refusing, write_atomically
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
 
@@ -132,7 +139,7 @@ def communication_seconds(
 
 
 def cost_difference(one: Costs, other: Costs) -> float:
-    """Distance of two costs: the largest difference of a duration, as a fraction of the mean F, B or W.
+    """Largest difference of a duration, as a fraction of the mean F, B or W.
 
     The two are first scaled to the same mean, because a common factor changes no plan. Infinite if the numbers of
     stages differ.
@@ -192,7 +199,7 @@ class Memory:
 
     @classmethod
     def counting(cls, limits: Sequence[int]) -> Memory:
-        """The memory in which a worker of stage s can hold ``limits[s]`` micro-batches from F to W or BW."""
+        """Memory that counts micro-batches: ``limits[s]`` for a worker of stage s."""
         ones = (1,) * len(limits)
         return cls(tuple(limits), (0,) * len(limits), ones, ones)
 
@@ -202,12 +209,13 @@ class Memory:
         return len(self.capacity)
 
     def room(self, stage: int) -> float:
-        """Bytes of a worker of ``stage`` that are free for micro-batches, with an allowance for rounding."""
+        """Bytes of a worker that are free for micro-batches, rounding allowed for."""
         return self.capacity[stage] - self.fixed[stage] + _ROUNDING * self.capacity[stage]
 
     def delta(self, kind: OpKind, stage: int, recomputed: bool = False) -> float:
-        """Bytes that a worker of ``stage`` holds more after an operation of ``kind`` than before it; ``recomputed``:
-        whether its micro-batch has an R.
+        """Bytes by which an operation changes what a worker holds.
+
+        ``recomputed``: whether the micro-batch has an R.
         """
         held = self.after_forward[stage]
         kept = held if self.checkpoint is None else self.checkpoint[stage]
@@ -218,7 +226,7 @@ class Memory:
         return sum(self.parts(kind, stage))
 
     def parts(self, kind: OpKind, stage: int) -> tuple[float, float]:
-        """:meth:`delta` of a micro-batch that is not computed again: what is held from F to B, and from B to W."""
+        """:meth:`delta` of a micro-batch without R: held from F to B, and from B to W."""
         held, waiting = self.after_forward[stage], self.after_backward[stage]
         if kind is OpKind.FORWARD:
             return held, 0.0
@@ -229,27 +237,27 @@ class Memory:
         return (-held if kind is OpKind.BACKWARD else 0.0), 0.0
 
     def needed(self, kind: OpKind, stage: int) -> float:
-        """Bytes that a worker of ``stage`` holds more in an operation of ``kind`` than before it."""
+        """Bytes that a worker holds more during an operation than before it."""
         if kind is OpKind.FORWARD:
             return max(self.after_forward[stage], self.delta(kind, stage, recomputed=True))
         return max(0.0, self.delta(kind, stage))
 
     def least(self, stage: int) -> float:
-        """The fewest bytes that one micro-batch may hold after F, whether it is computed again or not."""
+        """The fewest bytes that one micro-batch may hold after F, with or without R."""
         held = self.after_forward[stage]
         return held if self.checkpoint is None else min(held, self.checkpoint[stage])
 
     def most(self, stage: int, each: float) -> float:
-        """Number of micro-batches of ``each`` bytes that fit into a worker of ``stage``; infinite for 0 bytes."""
+        """Number of micro-batches of ``each`` bytes that fit into a worker."""
         return self.room(stage) // each if each else float("inf")
 
     def check(self) -> None:
-        """Raises PlanningError when a stage has no room for one micro-batch: then no plan exists."""
+        """Raises PlanningError when a stage has no room for one micro-batch."""
         for stage in range(self.stages):
             self._check(stage, self.after_forward[stage])
 
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
-        """The number of micro-batches that fit into a worker of each stage whatever the order of its operations.
+        """Micro-batches that fit into a worker of each stage in any order of operations.
 
         Args:
             most: the limit where micro-batches need no memory, e.g. D * M.
@@ -271,3 +279,219 @@ class Memory:
                 f"without and {each:,.0f} more with one micro-batch: use smaller micro-batches, more stages or more "
                 "memory."
             )
+
+
+PROFILE_SCHEMA = 1
+"""Version of the file's format; a reader refuses newer ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """One stage: seconds per micro-batch (F, B, W) or step (REDUCE, STEP), and bytes."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    reduce: float = 0.0
+    optimizer: float = 0.0
+    activation_bytes: int = 0
+    """Held from F to B; to W where ``waiting_bytes`` is not known."""
+    output_bytes: int = 0
+    """Sent to the next stage for one micro-batch; its gradient is as large."""
+    waiting_bytes: int | None = None
+    """Held for one micro-batch from its B to its W; None if that was not measured."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check = whole if item.name.endswith("_bytes") else at_least
+            if item.name != "waiting_bytes" or self.waiting_bytes is not None:
+                check("StageProfile", item.name, getattr(self, item.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured model.
+
+    Args:
+        stages: the profile of each stage.
+        latency: seconds for an empty message.
+        bandwidth: bytes per second between neighbouring stages; 0 if unknown; messages then cost the latency.
+        steps: number of measured steps.
+    """
+
+    stages: tuple[StageProfile, ...]
+    latency: float = 0.0
+    bandwidth: float = 0.0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not self.stages:
+            raise ConfigurationError("Profile(stages=()): give at least one stage.")
+        at_least("Profile", "latency", self.latency)
+        at_least("Profile", "bandwidth", self.bandwidth)
+        whole("Profile", "steps", self.steps)
+
+    def costs(self) -> Costs:
+        """The planner's costs, in seconds, with the largest message of any stage."""
+        message = max((stage.output_bytes for stage in self.stages[:-1]), default=0)
+        transfer = message / self.bandwidth if self.bandwidth else 0.0
+        return Costs(
+            forward=tuple(stage.forward for stage in self.stages),
+            backward_input=tuple(stage.backward_input for stage in self.stages),
+            backward_weight=tuple(stage.backward_weight for stage in self.stages),
+            reduce=tuple(stage.reduce for stage in self.stages),
+            optimizer=tuple(stage.optimizer for stage in self.stages),
+            communication=self.latency + transfer if len(self.stages) > 1 else 0.0,
+        )
+
+    def memory(self, activation_memory: float) -> Memory:
+        """The memory of a plan with ``activation_memory`` bytes for micro-batches."""
+        return Memory(
+            capacity=(activation_memory,) * len(self.stages),
+            fixed=(0.0,) * len(self.stages),
+            after_forward=tuple(stage.activation_bytes for stage in self.stages),
+            after_backward=tuple(
+                stage.activation_bytes if stage.waiting_bytes is None else stage.waiting_bytes for stage in self.stages
+            ),
+        )
+
+
+def save_profile(path: str | PathLike[str], profile: Profile) -> None:
+    """Write ``profile.json``, atomically.
+
+    Raises:
+        ConfigurationError: when the file cannot be written.
+    """
+    data = {
+        "schema": PROFILE_SCHEMA,
+        "steps": profile.steps,
+        "communication": {"latency": profile.latency, "bandwidth": profile.bandwidth},
+        "stages": [asdict(stage) for stage in profile.stages],
+    }
+    with refusing(f"write the profile to {path}"):
+        write_atomically(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def load_profile(path: str | PathLike[str]) -> Profile:
+    """Read ``profile.json``.
+
+    Raises:
+        ConfigurationError: when it cannot be read, is damaged, or of a newer schema.
+    """
+    data = read_json(path, "the profile", "measure again")
+    schema = data.get("schema") if isinstance(data, Mapping) else None
+    if schema != PROFILE_SCHEMA:
+        raise ConfigurationError(
+            f"the profile {path} has schema {schema!r}, this version reads {PROFILE_SCHEMA}: "
+            "measure again, or update lightning-recycle."
+        )
+    try:
+        return _profile(data)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the profile {path} is damaged: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"the profile {path} is damaged ({error!r}): measure again.") from error
+
+
+def _profile(data: Mapping[str, Any]) -> Profile:
+    communication = data["communication"]
+    return Profile(
+        stages=tuple(StageProfile(**stage) for stage in data["stages"]),
+        latency=communication["latency"],
+        bandwidth=communication["bandwidth"],
+        steps=data["steps"],
+    )
+
+
+MemoryLimit: TypeAlias = float | int | Literal["auto"]
+"""Bytes of a worker as an integer; a fraction of its share of the device; "auto"."""
+
+_AUTO = 0.9
+"""Part of a share of a device that plans may use.
+
+The rest is for what is not measured: temporary tensors within an operation (on CUDA they are), messages on their way,
+and what an allocator cannot use.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory that one worker measured.
+
+    Args:
+        place: the device or machine whose memory it uses; workers with the same place share it.
+        capacity: what that has.
+        overhead: what the worker's process needs there besides tensors: libraries, a CUDA context.
+        fixed: its tensors between two steps: parameters, buffers, gradients, optimizer state, the previous version.
+        messages: buffers for the messages of one micro-batch, which stay from step to step.
+        after_forward: what one micro-batch holds from F on.
+        after_backward: what one micro-batch holds from B on, until W.
+        checkpoint: what one micro-batch holds from F on, until R, if its forward is computed again.
+        temporary: what an operation takes besides while it runs, at most; 0 if that is not known.
+    """
+
+    place: str
+    capacity: int
+    overhead: int
+    fixed: int
+    messages: int
+    after_forward: int
+    after_backward: int
+    checkpoint: int
+    temporary: int = 0
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            whole("Footprint", item.name, getattr(self, item.name))
+
+
+def is_memory_limit(value: object) -> TypeGuard[MemoryLimit]:
+    """Whether ``value`` is a limit in bytes, a fraction or "auto"."""
+    fraction = isinstance(value, float) and is_number(value, 0, above=True) and value <= 1.0
+    return value == "auto" or is_integer(value, 1) or fraction
+
+
+def memory_of(
+    grid: Grid,
+    failed: Collection[Worker],
+    footprints: Mapping[Worker, Footprint],
+    limit: MemoryLimit,
+    *,
+    recompute: bool = False,
+) -> Memory:
+    """The memory of a worker of each stage while ``failed`` are gone.
+
+    Args:
+        footprints: of at least one worker of each stage. The micro-batches of dead workers, and their messages, are
+            their peers'.
+        limit: what may be used of a device.
+        recompute: whether forwards may be computed again.
+    """
+    sharing = Counter(footprint.place for footprint in footprints.values())
+    by_stage: list[list[Footprint]] = [[] for _ in range(grid.stages)]
+    for worker, footprint in footprints.items():
+        by_stage[worker.stage].append(footprint)
+    live = Counter(worker.stage for worker in grid.workers() if worker not in failed)
+    capacity, fixed = [], []
+    for stage, found in enumerate(by_stage):
+        capacity.append(min(_allowed(footprint, sharing[footprint.place], limit) for footprint in found))
+        most = -(-grid.global_microbatches // max(1, live[stage]))
+        own = max(footprint.fixed + footprint.temporary for footprint in found)  # one operation runs at a time
+        fixed.append(own + most * max(footprint.messages for footprint in found))
+    return Memory(
+        tuple(capacity),
+        tuple(fixed),
+        tuple(max(footprint.after_forward for footprint in found) for found in by_stage),
+        tuple(max(footprint.after_backward for footprint in found) for found in by_stage),
+        tuple(max(footprint.checkpoint for footprint in found) for found in by_stage) if recompute else None,
+    )
+
+
+def _allowed(footprint: Footprint, sharing: int, limit: MemoryLimit) -> float:
+    """Bytes of tensors that a worker may hold."""
+    if limit == "auto":
+        limit = _AUTO
+    if isinstance(limit, int):
+        return limit
+    return max(0.0, limit * footprint.capacity / sharing - footprint.overhead)

@@ -1,16 +1,9 @@
 """Grid of workers, micro-batches, operations: the vocabulary of a schedule.
 
-Concept: D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The
-worker at (pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines.
-A worker's part of an iteration is a sequence of operations. The planner orders them, the executor runs them, the
-simulator times them and the pictures draw them; all four share these types.
-
-Contract: immutable value objects, comparable and hashable. ``OpKind`` is a ``str``, so its value is the name used in
-plan files.
-
-Must not know: costs, failures, who executes an operation, torch.
-
-Source: ReCycle (SOSP'24, arXiv 2405.14009), section 2, for the terms.
+D identical pipelines of S stages train together; each pipeline splits its batch into M micro-batches. The worker at
+(pipeline d, stage s) has the same parameters as its *peers*, the workers at stage s of the other pipelines. Planner,
+executor, simulator and pictures share these immutable types; the terms are those of ReCycle (SOSP'24, arXiv
+2405.14009).
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from lightning_recycle.errors import ConfigurationError
 
 @dataclass(frozen=True, order=True, slots=True)
 class Worker:
-    """A place in the grid: stage ``stage`` of pipeline, or lane, ``pipeline`` (both from 0)."""
+    """Place in the grid: stage ``stage`` of pipeline, or lane, ``pipeline``."""
 
     pipeline: int
     stage: int
@@ -51,7 +44,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """D pipelines of S stages with M micro-batches per pipeline and iteration, run by the workers of L lanes.
+    """D pipelines of S stages with M micro-batches each, run by workers of L lanes.
 
     A *lane* is a place for one worker of each stage. Pipeline d has lane d; lanes from D on have no micro-batches of
     their own, and take some of all others.
@@ -106,7 +99,7 @@ class Grid:
         return tuple(self.worker(rank) for rank in range(self.num_workers))
 
     def rank(self, worker: Worker) -> int:
-        """The rank, d * S + s: neighbouring ranks, as on one node, belong to different stages."""
+        """The rank, d * S + s: neighbouring ranks belong to different stages."""
         return worker.pipeline * self.stages + worker.stage
 
     def worker(self, rank: int) -> Worker:
@@ -135,25 +128,26 @@ def global_index(grid: Grid, microbatch: Microbatch) -> int:
 
 
 class OpKind(str, Enum):
-    """Kind of an operation on one micro-batch (F, R, B, W, BW) or once per iteration (REDUCE, STEP)."""
+    """Kind of operation: per micro-batch (F, R, B, W, BW) or iteration (REDUCE, STEP)."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
-    """The same forward again, before the micro-batch's backward. Where there is an R, its F kept a checkpoint: what the
-    stage got, and nothing else."""
+    """The same forward again before the backward, where F kept only its input."""
     BACKWARD_INPUT = "B"
     """Gradient with respect to the stage's input: the stage before waits for it."""
     BACKWARD_WEIGHT = "W"
-    """Gradient with respect to the stage's parameters: nothing waits for it before REDUCE, so it fits into bubbles."""
+    """Gradient for the stage's parameters, on which only REDUCE waits."""
     BACKWARD = "BW"
     """B and W fused."""
     REDUCE = "REDUCE"
-    """All-reduce of the stage's gradients among its live workers: what the last W or BW has not hidden of it."""
+    """All-reduce of the stage's gradients: the part that the last W does not hide."""
     STEP = "STEP"
     """Optimizer step of the stage."""
     CHECK = "C"
-    """A micro-batch of another worker of the stage once more, to compare the results. In no schedule: a pass puts it
-    into the program of a worker (:mod:`~lightning_recycle.planning.program`)."""
+    """A peer's micro-batch once more, to compare the results.
+
+    In no schedule: a pass puts it into the program of a worker (:mod:`~lightning_recycle.planning.program`).
+    """
 
     def __str__(self) -> str:
         return self.value
@@ -173,7 +167,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledOp:
-    """An operation with its planned times from the start of the iteration, in the unit of the costs."""
+    """An operation with its planned times, from the start of the iteration."""
 
     op: Op
     start: float

@@ -1,28 +1,15 @@
 """Failure normalization, and contingencies that need a plan.
 
-Concept: stages differ. A failure costs nothing where the stage has idle time and memory to spare, and a lot where it
-does not. Where workers die is chance, but any healthy worker can take over another stage by copying its parameters
-from a peer there: only the *number* of failures is given, their *distribution* over the stages is a choice. A plan
-library then needs one plan for each number of failures instead of one for each set of failed workers.
+A failure costs nothing where the stage has idle time and memory to spare, and a lot where it does not. Any healthy
+worker can take over another stage by copying its parameters from a peer there: only the *number* of failures is given,
+their *distribution* over the stages is a choice (ReCycle, arXiv 2405.14009, section 4). :func:`normalize` chooses it:
+the shortest period; then the most memory left on the most loaded worker; then the least load on memory altogether; then
+failures in late stages. :func:`roles` maps the live workers to the positions of that plan. :func:`contingencies` lists
+the problems that a run may have to plan for, the likeliest first.
 
-:func:`normalize` chooses the distribution: the shortest period; among those, the one that leaves the most memory
-on the most loaded worker; among those, the least load on memory altogether; then failures in late stages.
-:func:`roles` maps the live workers to the positions of the plan that was made for that distribution, moving as few
-workers as possible to another stage. From which peer each of these copies its state, see
-:func:`~lightning_recycle.planning.layouts.layer_costs.layer_moves`.
-
-:func:`contingencies` lists the problems that a run may have to plan for, the likeliest first: S for one failure, about
-S^2 / 2 for two. A distribution is as likely as it has sets of workers. What is planned offline for a library and what a
-run asks for come from here alike.
-
-Contract: pure functions; every worker computes the same answer. Without ``period``, a distribution is judged by the
-lower bound of its period, a maximum over stages, which the heuristic's plans nearly always meet. Where they do not,
-with little memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds
-until none is left that could be better, which is exact wherever they are few enough to be listed.
-
-Must not know: how plans are stored, how state is copied, torch.
-
-Source: ReCycle (arXiv 2405.14009), section 4, failure normalization.
+Without ``period``, a distribution is judged by the lower bound of its period. Where plans do not meet that, with little
+memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds until none is left
+that could be better.
 """
 
 from __future__ import annotations
@@ -38,7 +25,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic
+from lightning_recycle.planning.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem, stage_lower_bounds
 
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
@@ -52,10 +39,10 @@ def normalize(
     period: Callable[[tuple[int, ...]], float] | None = None,
     most: int | None = None,
 ) -> tuple[int, ...]:
-    """The number of failures each stage should carry so that ``failures`` in total cost least.
+    """The number of failures of each stage so that ``failures`` in total cost least.
 
     Args:
-        problem: the problem to be planned, whoever has failed in it, for workers of equal speed.
+        problem: the problem to be planned, for workers of equal speed; its failed workers do not count.
         failures: number of failed workers.
         period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
             called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
@@ -115,7 +102,7 @@ def normalize(
 
 
 def _rivals(grid: Grid, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``chosen`` and the distributions to compare it with: all, or those that differ in the place of one failure."""
+    """``chosen`` and the distributions to compare: all, or those one failure away."""
     failures, most = sum(chosen), grid.lanes - 1
     if comb(failures + grid.stages - 1, failures) <= _MOST_LISTED:
         yield from distributions(grid, failures)
@@ -130,7 +117,7 @@ def _rivals(grid: Grid, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def distributions(grid: Grid, failures: int) -> Iterator[tuple[int, ...]]:
-    """All ways to distribute ``failures`` over the stages that leave a live worker in each; early stages first."""
+    """All ways to distribute ``failures`` that leave each stage a live worker."""
 
     def fill(stages: int, left: int) -> Iterator[tuple[int, ...]]:
         if stages == 0:
@@ -145,7 +132,7 @@ def distributions(grid: Grid, failures: int) -> Iterator[tuple[int, ...]]:
 
 
 def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Worker]:
-    """The failed positions that stand for a distribution: those of the last pipelines in each stage.
+    """Failed positions of a distribution: those of the last pipelines in each stage.
 
     The first pipelines stay whole (the leader is among them), and orphans of neighbouring stages have the same homes,
     so they stay together on their way.
@@ -171,7 +158,7 @@ def distribution_of(grid: Grid, failed: Collection[Worker]) -> tuple[int, ...]:
 
 
 def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -> dict[Worker, Worker]:
-    """For each live worker, its position in the plan for ``normalized_failures(grid, distribution)``.
+    """Positions of the live workers in the plan for a distribution of failures.
 
     Workers stay where they are if they can; others change pipeline, which costs nothing because peers have the same
     state; as few as possible change stage.
@@ -218,7 +205,10 @@ def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
 
 
 def _dealt(steps: Sequence[Sequence[float]], failures: int) -> tuple[int, ...]:
-    """The number of failures of each stage if each goes where the next step is smallest; on a tie, to a late stage."""
+    """Failures of each stage if each goes where the next step is smallest.
+
+    On a tie, it goes to a late stage.
+    """
     counts = [0] * len(steps)
     queue = [(row[0], -stage) for stage, row in enumerate(steps) if row]
     heapify(queue)
@@ -247,11 +237,10 @@ def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = Fals
 
 
 def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
-    """``problem`` with that number of failed workers, for each of their distributions over the stages.
+    """``problem`` with ``failures`` failed workers, for each of their distributions.
 
     Args:
         problem: the fault-free problem.
-        failures: the number of failed workers.
         most: the most problems wanted; the likeliest are kept. Where there are too many distributions to compare, those
             with one failure in each of some stages, than which none is likelier.
     """
@@ -269,7 +258,7 @@ def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
 
 
 def normalized_problem(problem: Problem, failures: int) -> Problem:
-    """``problem`` with that *number* of failed workers, in the stages where they cost least (failure normalization).
+    """``problem`` with that *number* of failed workers, where they cost least.
 
     Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do, and
     those that are planned by lanes (:mod:`~lightning_recycle.planning.compact_schedule`) keep as many as they can.
@@ -294,7 +283,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 
 
 def most_in_a_stage(problem: Problem, failures: int) -> int | None:
-    """Most of ``failures`` workers that a stage may carry if they are distributed; None for any number.
+    """Most of ``failures`` workers that a stage may carry; None for any number.
 
     Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
     """
@@ -303,7 +292,7 @@ def most_in_a_stage(problem: Problem, failures: int) -> int | None:
 
 
 def next_failures(problem: Problem) -> list[frozenset[Worker]]:
-    """Sets of failed workers after one more failure, one for each different plan that is then needed."""
+    """Sets of failed workers after one more failure, one for each plan needed."""
     found = []
     for stage in range(problem.grid.stages):
         live = problem.live_workers(stage)

@@ -1,21 +1,21 @@
-"""Library of plans that were made ahead: a directory with one compressed plan file for each plan.
+"""Plan files, and the library: a directory of compressed plans made ahead.
 
-Concept: the name of a file says what its plan is for. The first part is the same for all plans
+*Files*: the format of ``plan.json`` is documented in docs/planner.md; the result of :func:`load_plan` has passed the
+validator, and every error is one line that names the file and the remedy. For torch,
+``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes a line for each rank of a pipeline, with its
+actions in order: stage, kind (F; B for a backward in one piece; I and W for its two parts) and micro-batch, as in
+``0F0``. Torch binds a stage to one rank of its pipeline and computes no forward again, so plans that need either are
+refused as CSV.
 
-- of the same planner and version of the package, for the same grid and techniques;
-- for as many failed (and slow) workers in each stage: which ones does not matter, as the plan is renamed
-  (:mod:`~lightning_recycle.planning.rerouting`);
+*Library*: the first part of a file's name is the same for plans of the same planner and version of the package, for the
+same grid and techniques and as many failed (and slow) workers in each stage, as the plan is renamed
+(:mod:`~lightning_recycle.planning.rerouting`); the second part for the same costs and limits. A plan serves a problem
+with the same first part if its costs differ by at most a quarter of the mean operation (it is timed again; a common
+factor is no difference), and if it fits into the memory. Of several, the plan for the nearest costs is taken, then the
+shortest.
 
-the second part for those of the same costs and limits. A plan serves a problem with the same first part if its costs
-differ by at most a quarter of the mean operation (it is timed again with those of the problem; a common factor is no
-difference, as it changes no plan), and if its workers hold no more than the problem allows, whatever limits it was made
-for. Of several the one for the nearest costs is taken, then the shortest.
-
-Contract: nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator;
-otherwise it is reported once and treated as absent, so that the next :meth:`PlanLibrary.compute` or
-:meth:`~PlanLibrary.put` replaces it. Files appear whole or not at all; several processes may share a directory.
-
-Must not know: who needs a plan, and when.
+Nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator; otherwise it is
+reported once and treated as absent. Files appear whole or not at all; several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import is_dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,259 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from lightning_recycle.arguments import __version__
+from lightning_recycle.arguments import __version__, is_integer, is_number
 from lightning_recycle.errors import PlanningError, ReCycleError
-from lightning_recycle.files import refusing, write_atomically
+from lightning_recycle.files import read_json, refusing, write_atomically, write_json
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.plan_files import PLAN_SCHEMA, plan_to_json, problem_to_json, read_plan
+from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
+from lightning_recycle.planning.costs import Costs, Memory, cost_difference
+from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.planner import Planner, get_planner, solve
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.rerouting import renamed, representative
-from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
+from lightning_recycle.planning.schedule import (
+    TOLERANCE,
+    OperationColumns,
+    PlanResult,
+    Schedule,
+    SolverUse,
+    proven,
+    schedule_of_columns,
+)
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
+
+PLAN_SCHEMA = 1
+"""Version of the plan file's format; a reader refuses unknown versions."""
+
+
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """The problem's part of a plan file."""
+    # Only where there are slow workers, a limit in bytes, or further lanes, so that all other plans stay the same.
+    factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
+    grid = {name: size for name, size in asdict(problem.grid).items() if name != "lanes"}
+    if problem.grid.lanes != problem.grid.pipelines:
+        grid["lanes"] = problem.grid.lanes
+    memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
+    return {
+        "grid": grid,
+        "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
+        "costs": {name: _plain(value) for name, value in asdict(problem.costs).items()},
+        "in_flight_limit": _plain(problem.in_flight_limit),
+        "technique": asdict(problem.technique),
+        **({"worker_factors": factors} if factors else {}),
+        **({"memory": memory} if memory else {}),
+    }
+
+
+def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
+    """The content of the plan file; a bare schedule counts as the heuristic's."""
+    if isinstance(result, Schedule):
+        result = proven(result, "heuristic")
+    schedule, use = result.schedule, result.solver
+    return {
+        "schema": PLAN_SCHEMA,
+        **problem_to_json(schedule.problem),
+        "backend": result.backend,
+        "status": result.status,
+        "lower_bound": result.lower_bound,
+        "gap": result.gap,
+        "found_by": result.found_by,
+        "solver": {"calls": use.calls, "seconds": use.seconds, "reason": use.reason},
+        "period": schedule.period,
+        "makespan": schedule.makespan,
+        **_body(schedule),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _body(schedule: Schedule) -> dict[str, Any]:
+    """The operations: those of all workers, or those of a lane."""
+    if isinstance(schedule, CompactSchedule):
+        lane = schedule.lane
+        return {"lane": {"microbatches": lane.microbatches, "stages": [each.to_json() for each in lane.stages]}}
+    workers = [
+        {
+            "pipeline": worker.pipeline,
+            "stage": worker.stage,
+            "ops": OperationColumns.of(schedule.workers[worker]).to_json(),
+        }
+        for worker in schedule.live_workers
+    ]
+    return {"workers": workers}
+
+
+def _problem_of(plan: Mapping[str, Any]) -> Problem:
+    """The problem that a plan file's content is a plan of.
+
+    Raises:
+        PlanningError: when it has none, or a schema that this version cannot read.
+    """
+    schema = plan.get("schema") if isinstance(plan, Mapping) else None
+    if schema != PLAN_SCHEMA:
+        raise PlanningError(
+            f"a plan with schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. Compute the plan "
+            "again, or update lightning-recycle."
+        )
+    with _damage_reported():
+        limit, memory = plan["in_flight_limit"], plan.get("memory")
+        return Problem(
+            grid=Grid(**plan["grid"]),
+            costs=Costs(**plan["costs"]),
+            failed=frozenset(Worker(*position) for position in plan["failed"]),
+            technique=Technique(**plan["technique"]),
+            in_flight_limit=None if limit is None else tuple(limit),
+            worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
+            memory=None if memory is None else Memory(**memory),
+        )
+
+
+def read_schedule(plan: Mapping[str, Any]) -> Schedule:
+    """The schedule in a plan file's content. It is not validated.
+
+    Raises:
+        PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
+    """
+    problem = _problem_of(plan)
+    with _damage_reported():
+        period = float(plan["period"])
+        if "lane" in plan:
+            stages = tuple(OperationColumns.from_json(stage) for stage in plan["lane"]["stages"])
+            one = lane_problem(problem)
+            if plan["lane"]["microbatches"] != one.grid.microbatches or len(stages) != one.grid.stages:
+                raise PlanningError(f"its lane is none of the grid {one.grid}")
+            return replace(compact(problem, Lane(one, stages)), period=period)
+        columns = {
+            Worker(entry["pipeline"], entry["stage"]): OperationColumns.from_json(entry["ops"])
+            for entry in plan["workers"]
+        }
+        return schedule_of_columns(problem, columns, period)
+
+
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    """Errors of damaged content as PlanningError."""
+    try:
+        yield
+    except ReCycleError as error:
+        raise PlanningError(f"the plan is damaged: {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
+
+
+def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:
+    """Write ``plan.json``, atomically.
+
+    Raises:
+        PlanningError: when the file cannot be written.
+    """
+    with refusing(f"write the plan to {path}", PlanningError):
+        write_json(path, plan_to_json(result))
+
+
+def load_plan(path: str | PathLike[str]) -> PlanResult:
+    """Read and validate a plan file.
+
+    Raises:
+        PlanningError: when the file cannot be read, is damaged, of a newer schema, or its schedule breaks a rule.
+    """
+    data = read_json(path, "the plan", "compute it again", PlanningError)
+    try:
+        return read_plan(data)
+    except InvalidScheduleError as error:
+        raise PlanningError(
+            f"the plan {path} breaks {len(error.violations)} rule(s), the first: {error.violations[0]}. "
+            "Compute it again."
+        ) from error
+    except PlanningError as error:
+        raise PlanningError(f"{path}: {error}") from error
+
+
+def read_plan(data: Any) -> PlanResult:
+    """The validated plan from the content of a plan file.
+
+    Raises:
+        PlanningError: as for :func:`load_plan`.
+    """
+    if not isinstance(data, Mapping):
+        raise PlanningError("the plan is damaged: a JSON object is expected. Compute it again.")
+    schedule = read_schedule(data)
+    backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
+    if not isinstance(backend, str) or status not in ("optimal", "feasible"):
+        raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")
+    if not is_number(bound):
+        raise PlanningError(f"the plan is damaged (lower_bound {bound!r}): compute it again.")
+    validate(schedule)
+    claimed = data.get("makespan")
+    if not is_number(claimed) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
+        raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its schedule's): compute it again.")
+    if bound > schedule.period * (1 + TOLERANCE):
+        raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
+    if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):
+        raise PlanningError("the plan is damaged (called optimal above its lower_bound): compute it again.")
+    found_by = data.get("found_by")
+    if not isinstance(found_by, str):
+        raise PlanningError(f"the plan is damaged (found_by {found_by!r}): compute it again.")
+    solver = _solver_use(data.get("solver"))
+    # The bound is not computed again: that takes longer than all else here.
+    return PlanResult(schedule, backend, status, float(bound), found_by=found_by, solver=solver)
+
+
+def _solver_use(data: Any) -> SolverUse:
+    """The use of the solver as the file has it."""
+    try:
+        use = SolverUse(**data)
+    except TypeError as error:
+        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.") from error
+    if not (is_integer(use.calls, 0) and is_number(use.seconds, 0) and isinstance(use.reason, str)):
+        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.")
+    return use
+
+
+_TORCH_LETTERS = {
+    OpKind.FORWARD: "F",
+    OpKind.BACKWARD: "B",
+    OpKind.BACKWARD_INPUT: "I",
+    OpKind.BACKWARD_WEIGHT: "W",
+}
+
+
+def check_torch_runs(problem: Problem) -> None:
+    """Raises PlanningError for plans that re-route or compute forwards again."""
+    if problem.failed or problem.worker_factors:
+        raise PlanningError(
+            "a plan with failed or slow workers re-routes micro-batches between pipelines, and"
+            " torch.distributed.pipelining binds each stage to one rank: write a plan with failures=0, or format=json."
+        )
+    if problem.memory is not None and problem.memory.checkpoint is not None:
+        raise PlanningError(
+            "a plan may compute forwards again (memory.checkpoint), and the schedules of torch.distributed.pipelining"
+            " cannot: write a plan with memory.checkpoint=null, or format=json."
+        )
+
+
+def save_torch_csv(path: str | PathLike[str], schedule: Schedule) -> None:
+    """Write one pipeline's actions on micro-batches 0 to M - 1, a line per stage.
+
+    Raises:
+        PlanningError: when torch cannot run the schedule, or the file cannot be written.
+    """
+    check_torch_runs(schedule.problem)
+    lines = []
+    for stage in range(schedule.grid.stages):
+        actions = []
+        for op in schedule.program(Worker(0, stage)):
+            if op.microbatch is not None:
+                if op.microbatch.pipeline != 0:
+                    raise PlanningError(f"{op} of another pipeline runs in pipeline 0: write the plan as format=json.")
+                actions.append(f"{stage}{_TORCH_LETTERS[op.kind]}{op.microbatch.index}")
+        lines.append(",".join(actions))
+    with refusing(f"write the plan to {path}", PlanningError):
+        write_atomically(path, "\n".join(lines) + "\n")
+
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +302,7 @@ _DAMAGE = (OSError, EOFError, zlib.error, ValueError, RecursionError, ReCycleErr
 
 
 class PlanLibrary:
-    """The plans of one planner in a directory, which is created when the first plan is stored.
+    """The plans of one planner in a directory, created with the first plan.
 
     Args:
         path: the directory.
@@ -95,7 +337,7 @@ class PlanLibrary:
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def has(self, problem: Problem) -> bool:
-        """Whether a plan for exactly these costs and limits is stored: the planner has nothing to add to it."""
+        """Whether a plan for exactly these costs and limits is stored."""
         return self._path(problem).exists()
 
     def miss(self, problem: Problem) -> str:
@@ -136,8 +378,10 @@ class PlanLibrary:
     def compute(
         self, problems: Iterable[Problem], processes: int | None = None, progress: bool = False
     ) -> list[PlanResult]:
-        """The plans of all ``problems``, in order; those not stored yet, for exactly these costs and limits, are
-        computed and stored. One plan is made for all problems that are alike.
+        """The plans of all ``problems``, in order; missing ones are made and stored.
+
+        Plans are missing that are not stored for exactly these costs and limits. One plan is made for all problems that
+        are alike.
 
         Args:
             problems: the problems to plan.
@@ -212,7 +456,7 @@ class PlanLibrary:
 
 
 def _adapted(result: PlanResult, problem: Problem) -> PlanResult | None:
-    """A stored plan as a plan for ``problem``; None if a worker would hold more than it may."""
+    """A stored plan as a plan for ``problem``; None if it exceeds the memory."""
     schedule, stored = result.schedule, result.schedule.problem
     # First the names, for which all else must be equal; then costs and limits.
     mapped = renamed(schedule, replace(stored, failed=problem.failed, worker_factors=problem.worker_factors))

@@ -1,4 +1,4 @@
-"""Options of planning: who makes the plans, from which costs, with which techniques and how much memory."""
+"""Options of planning: planner, costs, techniques and memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
 from lightning_recycle.planning.problem import Technique
-from lightning_recycle.planning.profile import MemoryLimit, is_memory_limit
 
 Partition: TypeAlias = Literal["count"] | Sequence[int]
-"""How layers are distributed over stages: equal numbers of layers or of parameters; the number of layers of each stage,
-as integers (``[3, 5, 4]``); or the seconds of each layer, as floats, for stages of equal seconds.
+"""How layers are distributed over stages.
+
+Equal numbers of layers; the number of layers of each stage, as integers (``[3, 5, 4]``); or the seconds of each layer,
+as floats, for stages of equal seconds.
 """
 
 Switch: TypeAlias = bool | Literal["auto"]
@@ -88,12 +90,12 @@ class PlanningOptions(OptionGroup):
 
     @property
     def technique(self) -> Technique:
-        """The techniques that may be used; where ``split_backward`` is "auto", plans choose."""
+        """The techniques that may be used; plans choose where a switch is "auto"."""
         return Technique(split_backward=bool(self.split_backward), staggered=bool(self.staggered))
 
     @property
     def in_flight_limit(self) -> int | None:
-        """The number of micro-batches that a worker may hold, if ``memory`` is given as that."""
+        """The most micro-batches that a worker may hold, if ``memory`` is given so."""
         found = _MICROBATCHES.fullmatch(self.memory) if isinstance(self.memory, str) else None
         return None if found is None else int(found[1])
 

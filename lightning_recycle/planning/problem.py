@@ -1,30 +1,19 @@
-"""The planning problem: a planner's input, and what no plan for it can beat.
+"""The planning problem, a planner's input, and lower bounds for all of its plans.
 
-*Problem*: a grid, what each operation costs, which workers are dead or slow, how much memory there is, and which of
-ReCycle's techniques may be used. Equal problems have the same plan.
+A problem is a grid, the costs of its operations, failed and slow workers, limits of memory, and the techniques that may
+be used. Equal problems have the same plan. Every error names the wrong value and the remedy.
 
-*Lower bounds* of period and makespan: consider one worker of one stage with its share of the micro-batches.
+Lower bounds of period and makespan consider one worker of one stage with its share of the micro-batches, the best one
+for the stage's workers. They hold for every schedule that the validator accepts, whatever the routing:
 
 - *Load*: it must run F, B and W of all of them, one at a time.
 - *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
   memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
 - *Memory*: with room for c micro-batches between F and B, the (k + c)-th forward waits for a B, at the earliest that of
   the k-th, which comes a round trip after its forward. With room for c between F and W it waits for a W in the same
-  way, and all but c weight gradients come before the last forward. Each takes at least the smallest of its sizes,
-  which is that of a checkpoint where forwards may be computed again.
+  way, and all but c weight gradients come before the last forward. Each takes at least the smallest of its sizes.
 - *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
   until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
-
-The share is the best one for the stage's workers: an even split, or in proportion to their speeds.
-
-Contract: frozen, hashable, validated on construction; every error names the wrong value and the remedy. Bounds are
-valid for every schedule that the validator accepts, whatever the routing; never above the optimum and often equal to it
-(without a memory limit they are tight for the running example with split backwards).
-
-Must not know: how schedules are computed, torch.
-
-Units: costs are in seconds, or in any unit used consistently ("slots"); memory is in bytes, or in micro-batches in
-flight.
 """
 
 from __future__ import annotations
@@ -43,7 +32,7 @@ from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """ReCycle's switches. Adaptive re-routing of dead workers' micro-batches is always on.
+    """Switches of ReCycle's techniques; re-routing is always on.
 
     Args:
         split_backward: a backward may be split into B and W, which the plan decides for each; otherwise all are
@@ -140,13 +129,11 @@ class Problem:
 
     @property
     def measure(self) -> Memory:
-        """The memory by which plans are compared: its own in bytes, else one of 1 in which a micro-batch takes 1 from F
-        to W or BW.
-        """
+        """The memory by which plans are compared: in bytes, else by micro-batches."""
         return self.memory or Memory.counting((1,) * self.grid.stages)
 
     def counted(self) -> Problem:
-        """The problem with a limit in micro-batches alone, which no schedule of it can exceed in bytes.
+        """The problem with a limit in micro-batches that keeps within its bytes.
 
         Raises:
             PlanningError: when a worker cannot hold one micro-batch whose backward is split.
@@ -167,11 +154,11 @@ class Problem:
 
     @property
     def stays_home(self) -> bool:
-        """Whether workers run their own pipeline's micro-batches: none has failed, is slow, or is of a further lane."""
+        """Whether workers run only the micro-batches of their own pipeline."""
         return not self.failed and not self.worker_factors and self.grid.lanes == self.grid.pipelines
 
     def without_vacant_lanes(self) -> Problem:
-        """The same problem without lanes, behind the others, of which all workers have failed."""
+        """The same problem without the last lanes whose workers have all failed."""
         grid = self.grid
         lanes = max(grid.pipelines, 1 + max(worker.pipeline for worker in self.live_workers()))
         if lanes == grid.lanes:
@@ -185,7 +172,7 @@ class Problem:
         return tuple(self.grid.lanes - lost[stage] for stage in range(self.grid.stages))
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
-        """The workers that have not failed: all in rank order, or those of one stage by pipeline."""
+        """The workers that have not failed, in rank order, or those of one stage."""
         if stage is None:
             return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
         peers = (Worker(d, stage) for d in range(self.grid.lanes))
@@ -219,7 +206,7 @@ def makespan_lower_bound(problem: Problem) -> float:
 
 
 def stage_lower_bounds(problem: Problem) -> tuple[float, ...]:
-    """For each stage, the lower bound of the period that its own work enforces, whatever fails in other stages."""
+    """For each stage, the lower bound of the period by its own work."""
     bounds = _Bounds(problem)
     of_stage = bounds.period if problem.technique.staggered else bounds.makespan
     return tuple(of_stage(stage) for stage in range(problem.grid.stages))
@@ -260,7 +247,7 @@ class _Bounds:
         ]
 
     def period(self, stage: int) -> float:
-        """The least period that the work of ``stage`` allows, for itself and for the stages before it."""
+        """The least period for the work of ``stage``, for it and the stages before."""
         return max(self.own[stage], *(self._detour(before, stage) for before in range(stage)), 0.0)
 
     def makespan(self, stage: int) -> float:
@@ -269,7 +256,7 @@ class _Bounds:
         return max(self.forward_to[stage] + self.own[stage], *detours, 0.0)
 
     def _detour(self, stage: int, later: int) -> float:
-        """From the first F at ``stage`` through all F and B of a worker of stage ``later`` to the STEP of ``stage``."""
+        """From the first F at ``stage`` through a worker of stage ``later`` to the STEP."""
         way = self.forward_to[later] - self.forward_to[stage] + self.backward_to[later] - self.backward_to[stage]
         return way + self.inner[later] + self.closing[stage]
 
@@ -285,7 +272,7 @@ class _Bounds:
         return forward * factor, backward * factor, weight * factor
 
     def _windows(self, stage: int, count: int) -> tuple[int, int]:
-        """The most of ``count`` micro-batches between F and the end of B (BW), and between F and the end of W (BW)."""
+        """The most of ``count`` micro-batches from F to B (BW), and from F to W (BW)."""
         until_backward = until_weight = float(count)
         for memory in self.memories:
             held = memory.least(stage)
@@ -295,7 +282,7 @@ class _Bounds:
         return int(until_backward), int(until_weight)
 
     def _wait(self, stage: int, count: int, factor: float) -> tuple[float, float]:
-        """The least idle time and the least time from the first F to the last, for ``count`` micro-batches."""
+        """The least idle time, and the least time from the first F to the last."""
         forward, backward, weight = self._work(stage, factor)
         round_trip = self._round_trip(stage)
         until_backward, until_weight = self._windows(stage, count)
@@ -331,13 +318,14 @@ class _Bounds:
         return max(count * (forward + backward) + early * weight + idle, chain)
 
     def _least(self, time: Callable[[int, float], float], stage: int) -> float:
-        """The smallest possible maximum of ``time(count, factor)`` over the stage's workers."""
+        """The smallest possible maximum of ``time(count, factor)`` over the workers."""
         return least_maximum(time, self.problem.grid.global_microbatches, self.factors[stage])
 
 
 def least_maximum(time: Callable[[int, float], float], microbatches: int, factors: Sequence[float]) -> float:
-    """The smallest possible maximum of ``time(count, factor)`` over workers with these factors that share so many
-    micro-batches; no time is longer for a lower count.
+    """The smallest maximum of ``time(count, factor)`` over workers sharing work.
+
+    No time is longer for a lower count.
     """
     if min(factors) == max(factors):
         return time(-(-microbatches // len(factors)), factors[0])

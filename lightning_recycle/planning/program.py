@@ -1,27 +1,15 @@
-"""Programs of workers: their part of a schedule, its messages, and checks of peers.
+"""Programs of workers: their part of a schedule, messages, and checks of peers.
 
-*Messages*: the schedule says which worker runs what in which order. The source of an operation's input and the
-destination of its output follow from that, so messages are not separate operations. A worker needs no more of the
-schedule than its :class:`Program`, whose size does not grow with the number of workers; the coordinator, which has the
-schedule, sends each worker its own. :func:`links` is symmetric, and has every pair of workers that exchange messages in
-a step of the schedule, in its evaluations, and in what is run forward by the first worker of each stage. It holds no
-pairs of one stage.
+*Messages*: the source of an operation's input and the destination of its output follow from the schedule. A worker
+needs only its :class:`Program`, which the coordinator sends it. :func:`links` is symmetric, and has every pair of
+workers of neighbouring stages that exchange messages in a step, in evaluations, and in forwards by the first workers.
 
-*Checks*: the workers of a stage hold the same parameters, so each can compute a micro-batch of another once more, and
-must get the same bits. A worker is *checked* on one micro-batch of a step; its peer computes that in a CHECK of its own
-before REDUCE, so that nothing is committed that was found wrong. Peers take turns (:func:`partners`). Micro-batches are
-drawn: what errs at the same place of every step, or in every n-th operation, would else never meet a check. A CHECK is
-put between the operations of the schedule, which stays as it is. It is *free* if it fits into an idle time: between two
-operations, or before REDUCE if the worker idles afterwards for as long. Every step has a check of a micro-batch whose
-check is free for all workers of the stage, if there is one. All micro-batches have their turn in the other steps with
-checks, so seldom that these take at most the allowed share of the time. No worker STEPs before all CHECKs of all stages
-are over, as a wrong activation or gradient has been handed on by then: what that costs where stages STEP at their own
-time counts, too. A stage with one worker is not checked, nor is a compact schedule: a place for each of its workers
-would have to be looked for.
-
-Contract: pure data; no planner, validator or plan file knows of messages and checks.
-
-Must not know: torch, connections, how results are compared.
+*Checks*: the workers of a stage hold the same parameters, so a peer can compute a micro-batch once more, in a CHECK
+before REDUCE, and must get the same bits. Peers take turns (:func:`partners`), and micro-batches are drawn: errors at
+the same place of every step would else never meet a check. A CHECK is put between the operations of the schedule, and
+is *free* if it fits into an idle time. Every step has a free check where there is one. All micro-batches have their
+turn in the other steps with checks, so seldom that these take at most the allowed share of the time. No worker STEPs
+before all CHECKs of all stages are over. Stages with one worker and compact schedules have no checks.
 """
 
 from __future__ import annotations
@@ -69,7 +57,7 @@ class WorkerChecks:
         return 1 if self.free else self.every
 
     def drawn(self, step: int) -> int | None:
-        """The micro-batch that is checked in ``step``, the same for all workers of the stage; None for none."""
+        """The micro-batch that is checked in ``step`` on all workers, or None."""
         if step % self.spacing:
             return None
         candidates = range(len(self.places)) if step % self.every == 0 else self.free
@@ -77,7 +65,7 @@ class WorkerChecks:
         return candidates[int.from_bytes(digest, "little") % len(candidates)]
 
     def partners(self, step: int, rank: int) -> tuple[int, int]:
-        """Whom ``rank`` checks, and who checks it, in ``step``, which has a check."""
+        """The peer that ``rank`` checks in ``step``, and the peer that checks it."""
         return partners(self.ranks, rank, step // self.spacing)
 
 
@@ -86,7 +74,6 @@ class StageChecks:
     """The checks of one stage.
 
     Args:
-        ranks: its workers, in order.
         every: in each step that is a multiple of this any micro-batch may be checked.
         places: for each worker and micro-batch the number of operations before its CHECK.
         costs: for each micro-batch the seconds by which its CHECKs make a step longer at most; 0 if all of them are in
@@ -104,16 +91,13 @@ class StageChecks:
         return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
 
     def of(self, worker: Worker) -> WorkerChecks:
-        """The part of ``worker``."""
         return WorkerChecks(self.ranks, self.every, self.free, self.places[worker])
 
 
 def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
     """The checks of each stage that has some.
 
-    Args:
-        schedule: the schedule.
-        share: the share of the time that checks may take where they are not free; 0 for no checks at all.
+    ``share`` is the share of the time that checks may take where they are not free; 0 for no checks at all.
     """
     if share <= 0 or isinstance(schedule, CompactSchedule):
         return {}
@@ -159,8 +143,10 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
 
 
 def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
-    """Whom ``rank`` checks, and who checks it, in check number ``turn``: after ``len(ranks) - 1`` checks every worker
-    has been checked by every other one, or with many after 8 by the 8 before it.
+    """The peer that ``rank`` checks, and the one that checks it, in check ``turn``.
+
+    After ``len(ranks) - 1`` checks every worker has been checked by every other one, or with many after 8 by the 8
+    before it.
     """
     place, count = ranks.index(rank), len(ranks)
     distance = 1 + turn % min(count - 1, _FARTHEST)
@@ -168,9 +154,7 @@ def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
 
 
 def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
-    """The workers of its stage that ``worker`` exchanges records with, in this plan or another one for the same workers
-    that begins in passing.
-    """
+    """Peers with which ``worker`` exchanges records, in any plan of these workers."""
     if isinstance(schedule, CompactSchedule):
         return frozenset()
     peers = [other for other in schedule.live_workers if other.stage == worker.stage]
@@ -200,7 +184,7 @@ def _after_reduce(operations: Sequence[ScheduledOp]) -> float:
 
 
 class _Place(NamedTuple):
-    """The number of operations before a CHECK, whether it fits there, and when it is over."""
+    """Operations before a CHECK, whether it fits there, and when it is over."""
 
     before: int
     fits: bool
@@ -208,8 +192,10 @@ class _Place(NamedTuple):
 
 
 def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
-    """The places of CHECKs of ``seconds`` that begin after ``ready``, which rises. ``end``: when the worker goes on
-    after REDUCE, with the next step if no worker waits for others, else when all are REDUCED.
+    """The places of CHECKs that begin after ``ready``, which rises.
+
+    ``end``: when the worker goes on after REDUCE, with the next step if no worker waits for others, else when all are
+    REDUCED.
     """
     reduce = operations.index(_reduce(operations))
     rest = _after_reduce(operations) if end > operations[-1].end else 0.0
@@ -237,8 +223,6 @@ class Task:
     """An operation with everything the executor needs to know about it.
 
     Args:
-        op: the operation.
-        label: its readable name.
         index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
         source: rank of the worker whose message it waits for; None for none.
         destination: rank of the worker that gets its output; None for none.
@@ -277,13 +261,12 @@ class Program:
     all_checks: tuple[int, ...] = ()
 
     def renamed(self, rank: Callable[[int], int], part: int = 0, parts: int = 1) -> Program:
-        """The same program between workers of other ranks, for one that checks no peer.
+        """The same program between workers of other ranks, which checks no peer.
 
         Args:
             rank: old -> new.
             part: the number of the part of each micro-batch that it computes.
-            parts: the number of micro-batches of a larger grid, with as many pipelines for each, that take the place of
-                one.
+            parts: the number of micro-batches of a larger grid that take the place of one.
         """
 
         def of(old: int | None) -> int | None:
@@ -310,12 +293,10 @@ class Program:
 
 
 class Programs:
-    """The programs of the workers of one schedule; what they have in common is found once.
+    """The programs of the workers of one schedule; common parts are found once.
 
-    Args:
-        schedule: the schedule.
-        verify: the share of the time that checks of computations may take where they do not fit into idle times; 0 for
-            no such checks.
+    ``verify`` is the share of the time that checks of computations may take where they do not fit into idle times; 0
+    for no such checks.
     """
 
     def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
@@ -374,7 +355,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
 
 
 def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
-    """For each worker, those of the stages before and after that it is connected with while the schedule runs.
+    """Workers of neighbouring stages with which each worker is connected.
 
     With few pipelines all workers of the one stage and the other, so that every plan for the same workers can be run
     without connecting again. With many, where each would need hundreds of connections: those that exchange messages;

@@ -1,31 +1,15 @@
-"""Re-routing and renaming: who runs a dead worker's micro-batches, and one plan for every loss that is alike.
+"""Re-routing and renaming: the runners of dead workers' micro-batches.
 
-*Re-routing*: where a micro-batch's home worker is alive, it stays at home; otherwise a data-parallel peer adopts it.
-Workers of further lanes, which have none of their own, take an equal share of all others'.
-The numbers are chosen so that the busiest peer finishes as early as possible: an even split, or in proportion to the
-speeds where they differ, in which case a slow worker also gives some of its own away. Adopted micro-batches are dealt
-like cards, in the order in which they will arrive, so that each peer's extra work and memory are spread over the
-iteration. (The in-flight limit is the same for all workers of a stage, so it never makes one peer a better choice than
-another.) The largest (micro-batches x factor) is as small as possible; with equal speeds, loads differ by at most one
-and only orphans move.
+*Re-routing*: a micro-batch stays with its home worker if that is alive; otherwise a data-parallel peer adopts it.
+Workers of further lanes take an equal share of all. The largest (micro-batches x factor) is as small as possible, by
+the greedy rule "next job where it ends first"; with equal speeds, loads differ by at most one and only orphans move.
+Adopted micro-batches are dealt like cards, in the order in which they will arrive.
 
-*Renaming*: the workers of a stage hold the same parameters, so a schedule does not depend on which of them have failed,
-only on how many. It becomes one for other failed workers by giving its parts to other workers: in each stage by any
-permutation of the live peers. It keeps its order, times and memory; every rule that the validator checks is about
-stages, never about pipelines. What a micro-batch is called is free too, if all stages agree on it. The choice of names
-is good for locality: a worker of the first or last stage has the data of its own micro-batches at hand, and neighbours
-in a pipeline are often neighbours in the network. So there is one permutation of the pipelines, of workers and
-micro-batches alike, that puts as many failures as possible in their places; only workers that it would put in the place
-of a failed one take another. After a single failure none has to. Slow workers (``Problem.worker_factors``) are told
-apart from others: a worker's part goes to one of the same factor.
-
-Contract: pure, deterministic functions, called where plans are made, not by workers; renaming is linear in the number
-of operations that change their name.
-
-Must not know: how schedules are made, who stores them.
-
-Source: ReCycle (arXiv 2405.14009), section 3, adaptive pipelining. Unequal speeds: min-max assignment of identical
-jobs to uniform machines, solved exactly by the greedy rule "next job where it ends first".
+*Renaming*: the workers of a stage hold the same parameters, so a schedule depends on the number of failed workers, not
+on which they are. It becomes one for other failed workers by a permutation of the live peers of each stage; it keeps
+its order, times and memory. One permutation of the pipelines, of workers and micro-batches alike, puts as many failures
+as possible in their places, which keeps data and neighbours local; only workers that it would put in the place of a
+failed one take another. A slow worker's part goes to a worker of the same factor.
 """
 
 from __future__ import annotations
@@ -45,7 +29,7 @@ from lightning_recycle.planning.schedule import Schedule, gc_paused
 def reroute(
     grid: Grid, failed: Collection[Worker], factors: Mapping[Worker, float] | None = None
 ) -> tuple[dict[Microbatch, Worker], ...]:
-    """For each stage, the live worker that executes each of the D * M micro-batches there.
+    """For each stage, the worker that runs each of the D * M micro-batches there.
 
     Args:
         grid: the grid.
@@ -95,7 +79,7 @@ def _reroute(
 
 
 def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
-    """The number of micro-batches for each pipeline's worker that minimizes the largest share x factor."""
+    """Micro-batches of each worker so that the largest share x factor is least."""
     total = grid.global_microbatches
     even, rest = divmod(total, len(factors))
     if len(set(factors.values())) == 1:
@@ -117,8 +101,9 @@ _FAILED = math.inf
 
 
 def representative(problem: Problem) -> Problem:
-    """The same problem for all problems that are :func:`alike`: failed workers are in the last pipelines, slow ones in
-    those before.
+    """The same problem for all problems that are :func:`alike`.
+
+    Failed workers are in the last pipelines, slow ones in those before.
     """
     if not problem.failed and not problem.worker_factors:
         return problem
@@ -138,11 +123,9 @@ def alike(one: Problem, other: Problem) -> bool:
 
 
 def renamed(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same schedule on the workers of ``problem``.
+    """The same schedule on the workers of ``problem``; itself if nothing changes.
 
-    Args:
-        schedule: a schedule; it is returned itself if nothing changes.
-        problem: what it is to be for; only the failed and the slow workers may differ from the schedule's own problem.
+    Only the failed and the slow workers may differ from the schedule's own problem.
 
     Raises:
         PlanningError: when the problems are not alike.
@@ -181,7 +164,7 @@ def _renamed_op(scheduled: ScheduledOp, names: Sequence[Sequence[Microbatch] | N
 
 
 def _columns(problem: Problem) -> list[list[float]]:
-    """For each stage and pipeline, the factor of the worker; infinite if it has failed."""
+    """By stage and pipeline, the factor of the worker; infinite if it has failed."""
     grid = problem.grid
     columns = [[1.0] * grid.lanes for _ in range(grid.stages)]
     for worker, factor in problem.worker_factors:
@@ -192,9 +175,7 @@ def _columns(problem: Problem) -> list[list[float]]:
 
 
 def _pipelines(old: Problem, new: Problem) -> list[int]:
-    """For each pipeline of ``old``, one of ``new``: where their marked workers agree in the most stages, else its
-    own.
-    """
+    """For each pipeline of ``old``, the one of ``new`` whose marked workers fit best."""
     marks_of_old, marks_of_new = _marks(old), _marks(new)
     free = dict.fromkeys(range(old.grid.lanes))
     chosen: dict[int, int] = {}
@@ -219,7 +200,7 @@ def _pipelines(old: Problem, new: Problem) -> list[int]:
 
 
 def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:
-    """The stages of each pipeline whose worker has failed or is slow; pipelines without any are left out."""
+    """The stages of each pipeline whose worker has failed or is slow."""
     marks: dict[int, set[tuple[int, float]]] = {}
     factors = [(worker, factor) for worker, factor in problem.worker_factors if worker not in problem.failed]
     for worker, speed in [*((worker, _FAILED) for worker in problem.failed), *factors]:
@@ -228,7 +209,7 @@ def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:
 
 
 def _places(old: Problem, new: Problem, pipelines: list[int]) -> dict[Worker, Worker]:
-    """For each live worker of ``old``, the worker of ``new`` that runs its part: of its pipeline, if that fits."""
+    """For each live worker of ``old``, the worker of ``new`` that runs its part."""
     places: dict[Worker, Worker] = {}
     for stage, (before, after) in enumerate(zip(_columns(old), _columns(new), strict=True)):
         free: dict[float, list[int]] = {}

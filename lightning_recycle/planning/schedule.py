@@ -1,24 +1,13 @@
-"""Schedules as data: which worker runs which operation, in which order and when; and what is proven of a plan.
+"""Schedules: the operations of each worker with their times, and proofs.
 
-Concept: the times of one iteration for each live worker, plus the *period*: iteration k is the same, shifted by k *
-period. Without the staggered optimizer, an iteration begins when the previous one has ended everywhere (period =
-makespan); with it, a stage begins once it has stepped its own optimizer, so an iteration's warm-up overlaps the
-cool-down of the previous one and the period can be shorter than the makespan.
-
-*Results*: who was asked and who found the plan are two things. An exact planner begins with the heuristic's plan;
-unless its solver found a better one, the plan is the heuristic's, and a solver that did not run has calls 0.
+A schedule has the times of one iteration for each live worker, in the order of execution, and the *period*: iteration k
+is shifted by k * period. Without the staggered optimizer, an iteration begins when the previous one has ended
+everywhere (period = makespan); with it, a stage begins once it has stepped its own optimizer. A schedule is not
+necessarily correct: see :func:`lightning_recycle.planning.validation.validate`.
 
 *Of two plans* the faster is better. Plans whose periods differ by at most 0.1 % are equally fast. Of these the shorter
 makespan counts, with the same allowance, then the memory on the tightest worker, as a fraction of what a worker of its
-stage has, then the sum over all workers (:attr:`Schedule.demand`). A search for plans with less memory, by rules or by
-a solver, minimises these two under the period that it has found.
-
-Contract: immutable. A worker's operations are listed in the order of execution (which is the order of their starts);
-the executor needs only that order and :meth:`Schedule.route`; times are for planning, simulation and pictures. A
-Schedule is not necessarily correct: :func:`lightning_recycle.planning.validation.validate` checks that. The status of a
-result is "optimal" only when its ``lower_bound`` proves it.
-
-Must not know: how it was made, how it is run or stored, torch.
+stage has, then the sum over all workers (:attr:`Schedule.demand`).
 """
 
 from __future__ import annotations
@@ -40,11 +29,11 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No automatic garbage collection inside the block; changes nothing if it was off already.
+    """No automatic garbage collection inside the block.
 
-    A schedule of 2,000 workers has a million small objects, none of them cyclic garbage. CPython's collector traverses
-    all of them each time their number has grown by a quarter, which doubles the time (measured: 4.4 s instead of 2.2 s
-    to validate 590,000 operations). Reference counting still frees memory.
+    A schedule of 2,000 workers has a million small objects, none of them cyclic garbage, and CPython's collector
+    traverses all of them each time their number has grown by a quarter: 4.4 s instead of 2.2 s to validate 590,000
+    operations.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -56,7 +45,7 @@ def gc_paused() -> Iterator[None]:
 
 
 KINDS = tuple(OpKind)
-"""The kinds of operations, by the number that stands for them in :class:`OperationColumns`."""
+"""The kinds of operations, by their number in :class:`OperationColumns`."""
 
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _NAMES = [kind.value for kind in KINDS]
@@ -69,14 +58,8 @@ class OperationColumns:
     """Operations of one worker, field by field: for files, pickles and checks.
 
     A tuple of ScheduledOp has an object for every operation; reading its pickle lets no other thread run until it is
-    done, 8 s for 590,000 operations. Five blocks of bytes are read at once.
-
-    Args:
-        kinds: numbers of :data:`KINDS`.
-        pipelines: of the micro-batches; -1 for none.
-        indices: of the micro-batches; -1 for none.
-        starts: in the unit of the costs.
-        ends: in the unit of the costs.
+    done, 8 s for 590,000 operations. Five blocks of bytes are read at once. ``kinds`` are numbers of :data:`KINDS`;
+    ``pipelines`` and ``indices`` are -1 for no micro-batch; times are in the unit of the costs.
     """
 
     kinds: bytes
@@ -98,7 +81,6 @@ class OperationColumns:
         )
 
     def operations(self, stage: int) -> tuple[ScheduledOp, ...]:
-        """The operations of a worker of ``stage``."""
         rows = zip(self.kinds, self.pipelines, self.indices, self.starts, self.ends, strict=True)
         return tuple(
             ScheduledOp(Op(KINDS[kind], stage, None if index < 0 else Microbatch(pipeline, index)), start, end)
@@ -169,7 +151,7 @@ class Schedule:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the start of an iteration's first operation to the end of its last, from empty to empty."""
+        """Time from the first start of an iteration to its last end."""
         begin = min((ops[0].start for ops in self.workers.values() if ops), default=0.0)
         return max((ops[-1].end for ops in self.workers.values() if ops), default=0.0) - begin
 
@@ -186,15 +168,15 @@ class Schedule:
             raise PlanningError(f"the schedule has no forward of micro-batch {microbatch} at stage {stage}.") from None
 
     def under(self, problem: Problem) -> Schedule:
-        """The same operations and times as a schedule for ``problem``, whose costs and workers are the same."""
+        """The same operations and times for a problem with equal costs and workers."""
         return replace(self, problem=problem)
 
     def expand(self) -> Schedule:
-        """The schedule with its operations listed for every worker: itself, unless it is compact."""
+        """The schedule with the operations of every worker; itself unless compact."""
         return self
 
     def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
-        """The pairs of workers of consecutive stages that exchange messages in a step; a pair may come repeatedly."""
+        """Pairs of workers that exchange messages in a step, possibly repeated."""
         for worker, operations in self.workers.items():
             for scheduled in operations if worker.stage < self.grid.stages - 1 else ():
                 microbatch = scheduled.op.microbatch
@@ -215,11 +197,11 @@ class Schedule:
         return frozenset(microbatch for microbatch in kept if microbatch is not None)
 
     def peak_in_flight(self, worker: Worker) -> int:
-        """The most micro-batches ``worker`` holds at once, counted from the start of F to the end of W or BW."""
+        """The most micro-batches ``worker`` holds at once, from F to the end of W or BW."""
         return int(self.peak(worker, Memory.counting((1,) * self.grid.stages)))
 
     def fits(self, problem: Problem) -> bool:
-        """Whether no worker holds more than the memory of ``problem`` and its in-flight limits allow."""
+        """Whether no worker exceeds the memory and in-flight limits of ``problem``."""
         return all(
             self.peak(worker, memory) <= memory.fixed[worker.stage] + memory.room(worker.stage)
             for memory in problem.memories
@@ -227,7 +209,7 @@ class Schedule:
         )
 
     def peak_memory(self, worker: Worker) -> float:
-        """The most bytes that ``worker`` holds at once, with what it holds without micro-batches.
+        """The most bytes that ``worker`` holds at once, fixed memory included.
 
         Raises:
             PlanningError: when the problem does not say what micro-batches need.
@@ -238,7 +220,7 @@ class Schedule:
         return self.peak(worker, memory)
 
     def peak(self, worker: Worker, memory: Memory) -> float:
-        """The most that ``worker`` holds at once, in the unit of ``memory``, which says what each operation takes."""
+        """The most that ``worker`` holds at once, in the unit of ``memory``."""
         held = peak = memory.fixed[worker.stage]
         program = self.program(worker)
         recomputed = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}
@@ -249,8 +231,9 @@ class Schedule:
 
     @property
     def demand(self) -> tuple[float, float]:
-        """The demand on the workers' memory: the peak on the tightest worker, as a fraction of its stage's capacity
-        (without sizes in bytes: micro-batches in flight), and the sum of all workers' peaks, in bytes (micro-batches).
+        """Memory of the tightest worker, as a fraction, and of all workers in sum.
+
+        Without sizes in bytes, micro-batches in flight count.
         """
         memory = self.problem.measure
         peaks = [(worker.stage, self.peak(worker, memory)) for worker in self.live_workers]
@@ -282,7 +265,7 @@ def schedule_of_columns(problem: Problem, columns: Mapping[Worker, OperationColu
 
 
 def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float:
-    """The smallest shift at which each stage's next iteration begins only after its STEP of this one.
+    """The smallest period at which each stage begins only after its STEP.
 
     A STEP comes after everything else of its stage, so this also keeps operations of consecutive iterations from
     overlapping on any worker.
@@ -305,13 +288,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SolverUse:
-    """Calls and seconds of a solver for a plan.
-
-    Args:
-        calls: number of models it was given.
-        seconds: time it spent on them, building the models included.
-        reason: why it was not asked; empty if it was, or if the planner has no solver.
-    """
+    """Calls and seconds of a solver for a plan, or the reason why it was not asked."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -348,7 +325,7 @@ class PlanResult:
 
     @property
     def gap(self) -> float:
-        """The largest possible distance of the period from the optimum, as a fraction of the lower bound."""
+        """The largest possible distance from the optimum, relative to the lower bound."""
         return self.schedule.period / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
@@ -361,7 +338,7 @@ def proven(
     found_by: str | None = None,
     solver: SolverUse = NOT_ASKED,
 ) -> PlanResult:
-    """The result for ``schedule`` with the better of the analytic lower bound and ``bound``.
+    """The result for ``schedule`` with the better of the two lower bounds.
 
     ``found_by`` is ``backend`` if it is not given.
     """
@@ -378,7 +355,7 @@ EQUALLY_FAST = 1e-3
 
 
 def best_of(schedules: Sequence[Schedule]) -> Schedule:
-    """The best of several plans for the same problem; the first of those that are equally good."""
+    """The best of several plans for one problem; the first of equally good ones."""
     fast = _fastest(schedules, attrgetter("period"))
     short = _fastest(fast, attrgetter("makespan"))
 
@@ -394,5 +371,5 @@ def _fastest(schedules: Sequence[Schedule], seconds: Callable[[Schedule], float]
 
 
 def is_better(one: Schedule, other: Schedule) -> bool:
-    """Whether ``one`` is the better of two plans for the same problem; False if they are equally good."""
+    """Whether ``one`` is the better of two plans; False if they are equally good."""
     return one is not other and best_of([other, one]) is one

@@ -1,21 +1,10 @@
-"""Splitting backwards: what it costs where it was tried, and whether it pays.
+"""Splitting backwards: its measured costs, and whether it pays.
 
-Concept: a trial runs micro-batches with fused and with split backwards side by side. Splitting is more work (a larger
-F, more nodes of autograd, kept inputs), which a schedule hides in idle slots. A slot is idle only if the processor is:
-where workers share cores, one computes while another one waits. So two things count: the times of the operations
-without waiting for a core, from which a schedule follows, and the time for which operations keep each machine busy,
-which no schedule can be shorter than. Splitting never counts as less work than not splitting: if that was measured, it
-is noise.
-
-A plan with split backwards, at what B and W take, is compared with one of fused backwards, at what BW takes. Fused is
-kept unless split is shorter by 0.5 %.
-
-Contract: pure, deterministic: all who know the same costs choose the same. Everything that was compared is kept in
-numbers.
-
-Must not know: who measured, torch.
-
-Units: seconds.
+A trial runs micro-batches with fused and with split backwards side by side. Splitting is more work (a larger F, more
+nodes of autograd, kept inputs), which a schedule hides in idle slots. A slot is idle only if the processor is: where
+workers share cores, one computes while another one waits. So two things count: the times of the operations without
+waiting for a core, from which a schedule follows, and the time for which operations keep each machine busy, which no
+schedule can be shorter than. Fused backwards are kept unless a plan with split ones is shorter by 0.5 %.
 """
 
 from __future__ import annotations
@@ -39,7 +28,7 @@ _MOST_LONGER = 1e6  # times BW that B and W take; what is more was not measured
 
 @dataclass(frozen=True, slots=True)
 class SplitTrial:
-    """Seconds of micro-batches with fused and with split backwards on one worker, in pairs.
+    """Seconds of micro-batches with fused and split backwards, in pairs.
 
     Args:
         fused: seconds of F and BW.
@@ -97,11 +86,7 @@ class SplitTrial:
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """Costs of splitting backwards in each stage of ``grid``: the medians of its workers' trials.
-
-    Args:
-        grid: the grid.
-        trials: of at least one worker of each stage.
+    """Costs of splitting backwards in each stage: medians of its workers' trials.
 
     Raises:
         ConfigurationError: when a stage has none.
@@ -121,9 +106,7 @@ class SplitCosts:
     def of_split(self, costs: Costs, fused: Sequence[bool]) -> Costs:
         """Costs of operations whose backwards are split.
 
-        Args:
-            costs: measured costs.
-            fused: for each stage, whether they are of fused backwards: B + W is BW.
+        ``fused``: for each stage, whether ``costs`` are of fused backwards: B + W is BW.
         """
         backward, weight = [], []
         for stage, both in enumerate(_both(costs)):
@@ -139,7 +122,7 @@ class SplitCosts:
         return replace(costs, backward_input=tuple(backward), backward_weight=tuple(weight))
 
     def of_fused(self, problem: Problem) -> Problem:
-        """``problem``, whose backwards are split, with fused ones: half of BW counts as B, half as W."""
+        """``problem`` with fused backwards: half of BW counts as B, half as W."""
         half = tuple(
             both / median(trial.longer for trial in self._of(stage)) / 2
             for stage, both in enumerate(_both(problem.costs))
@@ -149,11 +132,11 @@ class SplitCosts:
 
     @property
     def computing(self) -> float:
-        """The part of an operation's time in which it computes instead of waiting for a processor, in the mean."""
+        """The mean part of an operation's time in which it computes."""
         return 1.0 - fmean(trial.waited for trial in self.trials.values())
 
     def least_seconds(self, problem: Problem) -> float:
-        """The least time of a step: that for which its operations keep the busiest machine busy."""
+        """The least time of a step: its operations keep the busiest machine busy."""
         live, split = problem.live_counts(), problem.technique.split_backward
         busy: dict[str, float] = defaultdict(float)
         processors: dict[str, float] = {}
@@ -193,7 +176,7 @@ class TechniqueChoice:
 
     @property
     def gain(self) -> float:
-        """The part of a step that is saved compared with the other technique; 0 where that is not known."""
+        """The part of a step that is saved; 0 where that is not known."""
         own, other = self.fused_seconds, self.split_seconds
         if self.splits:
             own, other = other, own
@@ -221,12 +204,9 @@ _LEAST_GAIN = 0.005  # of a period
 def choose_technique(
     problem: Problem, known: SplitCosts, plan: Callable[[Problem], PlanResult]
 ) -> tuple[PlanResult, TechniqueChoice]:
-    """The plan with split backwards if it makes the predicted step shorter, else the one with fused backwards.
+    """The plan with split backwards if its step is shorter, else the fused one.
 
-    Args:
-        problem: the problem, with what B and W take where they are split.
-        known: the costs of splitting.
-        plan: makes the plan of a problem.
+    ``problem`` has what B and W take where they are split; ``plan`` makes the plan of a problem.
 
     Raises:
         PlanningError: when there is no plan with fused backwards.

@@ -1,25 +1,13 @@
-"""Timing: from the order of the operations to their times.
+"""Timing: from the order of the operations to their times and the period.
 
-Concept: a planner's real decision is an order of operations on each worker. Given the orders, every operation starts
-as soon as its worker is free and its input has arrived. With the staggered optimizer the orders also determine the
-smallest period at which iterations can follow one another: the largest mean weight of a cycle "stage s begins ...
-stage s steps, next iteration". It is found by policy iteration (Howard): assume a period, delay each stage's begin
-until the STEP of the iteration before; if that never settles, the stages that delay each other form a cycle, whose
-mean is the better estimate.
+Given the orders, every operation starts as soon as its worker is free and its input has arrived. With the staggered
+optimizer the orders also determine the smallest period: the largest mean weight of a cycle "stage s begins ... stage s
+steps, next iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N +
+microbatch`` with N = D * M, so that a 600,000-operation schedule takes seconds.
 
-A problem has the mean costs of all micro-batches. Where stages share layers
-(:mod:`~lightning_recycle.planning.layouts.cuts`), each micro-batch has costs of its own (:class:`MicrobatchVariation`),
-and the gradients of a shared layer are summed over the workers of both stages: neither steps its optimizer before the
-last micro-batch that runs the layer on the other one has its weight gradients. A plan that is made with both in view is
-faster than one made for the mean. All is relative to the mean, so it stays true when operations turn out to take
-another time.
-
-Contract: exact for the given orders, up to rounding; linear in the number of operations per pass, few passes. Work
-is done on integers: ``code = (kind * S + stage) * N + microbatch`` with N = D * M, so that a 600,000-operation
-schedule takes seconds. Whether a backward is fused or split, and a forward computed again, is part of the order: it has
-the code of FUSED, or those of BACKWARD and WEIGHT; and that of RECOMPUTE, or not.
-
-Must not know: how the orders were chosen, cuts.
+Where stages share layers (:mod:`~lightning_recycle.planning.cuts`), each micro-batch has costs of its own
+(:class:`MicrobatchVariation`), relative to the mean of the problem. The gradients of a shared layer are summed over the
+workers of both stages, and neither steps before the other has all weight gradients of the layer.
 """
 
 from __future__ import annotations
@@ -40,10 +28,9 @@ ByStage: TypeAlias = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SharedLayer:
-    """A layer that two stages hold.
+    """A layer that two stages hold: ``stage`` and the next.
 
     Args:
-        stage: the earlier of the two; the other one is the next.
         reduce: its part of the REDUCE of that stage.
         earlier: the micro-batches that run it on the earlier stage, as numbers d * M + m.
         later: those that run it on the later one.
@@ -57,14 +44,13 @@ class SharedLayer:
 
 @dataclass(frozen=True)
 class MicrobatchVariation:
-    """Differences between micro-batches. Where there is one value per micro-batch, these are in the order of d * M + m.
+    """Differences between micro-batches, in the order of d * M + m, by stage.
 
     Args:
         forward: what its F takes at each stage, relative to the mean.
         backward_input, backward_weight: the same for its B and its W; of a fused backward, the first of them.
         held: what it holds from F to B, relative to the mean.
         waiting: the same from B to W.
-        layers: those that stages share.
         reserved: bytes by stage that a problem for the mean micro-batch keeps free because of these differences.
     """
 
@@ -86,7 +72,7 @@ WorkerFactors: TypeAlias = Mapping[Worker, float] | tuple[tuple[Worker, float], 
 """See ``Problem.worker_factors``."""
 
 FORWARD, BACKWARD, WEIGHT, FUSED, RECOMPUTE = 0, 1, 2, 3, 4
-"""Kinds within a code; BACKWARD is B, or BW where no backward is split; FUSED is BW where others are."""
+"""Kinds within a code; BACKWARD is BW where no backward is split."""
 
 _ROUND_LIMIT = 40  # passes over all operations in the search for the period; small grids need 3 to 6
 _MOST_EXPANDED = 2_000_000  # operations of a compact schedule that are listed one by one, at about 180 bytes
@@ -94,7 +80,7 @@ _OPERATION_BUDGET = 8_000_000  # the same for large grids: about 5 s
 
 
 class Codes:
-    """Integer names of the F, R, B, W and BW operations of a problem, with the tables that the inner loops need.
+    """Integer names of the operations of a problem, and tables for inner loops.
 
     ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
     What waits for a backward looks at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further.
@@ -146,10 +132,9 @@ class Codes:
         ]
 
     def bytes_of(self, memory: Memory) -> list[list[list[float]]]:
-        """Change of what a worker holds by an operation, by kind (F, B, W, BW), stage and micro-batch.
+        """Change of memory by an operation, by kind (F, B, W, BW), stage and micro-batch.
 
-        Args:
-            memory: that of the problem in bytes, or in micro-batches, which are all alike.
+        ``memory`` is that of the problem in bytes, or in micro-batches, which are all alike.
         """
         found: list[list[list[float]]] = []
         fused = OpKind.BACKWARD
@@ -182,7 +167,6 @@ class Codes:
         return Codes(problem, self.routes, fused=self.fused, variation=self.variation)
 
     def code(self, kind: int, stage: int, microbatch: int) -> int:
-        """The code of an operation."""
         return (kind * self.stages + stage) * self.n + microbatch
 
     def rank(self, code: int) -> int:
@@ -191,7 +175,6 @@ class Codes:
 
 
 def _durations(costs: Costs, fused: bool) -> list[float]:
-    """By key."""
     both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))
     backward = both if fused else costs.backward_input
     return [*costs.forward, *backward, *costs.backward_weight, *both, *costs.forward]
@@ -211,7 +194,7 @@ def _by_microbatch(costs: Costs, variation: MicrobatchVariation, fused: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Start times of the operations of one sequence, by code, and what follows from them."""
+    """Start times of the operations of one sequence, by code, and the period."""
 
     starts: list[float]
     stage_begin: list[float]
@@ -231,7 +214,7 @@ class Timing:
 
 
 def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]:
-    """One sequence of all operations that respects each worker's program (by rank) and all dependencies.
+    """One sequence of all operations that respects programs and dependencies.
 
     Raises:
         PlanningError: when the programs wait for one another in a cycle.
@@ -313,7 +296,7 @@ def _await_others(
     stage_end: list[float],
     stage_source: list[int],
 ) -> None:
-    """Stages that share a layer step once both have its gradients; changes the last two arguments."""
+    """Stages that share a layer step together; changes the last two arguments."""
     n, stages = codes.n, codes.stages
     for layer in variation.layers:
         for stage, other, microbatches in (
@@ -332,12 +315,9 @@ def _await_others(
 
 
 def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = None) -> Timing:
-    """The earliest times; with the staggered optimizer those of the smallest period, with some operations delayed.
+    """The earliest times; with the staggered optimizer those of the least period.
 
-    Args:
-        codes: the problem.
-        sequence: all operations in an order that respects their dependencies.
-        hopeless: the period above which the exact value does not matter; None if it always matters.
+    ``sequence`` respects the dependencies; ``hopeless`` is a period above which the exact value does not matter.
     """
     stages = codes.stages
     timing = earliest(codes, sequence, [0.0] * stages)
@@ -366,7 +346,7 @@ def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = 
 
 
 def assemble(codes: Codes, sequence: Sequence[int], timing: Timing) -> Schedule:
-    """The schedule of a timed sequence, with REDUCE and STEP added where a stage's last gradient is complete."""
+    """The schedule of a timed sequence, with REDUCE and STEP added."""
     problem, n, stages = codes.problem, codes.n, codes.stages
     grid, costs = problem.grid, problem.costs
     backward = OpKind.BACKWARD if codes.fused else OpKind.BACKWARD_INPUT
@@ -399,7 +379,7 @@ def retime(
     costs: Costs,
     worker_factors: WorkerFactors | None = None,
 ) -> Schedule:
-    """The same orders of operations under other costs: the value of a plan once its operations have been measured.
+    """The same orders of operations under other costs.
 
     Args:
         schedule: the schedule whose orders to keep.
@@ -428,9 +408,7 @@ def retime(
 def operations_of(
     schedule: Schedule, problem: Problem, variation: MicrobatchVariation | None = None
 ) -> tuple[Codes, list[int]]:
-    """The operations of a schedule that lists all of them, on its workers and in its order, with the costs of
-    ``problem``.
-    """
+    """The operations of a schedule in its order, with the costs of ``problem``."""
     grid = schedule.grid
     microbatches = tuple(grid.all_microbatches())
     routes = [{mb: schedule.route(stage, mb) for mb in microbatches} for stage in range(grid.stages)]
@@ -455,7 +433,7 @@ def operations_of(
 
 
 def _largest_cycle_mean(source: Sequence[int], weights: Sequence[float]) -> float:
-    """Largest mean weight of the cycles of the graph in which each stage s has one edge, from ``source[s]``."""
+    """Largest mean weight of the cycles of a graph with one edge per stage."""
     best = 0.0
     seen = [0] * len(source)
     for start in range(len(source)):

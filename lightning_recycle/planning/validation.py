@@ -1,18 +1,13 @@
-"""The validator: what a correct schedule is, written from the definition alone.
+"""The validator: rules of a correct schedule, written from the definition alone.
 
-Concept: a schedule is data that anyone may produce: a heuristic, a solver, a file. Before it runs, it is
-checked against each rule of pipeline training. All violations are reported, not only the first.
-
-Contract: linear in the number of operations. Works on columns of numbers (:class:`OperationColumns`), in which 50,000
-operations take a tenth of a second. Lanes share no worker and exchange no message but in REDUCE, and their workers and
-micro-batches are a formula, so a compact schedule is checked on its fullest lane: one that is a micro-batch shorter
-leaves out operations for which no other waits, and holds no more. Accepts exactly the schedules that follow the rules:
+A schedule may come from a heuristic, a solver or a file. Before it runs, it is checked against each rule of pipeline
+training, in columns of numbers (:class:`OperationColumns`); all violations are reported. Lanes share no worker and
+exchange no message but in REDUCE, so a compact schedule is checked on its fullest lane.
 
 1. *Workers*: every live worker has a program and no other worker does; operations are listed in order of their starts.
 2. *Once*: at every stage every micro-batch has one F and either one B and one W or one BW, all on the same live worker
    of that stage; every worker has one REDUCE and one STEP, in this order, at its end. Without split backwards there is
-   only BW. There it may have one R, if memory is limited in bytes that say what a checkpoint takes; not at the last
-   stage.
+   only BW. There may be one R, if memory is limited in bytes with the size of a checkpoint; not at the last stage.
 3. *Duration*: an operation takes what the costs say, times the worker's factor, and no time is before 0.
 4. *Overlap*: a worker runs one operation at a time, also across consecutive iterations.
 5. *Dependency*: F after F of the stage before plus communication; R after own F; B (BW) after own F, after own R if
@@ -25,8 +20,6 @@ leaves out operations for which no other waits, and holds no more. Accepts exact
 7. *Period*: a stage begins the next iteration after its STEP; without the staggered optimizer the period is the
    makespan.
 8. *Progress*: no cycle of operations that wait for one another. (Only operations without duration could form one.)
-
-Must not know: any scheduler; it does not even use the schedule's own route and makespan.
 """
 
 from __future__ import annotations
@@ -101,7 +94,7 @@ def _foreign(schedule: Schedule) -> Iterator[str]:
 
 
 class _Placed:
-    """Operations of one kind at one stage, by micro-batch ``d * M + m``: worker, place in its program, and times.
+    """Operations of one kind at one stage, by micro-batch ``d * M + m``.
 
     Without an operation the worker is -1 and the times are NaN, which no comparison finds too early.
     """
@@ -271,7 +264,7 @@ class _Check:
                 yield from self._after(backwards[stage], backwards[stage + 1], communication)
 
     def _after(self, own: _Placed, source: _Placed, lag: float | None = None) -> Iterator[str]:
-        """The operations that start before their source has ended, with a message between two stages after ``lag``."""
+        """Operations that start before their source has ended, plus ``lag`` of a message."""
         if max(own.worker, default=_ABSENT) == _ABSENT:  # none is split, or computed again
             return
         early = (lag or 0.0) - self.tolerance
@@ -356,7 +349,7 @@ class _Check:
                 )
 
     def _progress(self) -> Iterator[str]:
-        """A cycle in the graph of all operations, each behind what it needs and the one before it on its worker."""
+        """A cycle in the graph of all operations, by dependencies and programs."""
         stages = self.grid.stages
         graph: TopologicalSorter[tuple[int, int]] = TopologicalSorter()
         for number, worker in enumerate(self.workers):

@@ -1,14 +1,10 @@
 """Exceptions that a fault of the machine may explain.
 
-These are errors of storage, memory, descriptors, helper processes and the device.
-
-Concept: an exception alone does not show whether the machine or the user's code is at fault, since a missing
-file and a lost file system look alike. So this module only suspects; the coordinator settles it by running the same
-work elsewhere (:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception that is not suspected is the
-user's own at once.
-
-An exception is also suspected if it was raised ``from`` a suspected one. This package's own errors never are: what they
-mean is known.
+These are errors of storage, memory, descriptors, helper processes and the device. An exception alone does not show
+whether the machine or the user's code is at fault, since a missing file and a lost file system look alike. So this
+module only suspects; the coordinator settles it by running the same work elsewhere
+(:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception that was raised ``from`` a suspected one is
+suspected, too; this package's own errors never are.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _MACHINE = re.compile(
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether the device is lost to this process, which therefore cannot go on: such errors stay until its end."""
+    """Whether the device is lost to this process: such errors stay until its end."""
     return any(
         isinstance(one, _DEVICE_CLASSES) or (type(one) is RuntimeError and HARDWARE_ERRORS.search(str(one)) is not None)
         for one in _with_causes(error)
@@ -51,8 +47,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether a fault of the machine may explain ``error``; the default of ``RecoveryOptions(machine_errors=...)``.
+    """Whether a fault of the machine may explain ``error``.
 
+    The default of ``RecoveryOptions(machine_errors=...)``.
     ``OSError``, ``EOFError``, ``MemoryError`` and all that derive from them; ``torch.OutOfMemoryError``,
     ``torch.AcceleratorError`` and other errors of accelerators; a DataLoader's process that was killed or a DataLoader
     that timed out; shared memory or descriptors that are used up; a thread that cannot be started.
@@ -90,7 +87,7 @@ def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], boo
 
 
 def place_of(error: BaseException) -> str:
-    """Where in the code ``error`` was raised, the same in all processes that run this code."""
+    """Where in the code ``error`` was raised, the same in all processes that run it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
     return f"in {where}"

@@ -23,13 +23,14 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim import Optimizer
 
+from lightning_recycle import tensor_memory
 from lightning_recycle.control.protocol.messages import Saved
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.devices import release_cache
 from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
+from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.weights import own_parts
 from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.background_saves import (
@@ -253,6 +254,8 @@ class Checkpoints:
         if self.by_stage:
             return state
         whole = self.joined("model state", state)
+        # On one device hooks that write into the state dict write into the weights.
+        whole |= {name: value for name, value in state.items() if not tensor_memory.is_sharded(value)}
         if self.collectives.grid.stages > 1:
             self._before_hooks = {name: (value, mark_of(value)) for name, value in whole.items()}
         return whole
@@ -292,7 +295,7 @@ class Checkpoints:
             found = decided.get(name, leaders[1] if name in leaders[1] else added.get(name, {}))
             if value := found.get(name, before.get(name, ())[:1]):
                 merged[name] = value[0]
-        return merged
+        return to_cpu(merged, copies=False)  # type: ignore[no-any-return]
 
     def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all stages as one, on every worker; each gives its own, named like its parameters."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
-from lightning_recycle.arguments import is_number
+from lightning_recycle.arguments import is_number, require
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.extras import require
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
     SECONDS,

@@ -174,7 +174,7 @@ class HookSideEffects:
     def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
         self._module, self._alone, self._microbatches = module, alone, microbatches
         self._internal = frozenset(dir(RecordedModule))
-        self._tree, self._shallow = ValueTree(module, self._internal), ValueTree(module, self._internal, whole=False)
+        self.forget_values()
         self.slots: BySlot = {}
         self.slot: int | None = None
         self.names: set[str] = set()
@@ -186,6 +186,11 @@ class HookSideEffects:
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
         self._step = self._ended = -1
         self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
+
+    def forget_values(self) -> None:
+        """Keeps nothing of the module, nor weak references to its weights, until it is looked at again."""
+        self._tree = ValueTree(self._module, self._internal)
+        self._shallow = ValueTree(self._module, self._internal, whole=False)
 
     # ------------------------------------------------------------------ a micro-batch in training
 
@@ -207,7 +212,7 @@ class HookSideEffects:
         if self._alone:
             yield made
             return
-        with self._watching(self._tree, slot, made.effects, sums), self._inside():
+        with self._watching(self._tree, slot, made.effects, sums):
             yield made
 
     def statistics(self) -> list[Tensor]:
@@ -223,42 +228,33 @@ class HookSideEffects:
         if self._alone:
             yield
             return
-        self._begin(self._tree, slot)
-        try:
-            with self._inside():
-                yield
-        finally:
-            self._tree.abandon()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Within the block hooks that see outputs are watched already."""
-        self._is_inside = True
-        try:
+        with self._watching(self._tree, slot, None):
             yield
-        finally:
-            self._is_inside = False
 
     @contextmanager
     def _watching(
-        self, tree: ValueTree, slot: int, effects: list[Effect], sums: Sequence[Tensor] = ()
+        self, tree: ValueTree, slot: int, effects: list[Effect] | None, sums: Sequence[Tensor] = ()
     ) -> Iterator[None]:
-        self._begin(tree, slot)
+        """Adds what the block has changed to ``effects``, if it counts, and takes it back."""
+        self._forget(tree.absorb())
+        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
+        self._is_inside = tree is self._tree
         try:
             yield
         except BaseException:
             tree.abandon()
             raise
+        finally:
+            self._is_inside = False
+        if effects is None:
+            tree.abandon()
+            return
         found = tree.end()
         places = list(tree.statistics) if sums else []
         for one in found:
             if one.place in places:
                 sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
         effects += self._effects(tree, [one for one in found if one.place not in places], slot)
-
-    def _begin(self, tree: ValueTree, slot: int) -> None:
-        self._forget(tree.absorb())
-        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: what they hold now holds for all slots."""
@@ -353,17 +349,15 @@ class HookSideEffects:
     def _looking(self, tree: ValueTree, effects: list[Effect]) -> Iterator[None]:
         if self._runs_again and self._at_batch is not None:
             tree.restore(self._at_batch)
-        tree.absorb()
-        if self._at_batch is None:
-            self._at_batch = tree.contents()
+        contents = tree.contents()
+        self._at_batch = self._at_batch or contents
         self._runs_again = False
-        tree.begin({}, looks_only=True)
         try:
             yield
         except BaseException:
-            tree.end(lambda one: one.items is None)
+            tree.look(lambda one: one.items is None)
             raise
-        for one in tree.end(lambda one: not self._travels(one, tree, effects)):
+        for one in tree.look(lambda one: not self._travels(one, tree, effects)):
             if one.items is None:
                 (_, _, *names), key = one.place
                 self.changed.add(str(names[0] if names else key))
@@ -432,8 +426,11 @@ class HookSideEffects:
     def _note(self, place: Place, on_step: bool = True) -> None:
         """Remembers what a place holds before a step changes it."""
         if on_step and place not in self._before[0]:
-            value = self._tree.get(place)
-            self._before[0][place] = value.detach().clone() if isinstance(value, Tensor) else value
+            self._before[0][place] = self._copy_of(place)
+
+    def _copy_of(self, place: Place) -> Any:
+        value = self._tree.get(place)
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
     def _take(self, place: Place, by_slot: Mapping[int, Change]) -> None:
         """Takes over what the micro-batches have left in ``place``."""
@@ -482,10 +479,7 @@ class HookSideEffects:
             yield
             return
         (before, slots), now = self._before, self.slots
-        self._before = {}, {}
-        for place in before:
-            self._note(place)
-        after, self._before = self._before[0], (before, slots)
+        after = {place: self._copy_of(place) for place in before}
         self._set(before, slots)
         try:
             yield

@@ -34,6 +34,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_distributed_checkpoint
 from torch.optim import Optimizer
@@ -48,7 +49,6 @@ __all__ = [
     "TrainerState",
     "WrappingCheckpointIO",
     "attach_data",
-    "autocast_on",
     "batches_so_far",
     "call_setup_hooks",
     "checkpoint_folder",
@@ -67,6 +67,7 @@ __all__ = [
     "loader_states",
     "loaders_of",
     "loop_states",
+    "lower_on",
     "mark_saved",
     "mode_of",
     "path_of_ended_run",
@@ -461,10 +462,14 @@ def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataload
     return module._apply_batch_transfer_handler(batch, device, dataloader_idx)
 
 
-def autocast_on(plugin: Precision, device: torch.device) -> None:
-    """Has mixed precision lower what runs on ``device``: for some kinds Lightning assumes another."""
-    if isinstance(plugin, MixedPrecision):
+def lower_on(plugin: Precision, device: torch.device) -> None:
+    """Has mixed precision lower what runs on ``device``, and scale its loss: for some kinds Lightning assumes another,
+    where a scaler does nothing.
+    """
+    if isinstance(plugin, MixedPrecision) and plugin.device != device.type:
         plugin.device = device.type
+        if plugin.scaler is not None and not plugin.scaler.is_enabled():
+            plugin.scaler = GradScaler(device.type)
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:

@@ -35,6 +35,7 @@ from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
+from lightning_recycle.session.slot_values import ValueTree
 from lightning_recycle.session.training_steps import TrainingSteps
 
 
@@ -59,6 +60,7 @@ class ManualSteps:
         self._step, self._steps, self._metrics = step, steps, metrics
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
+        self._tree = ValueTree(self._trainer.lightning_module)
         self._exchange: WholeStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
@@ -79,7 +81,9 @@ class ManualSteps:
         trainer = self._trainer
         module = trainer.lightning_module
         self._states = [
-            MicrobatchState(module, trainer.optimizers, self._context.device, self._metrics, first=number == 0)
+            MicrobatchState(
+                module, self._tree, trainer.optimizers, self._context.device, self._metrics, first=number == 0
+            )
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
         self._turns = Lockstep(self._states)

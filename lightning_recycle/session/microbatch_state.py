@@ -2,31 +2,27 @@
 
 A step that steps optimizers itself cannot be redone from its parameters alone, and an optimizer's step cannot be
 computed back. So :class:`ManualStepState` copies everything before each step: parameters, buffers, gradients that were
-left, the optimizers' states and options, schedulers, Lightning's counters, and the state of callbacks whose hooks run
-within a step. Attributes of the module are no part of it: side effects of a step on them are recorded
-(:mod:`~lightning_recycle.session.hook_side_effects`), or stay. The copies are made in the same memory every time: as
-much as the parameters and the optimizers' states take.
+left, the optimizers' states and options, schedulers, Lightning's counters, the state of callbacks whose hooks run
+within a step, and what the cells of the module's tree hold (:mod:`~lightning_recycle.session.slot_values`). The copies
+are made in the same memory every time: as much as the parameters and the optimizers' states take.
 
 Under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in turns
 (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a :class:`MicrobatchState` of its own: gradients,
-values of parameters and buffers, attributes of the module, metrics, options of the optimizers, and the generators of
-random numbers are those that this micro-batch has left. The states begin alike; an optimizer's step, which is done
-together, is done in the first one and copied to the others. So each may clip its gradients, toggle an optimizer, or
-average weights in its step, without doing it twice. The price is a copy of parameters, buffers and gradients for each
-further micro-batch of a worker.
+values in the module's tree, metrics, options of the optimizers, and the generators of random numbers are those that
+this micro-batch has left. The states begin alike; an optimizer's step, which is done together, is done in the first one
+and copied to the others. So each may clip its gradients, toggle an optimizer, or average weights in its step, without
+doing it twice. The price is a copy of parameters, buffers and gradients for each further micro-batch of a worker.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -38,14 +34,15 @@ from lightning_recycle.devices import default_generator
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
-from lightning_recycle.session.object_attributes import MODULE_TABLES
+from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
+from lightning_recycle.session.slot_values import ValueTree
 from lightning_recycle.session.user_objects import callback_graph
+from lightning_recycle.torch_internals import tree_map_only
 
-_DEPTH = 4  # of containers in one another that are copied
-_COPIED_ELEMENTS = 65536  # of a tensor: larger ones, such as masks, are seldom written in place
+_COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such as masks, are seldom written in place
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def _options(groups: Sequence[dict[str, Any]]) -> _ProcessState:
     def get() -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
-    return _ProcessState(get, put, lambda values: [_own(options, _DEPTH, {}) for options in values])
+    return _ProcessState(get, put, _cloned)
 
 
 def _metrics(metrics: Callable[[], list[Metric]]) -> _ProcessState:
@@ -102,7 +99,7 @@ def _metrics(metrics: Callable[[], list[Metric]]) -> _ProcessState:
         for metric, states in values:
             set_metric_states(metric, states)
 
-    return _ProcessState(get, put, lambda values: [(m, _own(states, _DEPTH, {})) for m, states in values], stays=False)
+    return _ProcessState(get, put, _cloned, stays=False)
 
 
 def _generators(device: torch.device) -> _ProcessState:
@@ -119,19 +116,26 @@ def _generators(device: torch.device) -> _ProcessState:
     return _ProcessState(get, put, lambda value: value, stays=False)
 
 
-def _attributes(module: nn.Module) -> _ProcessState:
-    """The attributes of the module; those of the first micro-batch stay."""
-
-    def copy(value: dict[str, Any]) -> dict[str, Any]:
-        seen: dict[int, Any] = {}
-        own = {name: item if name in _REGISTRIES else _own(item, _DEPTH, seen) for name, item in value.items()}
-        own["_buffers"] = dict(value["_buffers"])
-        return own
-
-    return _ProcessState(lambda: vars(module), lambda value: object.__setattr__(module, "__dict__", value), copy)
+def _values(tree: ValueTree) -> _ProcessState:
+    """What the user's code may change in the module's tree; of tensors which, not what is in them."""
+    return _ProcessState(tree.contents, tree.restore, lambda value: value)
 
 
-_REGISTRIES = (*MODULE_TABLES, "_trainer")
+def _internals(module: pl.LightningModule) -> _ProcessState:
+    """Attributes of the module that are not the user's, such as what is recorded."""
+
+    def put(value: dict[str, Any]) -> None:
+        for name in _INTERNALS - value.keys():
+            vars(module).pop(name, None)
+        vars(module).update(value)
+
+    def own(value: dict[str, Any]) -> dict[str, Any]:
+        return {name: copy(item) if isinstance(item, dict) else item for name, item in value.items()}
+
+    return _ProcessState(lambda: {n: v for n, v in vars(module).items() if n in _INTERNALS}, put, own)
+
+
+_INTERNALS = INTERNAL_ATTRIBUTES - {*MODULE_TABLES, "_trainer", "training"}
 
 
 class MicrobatchState:
@@ -139,6 +143,7 @@ class MicrobatchState:
 
     Args:
         module: the module in training.
+        tree: its values.
         optimizers: its optimizers.
         device: the device that it computes on.
         metrics: returns the metrics that are recorded.
@@ -148,12 +153,15 @@ class MicrobatchState:
     def __init__(
         self,
         module: pl.LightningModule,
+        tree: ValueTree,
         optimizers: Iterable[Optimizer],
         device: torch.device,
         metrics: Callable[[], list[Metric]],
         first: bool,
     ) -> None:
-        self._tensors = [*module.parameters(), *module.buffers()]
+        weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        others = {id(tensor): tensor for tensor in tree.tensors() if tensor.nbytes <= _COPIED_BYTES}
+        self._tensors = [*{**weights, **others}.values()]
         self._parts = {
             "tensors": _fields(self._tensors, "data"),  # neither a copy nor a write, which autograd would count
             "gradients": _fields(list(module.parameters()), "requires_grad", "grad"),
@@ -161,7 +169,8 @@ class MicrobatchState:
             "modes": _fields(list(module.modules()), "training"),
             "metrics": _metrics(metrics),
             "generators": _generators(device),
-            "attributes": _attributes(module),
+            "internals": _internals(module),
+            "values": _values(tree),
         }
         values = {name: part.get() for name, part in self._parts.items()}
         self._values = {
@@ -176,8 +185,8 @@ class MicrobatchState:
             part.put(self._values[name])
 
     def __exit__(self, *_: object) -> None:
+        self._values = {name: part.get() for name, part in self._parts.items()}
         for name, part in self._parts.items():
-            self._values[name] = part.get()
             part.put(self._outside[name])
         self._outside = {}
 
@@ -198,34 +207,14 @@ class MicrobatchState:
                 part.put(self._values[name])
 
 
-def _own(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """A copy of ``value`` with its tensors, arrays and plain containers; other objects are not touched."""
-    if id(value) in seen:
-        return seen[id(value)]
-    copy = value
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        if value.numel() <= _COPIED_ELEMENTS and value.grad_fn is None:
-            copy = value.detach().clone().requires_grad_(value.requires_grad)
-    elif isinstance(value, np.ndarray):
-        copy = value.copy()
-    elif depth and type(value) is dict:  # pairs of items() would not live on, and others have their ids
-        copy = {key: _own(item, depth - 1, seen) for key, item in value.items()}
-    elif depth and type(value) in (list, tuple, set):
-        copy = type(value)([_own(item, depth - 1, seen) for item in value])
-    elif isinstance(value, deque):
-        copy = deque((_own(item, depth - 1, seen) for item in value), value.maxlen) if depth else value
-    elif isinstance(value, dict) and depth:  # a Counter, a defaultdict
-        copy = value.copy()
-        for key, item in value.items():
-            copy[key] = _own(item, depth - 1, seen)
-    seen[id(value)] = copy
-    return copy
+def _cloned(value: Any) -> Any:
+    """``value`` with copies of its tensors."""
+    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 # ---------------------------------------------------------------------- the whole step
 
 _HOOKS_OF_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-_PLAIN = (bool, int, float, str, type(None))  # attributes that a submodule may count with
 
 
 class ManualStepState:
@@ -235,7 +224,8 @@ class ManualStepState:
         self._trainer = trainer
         self._tensors: dict[Tensor, Tensor] = {}
         self._gradients: dict[nn.Parameter, tuple[bool, Tensor | None]] = {}
-        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tree = ValueTree(trainer.lightning_module)
+        self._values: list[tuple[Any, Any]] = []
         self._optimizers: list[OptimizerState] = []
         self._schedulers: list[dict[str, Any]] = []
         self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -255,11 +245,7 @@ class ManualStepState:
             p: (p.requires_grad, None if p.grad is None else copied(p.grad, before.get(p, (False, None))[1]))
             for p in module.parameters()
         }
-        self._plain = [
-            (vars(owner), {name: value for name, value in vars(owner).items() if type(value) in _PLAIN})
-            for owner in module.modules()
-            if owner is not module
-        ]
+        self._values = self._tree.contents()
         old = self._optimizers[: len(trainer.optimizers)]
         self._optimizers = [OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
@@ -282,8 +268,7 @@ class ManualStepState:
         for parameter, (requires_grad, grad) in self._gradients.items():
             parameter.requires_grad = requires_grad
             parameter.grad = None if grad is None else grad.clone()
-        for attributes, plain in self._plain:
-            attributes.update(plain)
+        self._tree.restore(self._values)
         for state in self._optimizers:
             state.rewind()
         for config, scheduler in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):

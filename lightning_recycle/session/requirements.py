@@ -29,9 +29,9 @@ from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.discovery import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.weights import names_by_parameter
-from lightning_recycle.runtime.stage.fully_sharded import can_be_reset, fully_sharded_modules
+from lightning_recycle.runtime.stage.stage import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.interruption import saves_on_exception
 from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm

@@ -16,14 +16,13 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn.parameter import is_lazy
 
 from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
+from lightning_recycle.model.recording import RecordedModule, recorded, restore_class
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
@@ -114,7 +113,7 @@ class Session:
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
         self._preemption.release()
-        as_it_was(self.module)
+        restore_class(self.module)
 
     def reach(self, point: str, step: int) -> None:
         """Calls the hooks :attr:`at_point`."""
@@ -130,7 +129,7 @@ class Session:
             yield
         except Exception as error:
             if hasattr(self, "executor") and not self.client.joining:  # otherwise no member has met it
-                self.executor.settle(error)
+                self.executor.judge_error(error)
             raise
 
     # ------------------------------------------------------------------ setup
@@ -183,7 +182,6 @@ class Session:
         spare_moves()
         quicken()
         build_layers(context, self.parts, self.weights)
-        _check_shapes(module)
         self._recorder = self._make_recorder()
         self.loaders.setup(module)
         ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
@@ -268,7 +266,7 @@ class Session:
             )
         context.resumed_seed = seed
         self.loaders.reseed(seed)
-        self.executor.reseed(seed)
+        self.executor.runner.stage.seed = seed
         self.weights.prune_by(seed)
 
     def _name_norms(self, ties: StageTies) -> None:
@@ -311,6 +309,12 @@ class Session:
         self.checkpoints.end_training()
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
+
+    def close(self) -> None:
+        """The module may leave its device: no data is read any more, and nobody refers to its weights."""
+        self.loaders.close()
+        if hasattr(self, "_recorder"):
+            self._recorder.side_effects.forget_values()
 
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""
@@ -379,16 +383,6 @@ class Session:
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]
-
-
-def _check_shapes(module: RecordedModule) -> None:
-    """Raises UnsupportedFeatureError for a lazy layer that has not seen its input."""
-    lazy = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if is_lazy(tensor)]
-    if lazy:
-        raise UnsupportedFeatureError(
-            f"{lazy[0]} of {type(module).__name__} gets its shape from the first input, and workers need all shapes"
-            " before: give its size, or run a batch through the model before fit()."
-        )
 
 
 def _refuse_norms(*_: Any) -> list[Any]:

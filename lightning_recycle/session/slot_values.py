@@ -274,7 +274,6 @@ class _Held:
         left: the steps in which it is still compared.
         is_written: whether a block has written it.
         is_shared: whether others are views of its memory.
-        is_given: whether a block has another value in its places.
         copy: of it, equal when a block begins.
         running: what is in its places while a block runs.
     """
@@ -286,7 +285,6 @@ class _Held:
     is_written: bool = False
     is_fixed: bool = False
     is_shared: bool = False
-    is_given: bool = False
     copy: Tensor | None = None
     running: Tensor | None = None
 
@@ -315,7 +313,7 @@ def _clone(held: _Held, storages: dict[int, Any]) -> Tensor:
         made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
     else:
         made = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
+    if type(tensor) is nn.Parameter:
         made = nn.Parameter(made, requires_grad=False)
         vars(made).update(vars(tensor))
     elif type(tensor) is nn.Buffer:
@@ -358,10 +356,10 @@ class ValueTree:
         self.statistics: dict[Place, Tensor] = {}
         self._trained: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # of these when the block began
-        self._sums: list[bytes] = []
-        self._left = _WATCHED_STEPS  # the steps in which trained parameters are compared
-        self._is_compared = self._is_begun = False  # whether they are in this block; whether a step had a block
+        self._left = _WATCHED_STEPS  # the steps in which these are compared, in the first block
+        self._sums: list[bytes] | None = []  # of these then; None before that block
         self._has_room = self._is_stale = True
+        self._is_moved = False  # whether tensors may have left their places since they were looked up there
         self._touched: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
         self._given: list[Place] = []
         self._noted: list[Place] = []  # changes that were found, and not told yet
@@ -409,7 +407,7 @@ class ValueTree:
         trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
         trained = {name: parameter for name, parameter in trained.items() if not is_sharded(parameter)}
         if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
-            self._trained, self._left = trained, _WATCHED_STEPS
+            self._trained, self._left, self._sums = trained, _WATCHED_STEPS, None
         weights = {memory_address(parameter) for parameter in trained.values()} - {0}
         self._held = {key: held for key, held in self._held.items() if memory_address(held.tensor) not in weights}
         seen: dict[int, _Held] = {}
@@ -482,6 +480,7 @@ class ValueTree:
             cell.put(key, value)
             self._read(cell)
             self._hold(value, cell, key)
+            self._is_moved = True
             self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
     def reference(self, value: Any) -> Path | None:
@@ -506,7 +505,9 @@ class ValueTree:
     def absorb(self) -> list[Place]:
         """What other code has changed since, holds; returns where. Called before a block."""
         changed, self._noted = self._noted, []
-        for cell in self._unlike():
+        unlike = self._unlike()
+        is_moved, self._is_moved = self._is_moved or bool(unlike), False
+        for cell in unlike:
             for key, _, now in list(cell.changes()):
                 changed.append((cell.path, key))
                 for value in now if isinstance(cell, _Whole) and cell.kind is _ITEMS else (now,):
@@ -514,7 +515,7 @@ class ValueTree:
                         self._hold(value, cell, key)
                     self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
             self._read(cell)
-        frozen = (held.tensor for held in self._held.values() if isinstance(held.tensor, nn.Parameter))
+        frozen = (held.tensor for held in self._held.values() if type(held.tensor) is nn.Parameter)
         if (
             self._is_stale
             or any(p.requires_grad for p in frozen)
@@ -522,7 +523,7 @@ class ValueTree:
         ):
             self._walk()
         for held in list(self._held.values()):
-            if not held.is_fixed:  # else the tuple is what changes
+            if is_moved and not held.is_fixed:  # else the tuple is what changes
                 held.places = [(cell, key) for cell, key in held.places if cell.get(key) is held.tensor]
             if not held.places:
                 del self._held[id(held.tensor)]
@@ -550,31 +551,27 @@ class ValueTree:
         for held in self._held.values():
             held.left = max(0, held.left - 1)
             held.copy = None  # ``.data`` may have been written, which nothing counts
-        self._left, self._is_begun = max(0, self._left - 1), False
+        self._left = max(0, self._left - 1)
+        self._sums = None if self._left else []
 
     @torch.no_grad()
-    def begin(self, values: Mapping[Place, Any], looks_only: bool = False) -> None:
+    def begin(self, values: Mapping[Place, Any]) -> None:
         """A block begins, with ``values`` in their places; :meth:`absorb` was called before.
 
-        Args:
-            values: by place; :meth:`end` tells what has become of each.
-            looks_only: whether nothing is taken back but what :meth:`end` is told to.
+        ``values``: by place; :meth:`end` tells what has become of each.
         """
         self._touched, self._given = [], list(values)
+        replaced: set[int] = set()
         storages: dict[int, Any] = {}
-        for held in self._held.values():
-            held.is_given, held.running = False, None
         for place, value in values.items():
             cell, key = self._cells[place[0]], place[1]
-            old = cell.get(key)
-            at = self._held.get(id(old)) if isinstance(old, Tensor) else None
-            if at is not None:
-                at.is_given = True
-            self._touch([(cell, key)] if at is None or at.is_fixed else at.places, value)
+            held = self._held.get(id(cell.get(key)))
+            replaced.add(id(held))
+            self._touch([(cell, key)] if held is None or held.is_fixed else held.places, value)
         for held in self._held.values():
             is_watched = held.is_written or (held.left > 0 and self._has_room)
-            if held.is_given or looks_only:
-                held.copy = held.tensor.clone() if looks_only and held.version < 0 else None
+            if id(held) in replaced:
+                held.copy = None
             elif is_watched and self._whole and not held.is_fixed:
                 held.running = _clone(held, storages)
                 self._touch(held.places, held.running)
@@ -583,10 +580,11 @@ class ValueTree:
         for cell in {id(cell): cell for cell, _, _ in self._touched}.values():
             self._read(cell)
         self._versions = versions_of(self._trained.values())
-        is_first, self._is_compared = not self._is_begun, False
-        if self._left and is_first and not looks_only:
-            self._sums, self._is_compared = [checksum([parameter]) for parameter in self._trained.values()], True
-        self._is_begun = True
+        if self._sums is None:
+            self._sums = self._checksums()
+
+    def _checksums(self) -> list[bytes]:
+        return [checksum([parameter]) for parameter in self._trained.values()]
 
     def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
         for cell, key in places:
@@ -594,48 +592,49 @@ class ValueTree:
             cell.put(key, value)
 
     @torch.no_grad()
-    def end(self, stays: Callable[[Found], bool] | None = None) -> list[Found]:
+    def end(self) -> list[Found]:
         """The block is over: what it has changed, and what it has made of the values that it was given. All places
-        hold again what they held before :meth:`begin`, unless the block was only looked at: then what ``stays``.
+        hold again what they held before :meth:`begin`.
         """
-        changed = self._changes()
-        found = {(cell.path, key): self._found(cell, key, before, now) for cell, key, before, now in changed}
-        if stays is not None:
-            self._take_back([(*change,) for change in changed if not stays(found[change[0].path, change[1]])])
-            for cell, *_, now in changed:
-                self._read(cell)
-                self._is_stale |= isinstance(cell, _Table) and not isinstance(now, (*_ATOMS, Tensor))
-            for held in self._held.values():
-                if held.version != _mark(held.tensor) or not (held.copy is None or _equal(held.copy, held.tensor)):
-                    found.setdefault(held.place, Found(held.place, held.tensor, held.tensor))
-                held.note()
-            return list(found.values())
+        changed, found = self._changes()
         for place in self._given:
             found.setdefault(place, Found(place, ABSENT, self.get(place))).items = None
         for held in self._held.values():
-            if not held.is_given and (write := self._write_of(held)) is not None:
+            if (write := self._write_of(held)) is not None:
                 found[write.place] = write
         self._take_back(changed)
-        if (versions := versions_of(self._trained.values())) != self._versions:
-            pairs = zip(self._trained, versions, self._versions, strict=True)
-            _refuse(next(name for name, now, before in pairs if now != before), trained=True)
-        if self._is_compared:
-            for (name, parameter), before in zip(self._trained.items(), self._sums, strict=True):
-                if checksum([parameter]) != before:
-                    _refuse(name, trained=True)
+        now: list[Any] = versions_of(self._trained.values())
+        before: list[Any] = self._versions
+        if now == before and self._sums:
+            now, before, self._sums = self._checksums(), self._sums, []
+        if now != before:
+            _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
         self._blocks += 1
         return list(found.values())
 
     def abandon(self) -> None:
         """The block is over, and leaves nothing."""
-        self._take_back(self._changes())
+        self._take_back(self._changes()[0])
+        self._sums = []
         for held in self._held.values():
             held.running = None
             if held.copy is not None and held.version != _mark(held.tensor):
                 self._rewrite(held, held.copy)
 
-    def _changes(self) -> list[tuple[_Cell, Any, Any, Any]]:
-        return [(cell, *change) for cell in self._unlike() for change in cell.changes()]
+    def look(self, stays: Callable[[Found], bool]) -> list[Found]:
+        """What other code has changed since :meth:`absorb`; what ``stays`` does, the rest is taken back."""
+        changed, found = self._changes()
+        for cell, key, before, _ in changed:
+            if not stays(found[cell.path, key]):
+                cell.put(key, before)
+        written = [held.place for held in self._held.values() if held.tensor.is_inference()]  # nothing counts that
+        for place in (*self.absorb(), *written):
+            found.setdefault(place, Found(place, self.get(place), self.get(place)))
+        return list(found.values())
+
+    def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, Found]]:
+        changed = [(cell, *change) for cell in self._unlike() for change in cell.changes()]
+        return changed, {(cell.path, key): self._found(cell, key, before, now) for cell, key, before, now in changed}
 
     def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
         for cell, key, before, _ in changed:
@@ -660,7 +659,7 @@ class ValueTree:
         running, held.running = held.running, None
         if running is not None:
             places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
-            if isinstance(running, nn.Parameter) and running.requires_grad:
+            if type(running) is nn.Parameter and running.requires_grad:
                 raise UnsupportedFeatureError(
                     f"{name_of(held.place)}.requires_grad was set in a training step."
                     " Set it before, in a hook such as on_train_batch_start(), which all workers run."
@@ -669,14 +668,15 @@ class ValueTree:
                 return None
             held.is_written = True
             return Found(places[0], held.tensor, running)
-        if held.version == _mark(held.tensor):
-            is_compared = held.copy is not None and (
-                held.copy.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
-            )
-            if not is_compared or (held.copy is not None and _equal(held.copy, held.tensor)):
-                return None
+        is_counted = held.version != (mark := _mark(held.tensor))
+        is_small = held.tensor.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
+        if not is_counted and (held.copy is None or not is_small):
+            return None
         if held.copy is None:
             _refuse(name_of(held.place), trained=False)
+        if _equal(held.copy, held.tensor):
+            held.version = mark
+            return None
         if held.is_fixed:
             raise UnsupportedFeatureError(
                 f"A tensor in the tuple {name_of(held.place)} was written in a training step. Assign a new"
@@ -693,18 +693,25 @@ class ValueTree:
 
     # ------------------------------------------------------------------ outside of blocks
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the tree that are not trained, and may be written."""
+        self.absorb()
+        return [held.tensor for held in self._held.values() if held.version >= 0]
+
     def contents(self) -> list[tuple[Any, Any]]:
         """What the cells hold, for :meth:`restore`."""
+        self.absorb()
         return [(cell, cell.content) for cell in self._cells.values()]
 
     def restore(self, contents: list[tuple[Any, Any]]) -> None:
         """The cells hold again what :meth:`contents` returned."""
         for cell, content in contents:
-            cell.content = content
-            cell.known = []
-            for key, before, _ in list(cell.changes()):
-                cell.put(key, before)
-            self._read(cell)
+            if cell.content is not content or not cell.is_same():
+                cell.content, cell.known = content, []
+                for key, before, _ in list(cell.changes()):
+                    cell.put(key, before)
+                self._read(cell)
+                self._is_moved = True
 
 
 _EACH = 7  # blocks, of which tensors take turns to be compared

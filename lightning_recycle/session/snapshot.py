@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.model.weights import weights_of
+from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
 from lightning_recycle.session.collectives import WorkerContext

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts
+from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.planning.cuts import are_whole, bounds_of, held_ranges
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import are_whole, bounds_of, held_ranges
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
@@ -61,6 +63,7 @@ def build_layers(context: WorkerContext, parts: ModelParts, weights: WeightCallb
     weights.enter_stage(module, was_built)
     strategy.model = strategy.precision_plugin.convert_module(module)
     _materialize(module, context.device, context.seed, parts.is_elsewhere)
+    _check_shapes(module)
     strategy.model_to_device()
     parts.check_parameters(stage, stages)
     if context.fitting:
@@ -73,6 +76,16 @@ def build_layers(context: WorkerContext, parts: ModelParts, weights: WeightCallb
     if context.fitting and stages > 1:
         trains = any(parameter.requires_grad for parameter in module.parameters())
         check_trained(module, context.collectives.decide(trains, all_agree=False) or context.client.joining)
+
+
+def _check_shapes(module: nn.Module) -> None:
+    """Raises UnsupportedFeatureError for a lazy layer that has not seen its input; a move may end its laziness."""
+    lazy = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if is_lazy(tensor)]
+    if lazy:
+        raise UnsupportedFeatureError(
+            f"{lazy[0]} of {type(module).__name__} gets its shape from the first input, and workers need all shapes"
+            " before: give its size, or run a batch through the model before fit()."
+        )
 
 
 class StageBuilder:

@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measur
 from lightning_recycle.devices import await_stream
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.layouts.cuts import are_whole, has_ties, held_ranges, is_layout, rounded, shared_layers
+from lightning_recycle.planning.cuts import are_whole, has_ties, held_ranges, is_layout, rounded, shared_layers
 from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.collectives import WorkerContext
@@ -54,7 +54,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
             return f"{type(optimizer).__name__} keeps tensors in its attribute {name!r}, not in its state"
     for index in owned:
         try:
-            with parts.handed_out(index) as layer:
+            with parts.unwatched(index) as layer:
                 take_apart(layer, _travels)
         except Exception as error:  # whatever the user's objects raise
             return f"layer {index} cannot be pickled ({type(error).__name__}: {error})"
@@ -223,7 +223,7 @@ class StageLayers:
         self._steps += 1
         if self._steps == _FIRST_MEASURED:
             self._meters = {index: _LayerMeter() for index in self.owned}
-            with self._parts.handed_out(*self.owned) as layers:
+            with self._parts.unwatched(*self.owned) as layers:
                 modules = list(layers)
             for meter, layer in zip(self._meters.values(), modules, strict=True):
                 meter.watch(layer)
@@ -242,7 +242,7 @@ class StageLayers:
 
     def _facts(self, meters: Mapping[int, _LayerMeter]) -> LayerFacts:
         owned = self.owned
-        with self._parts.handed_out(*owned) as modules:
+        with self._parts.unwatched(*owned) as modules:
             parameters = [list(module.parameters()) for module in modules]
             buffers = [list(module.buffers()) for module in modules]
         return LayerFacts(
@@ -274,7 +274,7 @@ class StageLayers:
         ]
         held = self._left()
         left = {name: held[p] for name, p in named.items() if p in held}
-        with self._parts.handed_out(*layers) as modules:
+        with self._parts.unwatched(*layers) as modules:
             # Whatever was picklable at the start still is, unless the user's code has changed it.
             skeleton, tensors = take_apart((dict(zip(layers, modules, strict=True)), states, left), _travels)
         kinds = [(isinstance(t, nn.Parameter), t.requires_grad, t.device.type != "cpu") for t in tensors]

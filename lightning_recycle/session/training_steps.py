@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class TrainingSteps:
         def apply_with_hooks(result: StepResult) -> None:
             if self.checkpoints.background is not None:
                 self.checkpoints.background.finish_copies()
-            self._recorder.side_effects.ends_step(self.executor.statistics(number))
+            self._recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self._recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
@@ -188,7 +189,7 @@ class TrainingSteps:
             return {p: p.grad for p in self._module.parameters() if p.grad is not None}
         if self._zeroes_next and not sees_old_gradients(self._trainer, self._module):
             return {}
-        return self.executor.gradients.held()
+        return self.executor.runner.gradients.held()
 
     def _follow_parameters(self) -> None:
         """The parameters are those that the module and its optimizer have now; hooks may have changed that.
@@ -202,7 +203,7 @@ class TrainingSteps:
         names, parameters = [*named], [*named.values()]
         if names != self._names_of_trained[0]:
             self._names_of_trained = names, float(zlib.crc32(repr(names).encode()))
-        known = self.executor.gradients.parameters
+        known = self.executor.runner.gradients.parameters
         if [*map(id, parameters)] == [*map(id, known)]:
             return
         if self._context.grid.stages > 1:
@@ -212,7 +213,7 @@ class TrainingSteps:
                 f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
             )
-        self.executor.train(parameters)
+        self.executor.runner.replace_parameters(parameters)
 
     def settle(self) -> None:
         self.executor.settle_newest()
@@ -290,7 +291,7 @@ class TrainingSteps:
     def describe_step(self, step: int) -> Facts:
         counters, options, inputs = self._numbers()
         checked = None
-        if self._checks.is_due(step) and self.executor.is_settled:
+        if self._checks.is_due(step) and self.executor.runner.is_settled:
             with self._client.busy("a check of the parameters"):
                 checked = self._checks.check(step, self._module, self._optimizers)
         return Facts(counters, options, checked, inputs)
@@ -310,7 +311,7 @@ class TrainingSteps:
         }
         inputs: dict[str, float] = {}
         if digest_of_data := self._handle.loader.digest(self._handle):
-            inputs["the digest of the samples read so far, the same for every process that reads,"] = digest_of_data
+            inputs["the digest of the samples read so far (seed each shuffle of the data)"] = digest_of_data
         if self.stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
@@ -335,6 +336,10 @@ class TrainingSteps:
         loss = self.as_loss(self._newest_loss)
         self._newest_step.again(self._optimizers, clip_factor(self._clip_val, norm), lambda: loss)
 
+    @cached_property
+    def _hooks_change_gradients(self) -> bool:
+        return may_change_gradients(self._trainer, self._module)
+
     @property
     def _clip_val(self) -> float:
         assert self._trainer.gradient_clip_val is not None
@@ -350,7 +355,7 @@ class TrainingSteps:
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
         norm = self._gradient_norm
-        if mesh is None and may_change_gradients(self._trainer, self._module):
+        if mesh is None and self._hooks_change_gradients:
             norm = norm_of_all(self._trainer, plugin.main_params(optimizer))
         scale = clip_factor(clip_val, norm)
         grads = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]

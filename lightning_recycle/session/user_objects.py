@@ -14,7 +14,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_recycle.data.batching import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
-from lightning_recycle.model.weights import weights_of
+from lightning_recycle.model.layers import weights_of
 from lightning_recycle.session.lightning_internals import (
     combined_loaders,
     fit_loops,

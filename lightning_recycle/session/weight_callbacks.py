@@ -107,10 +107,10 @@ class WeightCallbacks:
         """
         self._checkpoints = checkpoints
         for average in self._averaging:
-            vars(average)["on_save_checkpoint"] = partial(self._save_average, average, average.on_save_checkpoint)
             if isinstance(average, WeightAveraging):
                 vars(average)["on_load_checkpoint"] = partial(self._load_average, average.on_load_checkpoint)
             else:
+                vars(average)["on_save_checkpoint"] = partial(self._save_swa, average, average.on_save_checkpoint)
                 vars(average)["state_dict"] = partial(_swa_state, average, average.state_dict)
                 vars(average)["load_state_dict"] = partial(self._load_swa_state, average.load_state_dict)
         for callback in self._finetuning:
@@ -143,20 +143,16 @@ class WeightCallbacks:
 
     # ------------------------------------------------------------------ averages
 
-    def _save_average(
+    def _save_swa(
         self,
-        callback: WeightAveraging | StochasticWeightAveraging,
+        callback: StochasticWeightAveraging,
         save: Callable[..., None],
         trainer: Any,
         module: Any,
         checkpoint: dict[str, Any],
     ) -> None:
         save(trainer, module, checkpoint)
-        if isinstance(callback, StochasticWeightAveraging):
-            self._join_average(callback, checkpoint["callbacks"])
-        elif callback._average_model is not None and not self._checkpoints.by_stage:
-            mine = checkpoint["state_dict"]  # what the callback replaced is whole already
-            checkpoint["state_dict"] = self._checkpoints.joined("averaged weights", mine)
+        self._join_average(callback, checkpoint["callbacks"])
 
     def _join_average(self, callback: StochasticWeightAveraging, states: dict[str, Any]) -> None:
         """Among ``states`` of callbacks, that of ``callback`` has the whole model, in one piece even in a folder."""

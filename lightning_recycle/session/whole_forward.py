@@ -24,9 +24,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.full_forward import CallResult
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.model.recording import CallResult, RecordedModule
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import ALONE, WorkerCollectives
 from lightning_recycle.session.outputs import OutputRecorder

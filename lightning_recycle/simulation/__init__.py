@@ -1,4 +1,4 @@
-"""Simulation: how training runs cope with failures, under ReCycle and other policies. No torch.
+"""Simulated training runs with failures, under ReCycle and other policies.
 
 >>> from lightning_recycle.simulation import Cluster, Poisson, Recycle, get_model, simulate
 >>> model = get_model("gpt3_medium")
@@ -7,6 +7,7 @@
 1.0
 """
 
+from lightning_recycle.simulation.auto import Auto
 from lightning_recycle.simulation.failures import (
     FailedFraction,
     FailureRate,
@@ -16,13 +17,11 @@ from lightning_recycle.simulation.failures import (
     Regular,
     Scripted,
     TraceReplay,
+    as_seconds,
 )
-from lightning_recycle.simulation.policies.auto import Auto
-from lightning_recycle.simulation.policies.oobleck import Oobleck
-from lightning_recycle.simulation.policies.policy import Policy
-from lightning_recycle.simulation.policies.published import Bamboo, Varuna
-from lightning_recycle.simulation.policies.recycle import Elastic, ElasticLayers, Recycle
-from lightning_recycle.simulation.policies.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
+from lightning_recycle.simulation.policy import Policy
+from lightning_recycle.simulation.published import Bamboo, Oobleck, Varuna
+from lightning_recycle.simulation.recycle import Elastic, ElasticLayers, Recycle
 from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
 from lightning_recycle.simulation.simulated_run import Repetitions, repeat, simulate
 from lightning_recycle.simulation.training_model import (
@@ -35,7 +34,7 @@ from lightning_recycle.simulation.training_model import (
     available_models,
     get_model,
 )
-from lightning_recycle.simulation.units import as_seconds
+from lightning_recycle.simulation.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
 
 __all__ = [
     "GPUS",

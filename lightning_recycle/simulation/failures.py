@@ -1,29 +1,81 @@
-"""Failures of nodes: drawn from a seed, replayed from a trace, or given one by one.
+"""Failures of nodes, drawn, replayed or given; and durations such as "30min".
 
-Contract: :meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the
-same seed gives the same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at
-time 0 says otherwise.
+:meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the same seed gives the
+same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at time 0 says
+otherwise. Inside the simulator, time is a whole number of nanoseconds (*ticks*), so sums are exact.
 
-Must not know: the work of the nodes, policies, how time advances.
-
-Sources of rates: Llama 3 (Dubey et al., arXiv 2407.21783, section 3.3.4): 419 unplanned interruptions in 54 days on
-16,384 GPUs. Meta RSC-1 (Kokolis et al., HPCA'25, arXiv 2410.21680): 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
+Rates: Llama 3 (arXiv 2407.21783, section 3.3.4), 419 unplanned interruptions in 54 days on 16,384 GPUs; Meta RSC-1
+(arXiv 2410.21680), 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
 from random import Random
 from typing import Protocol, runtime_checkable
 
-from lightning_recycle.arguments import at_least, fraction, whole
+from lightning_recycle.arguments import at_least, fraction, is_number, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.training_model import Cluster
-from lightning_recycle.simulation.units import Duration, as_ticks, keep_seconds
 from lightning_recycle.traces import load_trace
+
+Duration = float | int | str
+"""Seconds, or a number with a unit: ms, s, min, h, d."""
+
+TICKS_PER_SECOND = 1_000_000_000
+
+_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
+    """``value`` in seconds.
+
+    Args:
+        name: name of the setting, for the error.
+        value: seconds, or text such as ``"30min"``.
+        positive: whether 0 is refused.
+
+    Raises:
+        ConfigurationError: when it is not a duration, negative or not finite.
+    """
+    seconds = math.nan
+    if isinstance(value, str):
+        match = _PATTERN.fullmatch(value)
+        if match and match[2].lower() in _UNITS:
+            seconds = float(match[1]) * _UNITS[match[2].lower()]
+    elif is_number(value):
+        seconds = float(value)
+    if not math.isfinite(seconds) or seconds < 0 or (positive and seconds == 0):
+        least = "above 0" if positive else "of at least 0"
+        raise ConfigurationError(f"{name}={value!r}: give a duration {least}, e.g. 90, '30min' or '6h'.")
+    return seconds
+
+
+def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
+    """Replace the durations ``names`` of a frozen dataclass by seconds.
+
+    None stays None where the field allows it.
+
+    Raises:
+        ConfigurationError: as for :func:`as_seconds`.
+    """
+    optional = {field.name for field in fields(settings) if "None" in str(field.type)}  # type: ignore[arg-type]
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None or name not in optional:
+            seconds = as_seconds(f"{type(settings).__name__}({name})", value, positive=positive)
+            object.__setattr__(settings, name, seconds)
+
+
+def as_ticks(seconds: float) -> int:
+    """Seconds in whole nanoseconds, rounded."""
+    return round(seconds * TICKS_PER_SECOND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +89,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At ``tick`` (nanoseconds), all at once.
-
-    Args:
-        tick: when.
-        down: nodes that fail.
-        up: nodes that come back.
-    """
+    """Nodes that fail and come back at ``tick`` (nanoseconds), all at once."""
 
     tick: int
     down: tuple[int, ...] = ()
@@ -60,7 +106,7 @@ class FailureSource(Protocol):
 
 
 def changes_of(outages: Iterable[Outage], duration: float) -> tuple[Change, ...]:
-    """The changes of outages, which may overlap: a node is up again when its last outage has ended."""
+    """The changes of outages, which may overlap: a node is up after its last outage."""
     marks: dict[int, dict[int, int]] = {}
     for outage in outages:
         for when, step in ((outage.begin, 1), (outage.end, -1)):
@@ -153,7 +199,7 @@ class Scripted:
 def _one_by_one(
     times: Iterable[float], random: Random, cluster: Cluster, duration: float, repair: float | None, most: int
 ) -> tuple[Change, ...]:
-    """At each of ``times`` a live node fails, each equally likely, while fewer than ``most`` are down."""
+    """At each of ``times`` a live node fails, while fewer than ``most`` are down."""
     back: dict[int, float] = {}  # down nodes, with the time of their return
     outages: list[Outage] = []
     for time in times:
@@ -167,9 +213,10 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class Poisson:
-    """A Poisson process: some node of the cluster fails every ``mtbf`` on average, each live one equally likely.
+    """A Poisson process: some node of the cluster fails every ``mtbf`` on average.
 
-    As in the paper's experiments, the rate is that of the cluster: it does not fall while nodes are down.
+    Each live node is equally likely. As in the paper's experiments, the rate is that of the cluster: it does not fall
+    while nodes are down.
 
     Args:
         mtbf: mean time between failures.
@@ -206,7 +253,7 @@ _RATES = {"llama3": LLAMA3_PER_GPU_DAY, "rsc1": RSC1_PER_GPU_DAY}
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Independent exponential lifetimes: a node with g GPUs fails at g times the rate of a GPU.
+    """Independent exponential lifetimes: g GPUs fail at g times the rate of a GPU.
 
     Args:
         rate: failures per GPU and day, or "llama3" or "rsc1".
@@ -245,10 +292,10 @@ class FailureRate:
 
 @dataclass(frozen=True)
 class Regular:
-    """Every ``interval``, one node fails, drawn from the live ones, until half of them are down; none comes back.
+    """Every ``interval`` a node fails, until half of them are down; none comes back.
 
-    Source: the public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of this kind: 30 nodes, one
-    removed after each interval, 15 in total.
+    Nodes are drawn from the live ones. The public traces of Oobleck's evaluation (``6h.csv`` to ``10m.csv``) are of
+    this kind: 30 nodes, one removed after each interval, 15 in total.
 
     Args:
         interval: time between two failures; the first comes after one interval.
@@ -267,7 +314,7 @@ class Regular:
 
 @dataclass(frozen=True)
 class FailedFraction:
-    """``part`` of the nodes fail at the very beginning and stay down: the throughput is that of the failed fraction.
+    """``part`` of the nodes fail at the very beginning and stay down.
 
     Args:
         part: fraction of the nodes, e.g. 0.01, 0.05, 0.1; rounded to whole nodes, at least one where it is above 0.

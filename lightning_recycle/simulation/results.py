@@ -1,10 +1,8 @@
 """Results of a simulated run: throughput, GPU time by cause, and the timeline.
 
-Contract: GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly to the
-cluster's GPUs times the duration. Of each span's GPU time useful and repeated time is rounded down; the rest of the
-participants' time is bubble.
-
-Must not know: how the run was simulated.
+GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly to the cluster's GPUs
+times the duration. Of each span's GPU time useful and repeated time is rounded down; the rest of the participants' time
+is bubble.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from enum import Enum
 from typing import Any
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.simulation.policies.policy import Configuration
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, as_ticks
+from lightning_recycle.simulation.failures import TICKS_PER_SECOND, as_ticks
+from lightning_recycle.simulation.policy import Configuration
 
 
 class Cause(str, Enum):
@@ -25,9 +23,9 @@ class Cause(str, Enum):
     USEFUL = "useful"
     """F, B and W of samples that counted, each once."""
     BUBBLE = "bubble"
-    """Taking part in a step without computing: pipeline bubbles, communication, REDUCE, STEP."""
+    """Taking part in a step without computing: bubbles, communication, REDUCE, STEP."""
     IDLE = "idle"
-    """Alive but not taking part: spares, left-over nodes, everything while training cannot run."""
+    """Alive but not taking part: spares, left-over nodes, training that cannot run."""
     REDONE = "redone"
     """Lost steps, and computation that a policy does twice (redundant or recomputed)."""
     RECONFIGURING = "reconfiguring"
@@ -48,7 +46,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """``begin`` to ``end`` seconds without a change. ``throughput`` (samples/s) counts what is not lost later."""
+    """Seconds without a change; ``throughput`` leaves out samples that are lost later."""
 
     begin: float
     end: float
@@ -59,7 +57,7 @@ class Interval:
     live_gpus: int
     throughput: float
     choice: str = ""
-    """Choice of the policy for it, where it chooses among several ways: "reroute", "layers", ..."""
+    """Choice of a policy with several ways: "reroute", "layers", ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +152,24 @@ class SimulationResult:
 
     @property
     def fraction_of_ideal(self) -> float:
-        """Throughput relative to what the live GPUs would achieve without bubbles, pauses and work done twice."""
+        """Throughput relative to live GPUs without bubbles, pauses and repetition."""
         live = self.accounting.total - self.accounting.failed
         return self.accounting.useful / live if live else 0.0
 
     @property
     def goodput(self) -> float:
-        """Fraction of the GPU time, failed GPUs included, that was spent on samples that count."""
+        """Fraction of the GPU time, failed GPUs included, spent on samples that count."""
         return self.accounting.fractions()["useful"]
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: fraction of the duration in which steps were trained that were not lost."""
+        """Effective training time ratio: fraction of the duration with steps that count."""
         trained = (each.end - each.begin for each in self.intervals if each.state is State.TRAINING)
         return sum(trained) / self.duration
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: operations of the samples over the peak of all GPUs of the cluster."""
+        """Model FLOPs utilization: operations of the samples over the GPUs' peak."""
         return self.throughput * self.flops_per_sample / (self.peak_flops * self.gpus)
 
     @property
@@ -186,7 +184,7 @@ class SimulationResult:
         return sum(len(event.nodes) for event in self.events if event.kind == "failure")
 
     def losses(self) -> dict[str, float]:
-        """Samples/s lost by cause, against fault-free 1F1B on as many GPUs as the cluster has; they add up.
+        """Samples/s lost by cause, against fault-free 1F1B on all GPUs; they add up.
 
         A GPU-second that is idle, redone, reconfiguring or failed loses what a GPU achieves in a second without
         failures; "slower steps" is the rest: the difference in bubbles, negative where a schedule is faster than 1F1B.
@@ -208,7 +206,7 @@ class SimulationResult:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ticks ``begin`` to ``end`` without a change. ``configuration`` is in force, or follows the pause."""
+    """Ticks without a change; ``configuration`` is in force, or follows the pause."""
 
     begin: int
     end: int

@@ -1,13 +1,9 @@
 """Simulated run: plays training from event to event, once or for several seeds.
 
-Concept: between two events training runs in one configuration, step after step, so an interval of any length is one
-calculation. Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait for the
-end of a step, and the policy's alarm. A failure that undoes steps turns the preceding intervals from training into
-lost; GPU time is counted from the finished timeline, so it cannot disagree with it.
-
-Contract: deterministic for a seed; time is in whole nanoseconds; the parts of the accounting add up exactly.
-
-Must not know: what a policy does, where failures come from.
+Between two events training runs in one configuration, step after step, so an interval of any length is one calculation.
+Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait for the end of a step,
+and the policy's alarm. A failure that undoes steps turns the preceding intervals from training into lost; GPU time is
+counted from the finished timeline. Runs are deterministic for a seed, in whole nanoseconds.
 
 A single run with a handful of failures says little: two runs of six hours with a failure every 30 minutes can differ by
 a tenth of the throughput.
@@ -21,8 +17,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.failures import Change, FailureSource
-from lightning_recycle.simulation.policies.policy import (
+from lightning_recycle.simulation.failures import (
+    TICKS_PER_SECOND,
+    Change,
+    Duration,
+    FailureSource,
+    as_seconds,
+    as_ticks,
+)
+from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Loss,
@@ -40,7 +43,6 @@ from lightning_recycle.simulation.results import (
     samples_of,
 )
 from lightning_recycle.simulation.training_model import Cluster, TrainingModel
-from lightning_recycle.simulation.units import TICKS_PER_SECOND, Duration, as_seconds, as_ticks
 
 _FILL = "fill"
 
@@ -106,7 +108,7 @@ class Run:
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
-        """Handle what is due now; ends of pauses and of steps come before what disturbs them."""
+        """Handle what is due now; ends of pauses and steps come before disturbances."""
         if self.pauses and self.pauses[-1][1] <= self.now:
             self.pauses.pop()
             if not self.pauses:
@@ -198,7 +200,7 @@ class Run:
             self.checkpointing = None
 
     def _begin_checkpoint(self, *, loaded: bool) -> None:
-        """A checkpoint of the state of this moment can be loaded later, or at once where it was itself loaded."""
+        """A checkpoint of this moment, loadable later, or at once if it was loaded."""
         self.checkpoint = self._newest_checkpoint()
         self.taken = self.now
         self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
@@ -333,7 +335,7 @@ def simulate(
 
 
 def mean_time_between_failures(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
-    """Seconds between two failures of the cluster on average; None when nothing fails after the beginning.
+    """Mean seconds between two failures of the cluster; None without failures.
 
     What an operator knows from the past: the mean of eight runs with other seeds, where the source is random.
     """

@@ -1,15 +1,10 @@
 """Step times: of 1F1B and of the planner's schedules, each planned once.
 
-Concept: which schedule a pipeline runs is independent of the policy for failures, so all policies take their steps
-from here and are compared with the same schedule. ``1f1b``: fused backward, one optimizer step for all stages.
-``planned``: the planner's schedule with a split backward and a staggered optimizer, within the workers' memory, where
-it is faster than 1F1B.
-
-Contract: a step's duration is the period of the heuristic's schedule, which with the staggered optimizer can be shorter
-than the makespan; the first step after a stop takes longer by the difference, because the pipelines are empty. Results
-are cached for the life of the process: the same failures, costs and memory are never planned twice.
-
-Must not know: policies, failures.
+All policies take their steps from here and are compared with the same schedule. ``1f1b``: fused backward, one optimizer
+step for all stages. ``planned``: the planner's schedule with a split backward and a staggered optimizer, within the
+workers' memory, where it is faster than 1F1B. A step's duration is the period of the heuristic's schedule; the first
+step after a stop takes longer, up to the makespan, because the pipelines are empty. Results are cached for the life of
+the process.
 """
 
 from __future__ import annotations
@@ -28,18 +23,20 @@ from lightning_recycle.planning import (
     normalize,
     normalized_failures,
 )
-from lightning_recycle.planning.layouts.layout_candidates import Judgement, judgement_of, with_variation
+from lightning_recycle.planning.layout_candidates import Judgement, judgement_of, with_variation
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.training_model import MeasuredModel, TrainingModel, one_f_one_b_seconds
 
 DEFAULT_EFFORT = 100_000
-"""Operations the planner plays in search of a better schedule: at most 0.2 s for the paper's models on 32 GPUs,
-and within 1 % of the step times found with eight times as many."""
+"""Operations that the planner plays: at most 0.2 s for the paper's models.
+
+Step times are within 1 % of those found with eight times as many.
+"""
 
 
 _MOST_JUDGED = 5_000
-"""Operations of an iteration; some dozens of plans of this size take seconds. The paper's models have up to 3,072."""
+"""Operations of an iteration; some dozens of plans of this size take seconds."""
 
 _JUDGED_SHARE = 5
 """To choose among distributions, plans get this part of the effort."""
@@ -59,15 +56,10 @@ def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> Judgement:
 
 @lru_cache(maxsize=65536)
 def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) -> tuple[int, ...]:
-    """How many failures each stage carries after failure normalization.
+    """Failures of each stage after failure normalization.
 
     By the periods of the plans, as in a run, up to ``_MOST_JUDGED`` operations; else, or without effort, by lower
     bounds alone.
-
-    Args:
-        problem: the fault-free problem.
-        failures: the number of failed workers.
-        effort: of the plan that is wanted.
     """
     grid = problem.grid
 
@@ -96,11 +88,9 @@ def pipeline_step(
     Args:
         schedule: one of ``SCHEDULES``.
         costs: seconds of the pipeline's stages.
-        microbatches: micro-batches of this pipeline in a step.
         in_flight_limit: the most micro-batches that fit into a worker of each stage, for the planned schedule. Where
             one does not even hold a single one, 1F1B is assumed to fit (the policy has decided that this pipeline
             runs).
-        effort: effort of the planner.
     """
     usual = Judgement(one_f_one_b_seconds(costs, microbatches))
     if schedule == "1f1b" or (in_flight_limit and min(in_flight_limit) < 1):
@@ -137,12 +127,9 @@ def layer_costs(model: TrainingModel) -> LayerCosts:
 
 @lru_cache(maxsize=4096)
 def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
-    """A step of the planner's schedule, or of 1F1B where that is faster and nothing has failed.
+    """A step of the planner's schedule, or of 1F1B if faster and nothing has failed.
 
-    Args:
-        problem: with the mean costs of micro-batches.
-        variation: how these differ, where stages share layers.
-        effort: of the planner.
+    ``problem`` has the mean costs of micro-batches; ``variation``: how they differ, where stages share layers.
     """
     if variation is not None:
         schedule = planned_schedule(problem, effort)

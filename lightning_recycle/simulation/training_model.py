@@ -1,13 +1,11 @@
-"""Models on a grid of GPUs: durations and memory of their stages, the catalogue of the paper's models, and clusters.
+"""Models on a grid of GPUs: durations and memory, a catalogue, and clusters.
 
-Concept: a :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
-Floating-point operations and bytes follow from layers, width, heads and sequence length (:class:`Transformer`); the one
-number these do not give, the fraction of the GPU's peak that is reached, is chosen so that the fault-free 1F1B schedule
-has the measured throughput. A :class:`MeasuredModel` has stages whose durations were measured.
-
-Contract: frozen; seconds, bytes, samples; of a transformer per sample (one sequence) and whole model, unless a name
-says otherwise. Layers can be cut into equal *units* (``lcm(layers, stages)`` of them), so that the fault-free split is
-even whatever the number of stages; the output layer's work is spread over all units.
+A :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
+Floating-point operations and bytes follow from layers, width, heads and sequence length (:class:`Transformer`), per
+sample and whole model unless a name says otherwise; the fraction of the GPU's peak that is reached is chosen so that
+the fault-free 1F1B schedule has the measured throughput. A :class:`MeasuredModel` has stages whose durations were
+measured. Layers can be cut into equal *units*, so that the fault-free split is even; the output layer's work is spread
+over all units.
 
 The catalogue: the three models that the paper ran on 32 A100 have the reported fault-free throughput (arXiv
 2405.14009); the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) the sustained operations per
@@ -20,11 +18,9 @@ second of a GPU there, 135, 138, 140 and 148 teraFLOP/s, as samples/s. Choices w
 - *Grids of the large models*: up to 64 stages without tensor parallelism, 64 x 24 for the largest, as in the paper's
   planning experiments; Megatron's own layouts use tensor parallelism 8.
 
-Must not know: failures, policies, how a run is played.
-
-Sources: operations from Narayanan et al., SC'21 (arXiv 2104.04473), section 5.1, split into F, B and W: a linear layer
-costs the same in each, the attention products have no weights and cost twice as much in B as in F. Activation bytes
-from Korthikanti et al. (arXiv 2205.05198), equation 2: s b h (34 + 5 a s / h) per layer without recomputation.
+Operations are from Narayanan et al., section 5.1, split into F, B and W: a linear layer costs the same in each, the
+attention products have no weights and cost twice as much in B as in F. Activation bytes are from Korthikanti et al.
+(arXiv 2205.05198), equation 2: s b h (34 + 5 a s / h) per layer without recomputation.
 """
 
 from __future__ import annotations
@@ -39,15 +35,17 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
 
 _STATE_BYTES_PER_PARAMETER = 16.0
-"""Mixed precision with Adam: half-precision weight and gradient (2 + 2), single-precision weight and two moments
-(4 + 4 + 4); Rajbhandari et al., ZeRO (arXiv 1910.02054), section 3.1."""
+"""Mixed precision with Adam (ZeRO, arXiv 1910.02054, section 3.1).
+
+Half-precision weight and gradient (2 + 2), single-precision weight and two moments (4 + 4 + 4).
+"""
 
 _USABLE_MEMORY = 0.9  # of a GPU; the rest is lost to the framework and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A type of GPU: peak half-precision operations per second, memory in bytes, memory bandwidth in bytes/s."""
+    """A type of GPU: peak half-precision operations/s, bytes, and bytes/s of memory."""
 
     name: str
     peak_flops: float
@@ -112,12 +110,12 @@ class Transformer:
 
     @property
     def linear_flops(self) -> float:
-        """Operations of all linear layers and the output layer for one sample, the same in F, B and W."""
+        """Operations of all linear layers for one sample, the same in F, B and W."""
         return float(self.sequence) * (24 * self.layers * self.width**2 + 2 * self.width * self.vocabulary)
 
     @property
     def attention_flops(self) -> float:
-        """Operations of the attention products in F for one sample; twice as many in B, none in W."""
+        """Operations of attention in F for one sample; twice as many in B, none in W."""
         return 4.0 * self.layers * self.sequence**2 * self.width
 
     def flops(self, *, recompute: bool = False) -> tuple[float, float, float]:
@@ -127,7 +125,7 @@ class Transformer:
         return forward, backward, self.linear_flops
 
     def activation_bytes(self, *, recompute: bool = False) -> float:
-        """Bytes that one sample holds from F to W, all layers; with ``recompute``, only each layer's input."""
+        """Bytes of one sample from F to W; with ``recompute``, each layer's input."""
         per_token = 2.0 if recompute else 34.0 + 5.0 * self.heads * self.sequence / self.width
         return self.layers * self.sequence * self.width * per_token
 
@@ -209,7 +207,7 @@ class TrainingModel:
 
     @property
     def units(self) -> int:
-        """Parts of the model between which it can be cut, all equal: the least common multiple of layers and stages."""
+        """Equal parts between which the model can be cut: lcm(layers, stages)."""
         return math.lcm(self.transformer.layers, self.stages)
 
     @property
@@ -221,7 +219,7 @@ class TrainingModel:
 
     @property
     def useful_gpu_seconds(self) -> float:
-        """GPU-seconds of F, B and W of one global batch without recomputation: the least a step needs."""
+        """GPU-seconds of F, B and W of one global batch: the least a step needs."""
         rate = self.device.peak_flops * self.efficiency
         return self.global_batch * sum(self.transformer.flops()) / rate
 
@@ -231,11 +229,11 @@ class TrainingModel:
         return self.global_batch * self.sample_seconds[0] if self.recompute else 0.0
 
     def state_bytes(self, part: float) -> float:
-        """Weights, gradients and optimizer state on one GPU of a worker that has ``part`` of the model."""
+        """Weights, gradients and optimizer state of ``part`` of the model on one GPU."""
         return part * self.transformer.state_bytes()
 
     def activation_bytes(self, part: float) -> float:
-        """Bytes that one micro-batch holds from F to W on one GPU of a worker that has ``part`` of the model."""
+        """Bytes of one micro-batch from F to W on one GPU, for ``part`` of the model."""
         kept = self.transformer.activation_bytes(recompute=self.recompute)
         return part * self.microbatch * kept
 
@@ -245,7 +243,7 @@ class TrainingModel:
         return self.device.memory_bytes * _USABLE_MEMORY
 
     def transfer_seconds(self, part: float) -> float:
-        """Time to copy the state of ``part`` of the model to one worker (its GPUs copy in parallel)."""
+        """Time to copy the state of ``part`` of the model to one worker's GPUs."""
         return self.network_latency + self.state_bytes(part) / self.network_bandwidth if part else 0.0
 
     def even(self) -> tuple[int, ...]:
@@ -253,7 +251,7 @@ class TrainingModel:
         return (self.units // self.stages,) * self.stages
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
-        """Durations in seconds for stages of that many units (by default the fault-free split).
+        """Seconds of stages of that many units (by default the fault-free split).
 
         REDUCE is a ring all-reduce of half-precision gradients among ``pipelines`` replicas, STEP reads and writes the
         optimizer's state once.
@@ -280,7 +278,7 @@ class TrainingModel:
         )
 
     def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Micro-batches that fit into the memory of a worker of each stage; 0 where not even the state fits."""
+        """Micro-batches that fit into a worker of each stage; 0 if the state does not."""
         limits = []
         for count in self.even() if units is None else units:
             free = self.memory_bytes - self.state_bytes(count / self.units)
@@ -295,13 +293,13 @@ class TrainingModel:
 
 @lru_cache(maxsize=4096)
 def one_f_one_b_seconds(costs: Costs, microbatches: int) -> float:
-    """One step of the 1F1B schedule of one pipeline, with REDUCE and a common end (no staggered optimizer)."""
+    """One step of 1F1B of one pipeline, with REDUCE and a common end."""
     problem = Problem(Grid(1, costs.stages, microbatches), costs, technique=Technique(False, False))
     return one_f_one_b(problem).makespan
 
 
 def _calibrated(model: TrainingModel, throughput: float) -> float:
-    """The efficiency at which fault-free 1F1B has that throughput; times fall steadily as it grows."""
+    """The efficiency at which fault-free 1F1B has that throughput."""
     goal = model.global_batch / throughput
     object.__setattr__(model, "efficiency", 1.0)
     if model.fault_free_seconds() > goal:
@@ -322,7 +320,9 @@ def _calibrated(model: TrainingModel, throughput: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredModel(TrainingModel):
-    """A training model with known durations. Takes the arguments of ``TrainingModel`` except a calibration, and:
+    """A training model with known durations.
+
+    Takes the arguments of ``TrainingModel`` except a calibration, and:
 
     Args:
         stage_costs: costs of the fault-free stages, in seconds, e.g. ``load_profile("profile.json").costs()``.
@@ -358,7 +358,7 @@ class MeasuredModel(TrainingModel):
 
     @property
     def useful_gpu_seconds(self) -> float:
-        """GPU-seconds of F, B and W of one global batch, without the forwards that run again with ``recompute``."""
+        """GPU-seconds of F, B and W of one global batch, without repeated forwards."""
         again = self.sample_seconds[0] if self.recompute else 0.0
         return self.global_batch * (sum(self.sample_seconds) - again)
 
@@ -420,7 +420,9 @@ def available_models() -> tuple[str, ...]:
 
 
 def get_model(name: str, **changes: object) -> TrainingModel:
-    """The model of that name, optionally with settings changed, e.g. ``get_model("gpt3_6_7b", global_batch=1024)``.
+    """The model of that name, optionally with settings changed.
+
+    For example ``get_model("gpt3_6_7b", global_batch=1024)``.
 
     Raises:
         ConfigurationError: when the name is unknown, or a changed setting is impossible.
@@ -432,7 +434,7 @@ def get_model(name: str, **changes: object) -> TrainingModel:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``nodes`` nodes with ``gpus_per_node`` GPUs each, and a link for each worker (the model's ``network_bandwidth``).
+    """``nodes`` nodes of ``gpus_per_node`` GPUs, with a link for each worker.
 
     When one GPU fails, its node is taken out until it is repaired, as schedulers do. Use ``gpus_per_node=1`` where
     single GPUs fail. ``price`` is that of a GPU and hour, in any currency; a node is paid for while it is up.

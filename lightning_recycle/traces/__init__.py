@@ -1,12 +1,8 @@
 """Availability traces of public clouds: how many nodes were up, and when.
 
-Concept: a trace is a list of changes of a number of nodes. Two of the files name their nodes, three only count
-them; where nodes are only counted, those that left last are the first to return.
-
-Contract: pure Python, needs no other module of the package but ``errors``; times are seconds from the first record.
-The data and their licence (MIT, Bamboo project) lie beside this file, see README.md there.
-
-Must not know: simulation, training.
+Two of the files name their nodes, three only count them; where nodes are only counted, those that left last are the
+first to return. Times are seconds from the first record. The data and their licence (MIT, Bamboo project) lie beside
+this file, see README.md there.
 
 >>> trace = load_trace("aws-p3")
 >>> trace.peak, round(trace.duration / 3600, 1)
@@ -64,7 +60,7 @@ class Trace:
 
     @property
     def availability(self) -> tuple[tuple[float, int], ...]:
-        """(time in seconds, available nodes from then on), one entry for each moment at which the number changes."""
+        """(seconds, available nodes from then on), for each change of the number."""
         found: list[tuple[float, int]] = []
         count = 0
         for event in self.events:
@@ -143,13 +139,13 @@ def _named(name: str, rows: list[list[str]]) -> Trace:
 
 
 def _dated(rows: list[list[str]]) -> list[tuple[float, int]]:
-    """(seconds, instances up) of rows of (date, time of day, instances up), some of them out of order."""
+    """(seconds, instances up) of rows of (date, time, instances up), unordered."""
     records = sorted((datetime.datetime.fromisoformat(f"{date} {time}"), int(count)) for date, time, count in rows)
     return [((moment - records[0][0]).total_seconds(), count) for moment, count in records]
 
 
 def _timed(rows: list[list[str]]) -> list[tuple[float, int]]:
-    """(seconds, instances up) of rows of (hours, instances up); of several for one moment the last one holds."""
+    """(seconds, instances up) of rows of (hours, instances up); the last one counts."""
     counts = {float(hours): int(count) for hours, count in rows}
     begin = min(counts)
     return [(round(3600 * (hours - begin), 3), counts[hours]) for hours in sorted(counts)]

@@ -1,4 +1,4 @@
-"""Pictures of schedules (Gantt charts as SVG), and the report of simulated runs. Imports no torch."""
+"""Gantt charts of schedules as SVG, and the report of simulated runs; no torch."""
 
 from lightning_recycle.visualize.gantt import gantt_svg, save_gantt
 

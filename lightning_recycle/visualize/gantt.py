@@ -1,13 +1,8 @@
-"""Gantt charts of schedules: one row per worker, one box per operation, several schedules on the same time scale.
+"""Gantt charts of schedules as SVG: a row per worker, a box per operation.
 
-Concept: the picture shows at a glance what ReCycle does. Colour is the kind of operation, the number in a box is the
-micro-batch; a box with an orange frame and hatching is a dead worker's micro-batch that a peer adopted ("1.3" is
-micro-batch 3 of pipeline 1); a dead worker has a grey row.
-
-Contract: reads schedules, changes nothing; SVG by the standard library alone. Coordinates are pixels from the upper
-left corner, colours ``#rrggbb``; the title of a box appears under the mouse.
-
-Must not know: planners, the runtime.
+Colour is the kind of operation, the number in a box is the micro-batch; a box with an orange frame and hatching is a
+dead worker's micro-batch that a peer adopted ("1.3" is micro-batch 3 of pipeline 1); a dead worker has a grey row. The
+title of a box appears under the mouse.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from lightning_recycle.planning.schedule import Schedule
 
 
 class _Look(NamedTuple):
-    """Colour of a kind of operation, its meaning in the legend, and the colour of the text on it."""
+    """Colour, legend text and text colour of a kind of operation."""
 
     color: str
     meaning: str
@@ -66,8 +61,7 @@ def gantt_svg(
         schedules: one schedule, or several to stack on one time scale.
         titles: one per schedule; by default the grid and the failed workers.
         unit: the unit of the schedules' costs, for the axis.
-        iterations: number of consecutive iterations to draw, each shifted by the period and paler than the previous
-            one.
+        iterations: number of consecutive iterations to draw, each shifted by the period and paler than the one before.
         width: width of the picture in pixels.
 
     Raises:
@@ -106,7 +100,7 @@ def save_gantt(
     iterations: int = 1,
     width: float = 1200.0,
 ) -> Path:
-    """Write the chart to ``path``, which ends with .svg; arguments as for :func:`gantt_svg`.
+    """Write the chart to ``path``, which ends with .svg; see :func:`gantt_svg`.
 
     Raises:
         ConfigurationError: for another suffix, and as :func:`gantt_svg`.
@@ -193,7 +187,7 @@ def _default_title(schedule: Schedule) -> str:
 
 
 def _tick(end: float) -> float:
-    """Distance between the axis' labels: 1, 2 or 5 times a power of ten, at most about 20 labels."""
+    """Distance between the axis' labels: 1, 2 or 5 times a power of ten."""
     if end <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(end / 20))
@@ -201,7 +195,7 @@ def _tick(end: float) -> float:
 
 
 class _Chart(NamedTuple):
-    """All panels' measures: ``end`` in units of time, ``scale`` in pixels for each of them."""
+    """Measures of all panels: ``end`` in units of time, ``scale`` in pixels for each."""
 
     unit: str
     iterations: int
@@ -243,7 +237,6 @@ class _Chart(NamedTuple):
         return groups, bottom + _AXIS
 
     def _row(self, schedule: Schedule, worker: Worker, y: float) -> Iterator[str]:
-        """The operations of a worker."""
         dead = worker in schedule.failed
         fill = "#999999" if dead else _INK
         yield _text(_LEFT - 8, y + _ROW / 2, f"stage {worker.stage}", anchor="end", fill=fill)

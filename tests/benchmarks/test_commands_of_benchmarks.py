@@ -27,6 +27,15 @@ def test_what_is_measured_on_the_processor_says_that_it_is_nothing_of_a_device()
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 3])
+def test_groups_of_torch_connect_are_aborted_and_connect_without_the_worker_that_was_killed(workers: int) -> None:
+    shown = run("process_groups.py", "--device", "cpu", "--workers", str(workers))
+    assert "NOT figures of a GPU" in shown
+    counts = {"connected": workers, "aborted": workers - 1, "connected again": workers - 1 if workers > 2 else 0}
+    assert {what: len(re.findall(rf": {what}, s: ", shown)) for what in counts} == counts
+
+
+@pytest.mark.long
 def test_without_a_device_nothing_is_measured_and_nothing_fails() -> None:
     import torch
 

@@ -75,9 +75,9 @@ def test_the_running_example_takes_what_a_hand_computes(
         assert each.real == pytest.approx(each.simulated)
 
 
-@pytest.mark.parametrize(("away", "degraded"), [(105.5, 4), (106.5, 5)])
+@pytest.mark.parametrize(("away", "degraded"), [(103.5, 4), (104.5, 5)])
 def test_a_rejoin_waits_for_a_step_that_only_one_worker_has_begun(away, degraded) -> None:
-    # The fourth step without the worker ends 110 s after its death; 4 s before, the first worker is through with it.
+    # The fourth step without the worker ends 110 s after its death; 6 s before, the first worker is through with it.
     result = simulated(EXAMPLE, [replace(ABSENCE, seconds=away - FAILURE)], 1000.0)
     seconds = 5 * 19 + 9 + FAILURE + 2 + degraded * 27 + REJOIN + 2 + 19
     assert seconds_for(result, 18 * (5 + degraded + 1)) == pytest.approx(seconds, abs=1e-6)

@@ -31,21 +31,19 @@ class FakeExecutor:
         self.version = 0
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
-        self.stretch_operation: Callable[[float], None] | None = None
-        self.seconds_for_siblings = 0.0
+        self.runner = SimpleNamespace(timings=SimpleNamespace(stretch=None))
+        self.communicator = SimpleNamespace(seconds_for_siblings=0.0)
         self.announced: list[FaultInjected] = []
-
-    def announce_fault(self, fault: FaultInjected) -> None:
-        self.announced.append(fault)
+        self.client = SimpleNamespace(send=self.announced.append)
 
     def run(self, steps: int = 1, seconds: float = 0.01, for_siblings: float = 0.0) -> None:
         for _ in range(steps):
             for op in PROGRAM:
                 for before in self.before_operation:
                     before(self.version, op)
-                self.seconds_for_siblings += for_siblings
-                if self.stretch_operation is not None:
-                    self.stretch_operation(seconds)
+                self.communicator.seconds_for_siblings += for_siblings
+                if self.runner.timings.stretch is not None:
+                    self.runner.timings.stretch(seconds)
                 for after in self.after_operation:
                     after(self.version, op)
             self.version += 1

@@ -21,7 +21,7 @@ from support.growth import AwaitReplacement
 from typing_extensions import override
 
 from chaos.scenario import STEPS, Crowd
-from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.launch.worker_group import process_context
 
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 60.0  # for those that are left to end with the run, and the longest time that one has taken to start

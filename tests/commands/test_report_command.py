@@ -15,10 +15,10 @@ from command_driver import check_refused, run, run_all
 
 from lightning_recycle import __version__
 from lightning_recycle.traces import load_trace
-from lightning_recycle.visualize.report.charts import linear, logarithmic
-from lightning_recycle.visualize.report.page import render_report
-from lightning_recycle.visualize.report.records import error, load_results, number
-from lightning_recycle.visualize.report.sections import averaged
+from lightning_recycle.visualize.charts import linear, logarithmic
+from lightning_recycle.visualize.page import render_report
+from lightning_recycle.visualize.records import error, load_results, number
+from lightning_recycle.visualize.sections import averaged
 
 pytestmark = pytest.mark.long
 
@@ -384,7 +384,7 @@ def test_a_logarithmic_axis_holds_its_values() -> None:
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for name, content in (("broken", "{"), ("new", '{"schema": 7}'), ("part", '{"schema": 3, "command": ""}')):
+    for name, content in (("broken", "{"), ("new", '{"schema": 7}'), ("part", '{"schema": 1, "command": ""}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(content)
     (tmp_path / "empty").mkdir()

@@ -16,8 +16,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from lightning_recycle import __version__
-from lightning_recycle.commands.scenario import model_from
-from lightning_recycle.commands.simulate import points_of
+from lightning_recycle.commands.simulate import model_from, points_of
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
 
 pytestmark = pytest.mark.long

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_recycle.control.monitoring.goodput import PARTS, Goodput, Phase
 from lightning_recycle.simulation import Cause
-from lightning_recycle.simulation.policies.policy import Configuration, stopped
+from lightning_recycle.simulation.failures import as_ticks
+from lightning_recycle.simulation.policy import Configuration, stopped
 from lightning_recycle.simulation.results import Span, State, account
-from lightning_recycle.simulation.units import as_ticks
 
 POSITIONS, USEFUL = 6, 4.0  # workers, and worker-seconds of F, B and W in a step
 

@@ -233,6 +233,13 @@ def test_only_reading_is_possible(plane: ControlPlane, runtime: Path) -> None:
             assert connection.getresponse().status == 501
 
 
+def test_no_thread_is_left_when_it_has_ended(plane: ControlPlane, runtime: Path) -> None:
+    for _ in range(20):
+        with shown(plane):
+            pass
+        assert [thread.name for thread in threading.enumerate() if thread.name == "recycle-status"] == []
+
+
 def test_a_page_from_elsewhere_cannot_read_it_through_the_browser(plane: ControlPlane, runtime: Path) -> None:
     """DNS rebinding: its name leads to 127.0.0.1, and the browser sends that name."""
     with shown(plane) as port:

@@ -9,7 +9,7 @@ import pytest
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.commands.plan_settings import problems_ahead
+from lightning_recycle.commands.plan import problems_ahead
 from lightning_recycle.control.plans import plan_maker
 from lightning_recycle.control.plans.plan_maker import PlanAnswer
 from lightning_recycle.control.plans.plan_provider import PlanProvider
@@ -28,8 +28,8 @@ from lightning_recycle.planning import (
     save_profile,
     solve,
 )
+from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.normalization import usual_limit
-from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.schedule import proven
 
 GRID = Grid(2, 2, 8)

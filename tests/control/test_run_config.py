@@ -67,6 +67,19 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
     assert options.drift == DriftOptions(0.1, 10, 100)
 
 
+def test_a_worker_on_another_kind_of_device_is_refused_by_name() -> None:
+    terms = settle(Overrides(), replace(WANTS, device="cuda"))
+    assert difference(Overrides(), terms, replace(WANTS, device="cuda")) is None
+    unfit = difference(Overrides(), terms, replace(WANTS, device="cpu"))
+    assert unfit is not None
+    assert unfit.why.startswith("This worker computes on 'cpu', the run on 'cuda'")
+
+
+@pytest.mark.parametrize("wants", [None, WANTS, replace(WANTS, device="cpu")])
+def test_where_nobody_says_on_what_the_run_computes_any_worker_fits(wants: RunRequest | None) -> None:
+    assert difference(Overrides(), settle(Overrides(), WANTS), wants) is None
+
+
 def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
     given = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
     terms = settle(Overrides(settings=given), wanting(heartbeat__timeout=2.0))

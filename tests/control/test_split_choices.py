@@ -12,8 +12,8 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Measured
 from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
+from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import Footprint
 from lightning_recycle.planning.splitting import SplitTrial
 
 GRID = Grid(3, 4, 6)

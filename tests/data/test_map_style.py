@@ -23,6 +23,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     SequentialSampler,
     get_worker_info,
@@ -31,7 +32,7 @@ from torch.utils.data import (
 from lightning_recycle.data.batching import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 
 SEED = 11
@@ -499,3 +500,25 @@ def test_an_evaluation_repeats_no_sample(drop_last: bool, read: int) -> None:
     loader = MicrobatchLoader(data, Grid(2, 1, 2), 0, SEED, prefetch=False, evaluation=True)
     found = [int(i) for handle in loader for i in loader.read_batch(handle)]
     assert found == list(range(read))
+
+
+class ShufflesItself(IterableDataset[int]):
+    """As litdata's: with indices, and an order of its own in its iterator."""
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([5, 2, 7, 1, 0, 3, 4, 6])
+
+
+def test_an_order_that_a_dataset_with_indices_would_lose_is_refused() -> None:
+    check_dataloader(DataLoader(ShufflesItself(shuffle=False), batch_size=4), 2)
+    with pytest.raises(UnsupportedFeatureError, match=r"ShufflesItself\(shuffle=True\).*Set shuffle=False"):
+        check_dataloader(DataLoader(ShufflesItself(shuffle=True), batch_size=4), 2)

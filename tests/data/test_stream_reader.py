@@ -11,8 +11,7 @@ from test_iterable_style import GLOBAL_BATCH, GRIDS, SEED, SIZE, epochs, read
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_recycle.data.iterable_style import StreamLoader
-from lightning_recycle.data.stream_reader import has_shuffle_buffer
+from lightning_recycle.data.iterable_style import StreamLoader, has_shuffle_buffer
 from lightning_recycle.planning.grid import Grid
 
 if TYPE_CHECKING:

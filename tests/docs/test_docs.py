@@ -426,3 +426,14 @@ def test_links_to_files_outside_lead_to_their_pages() -> None:
     hook = module_of("site")
     page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
     assert hook.on_page_markdown("[m](../benchmarks/RESULTS.md#planning)", page) == "[m](results.md#planning)"
+
+
+# ---------------------------------------------------------------------- works with
+
+
+def test_every_test_on_the_page_works_with_exists() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests/works_with").glob("test_*.py"))
+    named = re.findall(r"`((?:tests/\S+\.py)|test_\w+)`", text("works_with.md"))
+    assert set(re.findall(r"^def (test_\w+)", tests, re.M)) <= set(named)
+    for name in named:
+        assert (ROOT / name).is_file() if "/" in name else f"def {name}(" in tests, name

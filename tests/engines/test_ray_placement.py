@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from lightning_recycle.engines.ray_cluster import Node, beside_others, homes, room, stand_in
+from lightning_recycle.engines.ray_cluster import Node, nodes_with_room, pipeline_nodes, replacement_node, room
 
 CPU = {"CPU": 1.0}
 
@@ -25,26 +25,26 @@ def test_room_is_what_the_scarcest_resource_allows() -> None:
 
 
 def test_each_pipeline_has_a_node_of_its_own() -> None:
-    assert homes(nodes(a=2, b=2, c=2), CPU, 2, 2) == [("a", "a"), ("b", "b")]
+    assert pipeline_nodes(nodes(a=2, b=2, c=2), CPU, 2, 2) == [("a", "a"), ("b", "b")]
 
 
 def test_a_large_node_does_not_get_two_pipelines_while_there_are_others() -> None:
-    assert homes(nodes(a=8, b=2), CPU, 2, 2) == [("b", "b"), ("a", "a")]
+    assert pipeline_nodes(nodes(a=8, b=2), CPU, 2, 2) == [("b", "b"), ("a", "a")]
 
 
 def test_a_pipeline_that_no_node_has_room_for_gets_several_of_its_own() -> None:
-    assert homes(nodes(a=1, b=1, c=1, d=1), CPU, 2, 2) == [("a", "b"), ("c", "d")]
-    assert homes(nodes(a=3, b=3, c=3, d=3), CPU, 2, 4) == [("a", "a", "a", "b"), ("c", "c", "c", "d")]
+    assert pipeline_nodes(nodes(a=1, b=1, c=1, d=1), CPU, 2, 2) == [("a", "b"), ("c", "d")]
+    assert pipeline_nodes(nodes(a=3, b=3, c=3, d=3), CPU, 2, 4) == [("a", "a", "a", "b"), ("c", "c", "c", "d")]
 
 
 def test_what_fits_nowhere_by_itself_goes_anywhere() -> None:
-    assert homes(nodes(a=4), CPU, 2, 2) == [("a", "a"), None]
-    assert homes([], CPU, 2, 2) == [None, None]
+    assert pipeline_nodes(nodes(a=4), CPU, 2, 2) == [("a", "a"), None]
+    assert pipeline_nodes([], CPU, 2, 2) == [None, None]
 
 
 @pytest.mark.parametrize("cpus", [{"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 1, "c": 1, "d": 1}, {"a": 4, "b": 4}])
 def test_no_node_has_two_replicas_of_a_stage(cpus: dict[str, float]) -> None:
-    found = homes(nodes(**cpus), CPU, 2, 2)
+    found = pipeline_nodes(nodes(**cpus), CPU, 2, 2)
     assert found[0] is not None
     assert found[1] is not None
     assert not set(found[0]) & set(found[1])
@@ -52,12 +52,12 @@ def test_no_node_has_two_replicas_of_a_stage(cpus: dict[str, float]) -> None:
 
 def test_further_positions_go_where_most_room_is_left() -> None:
     pairs = {"CPU": 2.0}  # two members each
-    assert homes(nodes(a=4, b=6), pairs, 3, 1) == [("a",), ("b",), None]
-    assert list(islice(beside_others(nodes(a=4, b=6), pairs, ["a", "b"]), 4)) == ["b", "a", "b", None]
-    assert list(islice(beside_others([], pairs, []), 2)) == [None, None]
+    assert pipeline_nodes(nodes(a=4, b=6), pairs, 3, 1) == [("a",), ("b",), None]
+    assert list(islice(nodes_with_room(nodes(a=4, b=6), pairs, ["a", "b"]), 4)) == ["b", "a", "b", None]
+    assert list(islice(nodes_with_room([], pairs, []), 2)) == [None, None]
 
 
 def test_a_stand_in_avoids_the_nodes_of_the_others() -> None:
-    assert stand_in(nodes(a=2, b=0, c=1), CPU, ["a"]) == "c"
-    assert stand_in(nodes(a=2, b=0), CPU, ["a"]) is None
-    assert stand_in(nodes(a=1, b=3), CPU, []) == "b"
+    assert replacement_node(nodes(a=2, b=0, c=1), CPU, ["a"]) == "c"
+    assert replacement_node(nodes(a=2, b=0), CPU, ["a"]) is None
+    assert replacement_node(nodes(a=1, b=3), CPU, []) == "b"

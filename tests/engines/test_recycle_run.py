@@ -18,6 +18,8 @@ from support.process_tree import is_alive
 from support.training import TOLERANCE, difference, plain_loop
 from support.waiting import PATIENCE, line_with, next_line, wait_for
 
+from lightning_recycle.engines import recycle_run
+
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
@@ -269,3 +271,27 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
     assert '"kind": "failure"' in errors
     assert "Waiting for workers" not in errors.partition("The run finished.")[2]
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "environ", "words"),
+    [
+        (
+            "10.0.0.1:29400",
+            {"RECYCLE_KEY_FILE": "a key"},
+            "RECYCLE_COORDINATOR=10.0.0.1:29400 RECYCLE_KEY_FILE='a key'",
+        ),
+        ("10.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "=10.0.0.1:29400 RECYCLE_KEY=... recycle-run"),
+        ("10.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+        ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
+    ],
+)
+def test_it_says_where_it_listens_and_how_another_machine_joins(
+    coordinator: str, environ: dict[str, str], words: str
+) -> None:
+    host, port = coordinator.split(":")
+    place = recycle_run._RunAddress((host, int(port)), "secret", hosts_it=True)
+    said = recycle_run._invitation(place, environ)
+    assert said.startswith(f"the coordinator listens at {coordinator}")
+    assert words in said
+    assert "secret" not in said

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_recycle.engines.restarts import (
+from lightning_recycle.engines.agent import (
     FinalStatus,
     RestartAfter,
     RestartLimits,

@@ -39,8 +39,8 @@ class Watcher(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         executor: Any = trainer.strategy.executor  # type: ignore[attr-defined]
-        communicator, me = executor._communicator, (executor.worker.pipeline, executor.worker.stage)
-        begin, end = communicator.sums.begin_all_reduce, communicator.sums.end_all_reduce
+        communicator, me = executor.communicator, (executor.worker.pipeline, executor.worker.stage)
+        begin, end = communicator.begin_all_reduce, communicator.end_all_reduce
         begun = {"version": -1, "number": 0, "ended": 0}
         is_reducing = False
 
@@ -75,7 +75,7 @@ class Watcher(L.Callback):
             is_reducing = op.kind.value == "REDUCE"
 
         executor.before_operation.append(before)
-        communicator.sums.begin_all_reduce, communicator.sums.end_all_reduce = watched_begin, watched_end
+        communicator.begin_all_reduce, communicator.end_all_reduce = watched_begin, watched_end
 
 
 def early(folder: Path) -> dict[str, set[int]]:

@@ -24,7 +24,7 @@ from lightning_recycle import PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.planning import Costs, Schedule, plan, retime
-from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 
 pytestmark = pytest.mark.long
 

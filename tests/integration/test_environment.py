@@ -93,3 +93,17 @@ def test_a_replacement_has_the_environment_of_the_start_of_its_run(
     assert {path.name: path.read_text() for path in tmp_path.glob("found-*")} == dict.fromkeys(
         ("found-0-0", "found-1-0", "found-1-1"), "start"
     )
+
+
+class Listens(Finds):
+    """Starts a service when it is pickled, as the logger of wandb does, and says in a variable where that listens."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        os.environ["OF_THE_RUN"] = "pickled"
+        return vars(self)
+
+
+def test_workers_have_what_pickling_has_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_RUN", "start")
+    exact_fit(Regression().double(), 2, 1, max_steps=2, callbacks=[Listens(tmp_path)])
+    assert [path.read_text() for path in tmp_path.glob("found-*")] == ["pickled"] * 2

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.launch import launcher, run_preparation, worker_results
+from lightning_recycle.launch import launcher, run_preparation, run_results
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 
 pytestmark = pytest.mark.long
@@ -53,13 +53,13 @@ def test_an_unknown_choice_is_refused() -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files from which results were read; every result is large."""
     found: list[Path] = []
-    true_read = worker_results.StageResultFile.read
+    true_read = run_results.StageResultFile.read
 
-    def noted(part: worker_results.StageResultFile) -> worker_results.StageResult:
+    def noted(part: run_results.StageResultFile) -> run_results.StageResult:
         found.append(part.path)
         return true_read(part)
 
-    monkeypatch.setattr(worker_results.StageResultFile, "read", noted)
+    monkeypatch.setattr(run_results.StageResultFile, "read", noted)
     monkeypatch.setattr(run_preparation, "FILE_BYTES", 0)
     return found
 

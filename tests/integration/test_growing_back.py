@@ -16,7 +16,7 @@ from support.training import TOLERANCE, committed_steps, difference, exact_fit, 
 from torch import Tensor
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 
 LENGTH = 16  # steps
 # With a limit of micro-batches no other plan is made for all workers when memory has been measured, whenever that is.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.planning.profile import Profile, StageProfile, save_profile
+from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 
 PIPELINES, LANES, LENGTH = 2, 4, 14
 NUMBERS = {"num_pipelines": PIPELINES, "min_pipelines": 1, "max_pipelines": LANES}

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recycle import ConfigurationError, ReCycleError, ReCycleStrategy
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.launch.local_workers import _ensure_fork_server, process_context
+from lightning_recycle.launch.worker_group import _ensure_fork_server, process_context
 
 PIPELINES = 3
 BATCH = 4  # of each worker

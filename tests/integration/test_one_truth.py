@@ -210,7 +210,7 @@ class Reads(Net):
 
     def _read(self, hook: str) -> None:
         if hook == self.hook:
-            seen = torch.cat([batch[0] for batch in self.trainer.train_dataloader])
+            seen = torch.cat([batch[0] for batch in self.trainer.train_dataloader]).to(self.device)
             assert len(seen) == BATCH * STEPS
             self.centre = seen.mean(0) + 0.01 * self.net[0](seen).mean() if hook == "start" else seen.mean(0)
 
@@ -225,7 +225,7 @@ class Reads(Net):
         self._read("epoch")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.mse_loss(self.net(batch[0] - 0.5 * self.centre), batch[1])
+        return nn.functional.mse_loss(self.net(batch[0] - 0.5 * self.centre.to(batch[0].device)), batch[1])
 
 
 @pytest.mark.parametrize(

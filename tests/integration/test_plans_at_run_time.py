@@ -33,8 +33,8 @@ from lightning_recycle.planning import (
     save_profile,
 )
 from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
-from lightning_recycle.planning.plan_files import read_schedule
-from lightning_recycle.planning.profile import load_profile
+from lightning_recycle.planning.costs import load_profile
+from lightning_recycle.planning.plan_library import read_schedule
 
 pytestmark = pytest.mark.long
 

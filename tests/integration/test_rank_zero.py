@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from machines import PORT, await_listening
+from machines import await_listening
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
 from support.training import failures, grid_trainer
@@ -113,16 +114,18 @@ if __name__ == '__main__':
 )
 def test_two_machines_prepare_as_under_ddp(tmp_path: Path, idiom: str, per_node: bool, numbered: bool) -> None:
     """``numbered``: whether the workers are told their number on their machine; those started by hand may not be."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = "{}:{}".format(*free.getsockname())
     environment = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", "PYTHONPATH": os.pathsep.join(sys.path)}
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--start-timeout", str(PATIENCE)]
-    command = ["-m", "lightning_recycle.control.coordinator.standalone", "--listen", f"127.0.0.1:{PORT}", *grid]
+    command = ["-m", "lightning_recycle.control.coordinator.standalone", "--listen", at, *grid]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     served = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
     started = [served]
     try:
         await_listening(served)
         for node, number in itertools.product("ab", range(2)):
-            own = {"RECYCLE_COORDINATOR": f"127.0.0.1:{PORT}", "RECYCLE_NODE": node}
+            own = {"RECYCLE_COORDINATOR": at, "RECYCLE_NODE": node}
             own |= {"LOCAL_RANK": str(number)} if numbered else {}
             script = [sys.executable, "-c", SCRIPT, str(tmp_path), idiom, str(per_node)]
             started.append(subprocess.Popen(script, env={**environment, **own}, cwd=Path(__file__).parent, **pipes))

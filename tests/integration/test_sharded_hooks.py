@@ -101,7 +101,7 @@ class AtHookCollective(Victim):
         run: Callable[..., Any] = MemberGroup.run
 
         def counted(group: Any, *args: Any, **options: Any) -> Any:
-            in_hook = not strategy.executor._runner.attempt.computes
+            in_hook = not strategy.executor.runner.attempt.computes
             if not in_hook or trainer.fit_loop.epoch_loop.total_batch_idx != self.step:
                 return run(group, *args, **options)
             is_due = self.is_it(trainer) and self.seen == self.number

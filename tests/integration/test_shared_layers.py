@@ -26,7 +26,7 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.runtime.comm.communicator import CommunicationError
-from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
+from lightning_recycle.runtime.stage.gradients import BucketedReduction
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))
@@ -182,12 +182,12 @@ class WaitsBeforeItsLastGradients(Callback):
         def begins(step: int, op: Any) -> None:
             if step != self.step or executor.worker.stage < executor.grid.stages - 1:
                 return
-            last = [task for task in executor._runner.program if task.op.kind.value == "W"][-1]
+            last = [task for task in executor.runner.program if task.op.kind.value == "W"][-1]
             if op is last.op:
                 limit = time.monotonic() + 20
                 while not reduced.exists() and time.monotonic() < limit:
                     time.sleep(0.01)
-                found = bool(executor._runner.stage.untouched(last.index)), reduced.exists()
+                found = bool(executor.runner.stage.untouched(last.index)), reduced.exists()
                 (self.folder / f"{strategy.grid_rank}").write_text(repr(found))
 
         executor.after_operation.append(ended)
@@ -286,7 +286,7 @@ class CountsSums(Callback):
                     name: [
                         stages
                         for tensor, stages in begun
-                        if _lies_in(dict(executor._runner.gradients.by_parameter(step))[p], tensor)
+                        if _lies_in(dict(executor.runner.gradients.by_parameter(step))[p], tensor)
                     ]
                     for name, p in trainer.lightning_module.named_parameters()
                 }
@@ -294,7 +294,7 @@ class CountsSums(Callback):
             if op.kind.value == "REDUCE":
                 begun.clear()
 
-        sums = executor._communicator.sums
+        sums = executor.communicator
         for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
             setattr(sums, name, watched(getattr(sums, name)))
         executor.after_operation.append(note)

@@ -30,7 +30,7 @@ class Bank(nn.Module):
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:
         if self.rows is None:
-            self.rows = torch.zeros(12, features.shape[1], dtype=features.dtype)
+            self.rows = features.new_zeros(12, features.shape[1])
         seen = self.rows.clone()
         begin = int(self.place) % 12
         self.rows[begin : begin + len(features)] = features.detach()[: 12 - begin]

@@ -3,7 +3,7 @@
 import os
 import time
 
-from lightning_recycle.launch.local_workers import LocalWorkerGroup
+from lightning_recycle.launch.worker_group import LocalWorkerGroup
 
 
 def work(_: None) -> None:

@@ -18,7 +18,7 @@ from support.process_tree import is_alive
 from support.sampling import sampled
 from support.waiting import PATIENCE, next_line, wait_for
 
-from lightning_recycle.launch.local_workers import LocalWorker, LocalWorkerGroup, _ensure_fork_server
+from lightning_recycle.launch.worker_group import LocalWorker, LocalWorkerGroup, _ensure_fork_server
 
 SECONDS = 60.0  # more than anything here takes
 
@@ -106,7 +106,7 @@ def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
 STOPPED = """
 import psutil, sys, time
 from multiprocessing import forkserver
-from lightning_recycle.launch.local_workers import LocalWorkerGroup
+from lightning_recycle.launch.worker_group import LocalWorkerGroup
 def stop():
     server = psutil.Process(forkserver._forkserver._forkserver_pid)
     server.suspend()
@@ -143,7 +143,7 @@ def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str,
 LOADS = """
 import multiprocessing, sys, time
 import torch
-from lightning_recycle.launch.local_workers import LocalWorkerGroup
+from lightning_recycle.launch.worker_group import LocalWorkerGroup
 from lightning_recycle.processes import die_with_parent
 from torch.utils.data import DataLoader
 def init(_):
@@ -223,7 +223,7 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_is_named(tmp_path: 
     folder.mkdir()
     code = (
         "from lightning_recycle.errors import WorkerStartError\n"
-        "from lightning_recycle.launch.local_workers import _ensure_fork_server\n"
+        "from lightning_recycle.launch.worker_group import _ensure_fork_server\n"
         "try:\n    _ensure_fork_server()\n"
         "except WorkerStartError as error:\n    print(error)\n"
     )

@@ -15,7 +15,7 @@ import pytest
 from support.waiting import wait_for
 
 from lightning_recycle.control.monitoring.json_logs import JsonFormatter
-from lightning_recycle.launch.log_forwarding import LogForwarding, LogSender
+from lightning_recycle.launch.worker_payload import LogForwarding, LogSender
 
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_recycle.control.network.handshake import Refused, VersionMismatch
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.launch import outside_worker
+from lightning_recycle.launch import worker_process
 
 PASSING = [
     ConnectionRefusedError("nobody listens yet"),
@@ -39,7 +39,7 @@ def test_what_may_pass_is_waited_for_at_growing_intervals(
         return "connected"
 
     with caplog.at_level(logging.WARNING):
-        assert outside_worker.patiently(connect, 60.0, "node:1") == "connected"
+        assert worker_process.patiently(connect, 60.0, "node:1") == "connected"
     assert len(paused) == 8
     assert paused[0] <= 0.2 < 1.0 <= paused[-1] <= 2.0
     assert len(caplog.records) == 1, "said once"
@@ -51,7 +51,7 @@ def test_after_the_deadline_the_newest_error_is_raised(paused: list[float]) -> N
         raise ConnectionRefusedError("still nobody")
 
     with pytest.raises(ConnectionRefusedError, match="still nobody"):
-        outside_worker.patiently(connect, 0.0, "node:1")
+        worker_process.patiently(connect, 0.0, "node:1")
     assert paused == []
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[flo
         raise error
 
     with pytest.raises(type(error)):
-        outside_worker.patiently(connect, 60.0, "node:1")
+        worker_process.patiently(connect, 60.0, "node:1")
     assert paused == []
 
 
@@ -69,4 +69,4 @@ def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[flo
 def test_how_long_to_try_is_a_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", text)
     with pytest.raises(ConfigurationError, match=f"RECYCLE_CONNECT_SECONDS='{text}'"):
-        outside_worker.connect_seconds()
+        worker_process.connect_seconds()

@@ -46,18 +46,18 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                        "_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
-    "launch/local_workers.py _watch_fork_server": BOUNDED,
-    "launch/local_workers.py _work": BOUNDED,
-    "launch/local_workers.py describe_exit": ("a process, for a time", "test_how_a_worker_ended_is_known_also_if_others"
+    "launch/worker_group.py _watch_fork_server": BOUNDED,
+    "launch/worker_group.py _run_worker": BOUNDED,
+    "launch/worker_group.py describe_exit": ("a process, for a time", "test_how_a_worker_ended_is_known_also_if_others"
                                               "_ask_about_all_processes"),
-    "launch/local_workers.py _describe_exit": BOUNDED,
-    "launch/log_forwarding.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
+    "launch/worker_group.py _describe_exit": BOUNDED,
+    "launch/worker_payload.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
                                           "_others_go_on"),
-    "launch/log_forwarding.py __init__": BOUNDED,
-    "launch/log_forwarding.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
+    "launch/worker_payload.py __init__": BOUNDED,
+    "launch/worker_payload.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
                                        "_and_lost_records_are_counted"),
-    "launch/outside_worker.py run_outside": BOUNDED,
-    "launch/outside_worker.py patiently": ("the coordinator, for a time", "test_after_the_deadline_the_newest_error_is"
+    "launch/worker_process.py run_outside": BOUNDED,
+    "launch/worker_process.py patiently": ("the coordinator, for a time", "test_after_the_deadline_the_newest_error_is"
                                            "_raised"),
     "launch/ray_workers.py free_slots": BOUNDED,
     "launch/ray_workers.py describe_exit": ("an actor, for a time", "test_a_killed_actor_is_replaced_where_it_was"),

@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_recycle.__file__).parent
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from lightning_recycle.launch.local_workers import _ensure_fork_server, process_context
+from lightning_recycle.launch.worker_group import _ensure_fork_server, process_context
 from lightning_recycle.planning.child_process import run_in_child
 
 def package():

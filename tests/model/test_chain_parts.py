@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.model import side_values
+from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
-from lightning_recycle.model.full_forward import ask_instead, ask_no_more
-from lightning_recycle.model.recording import as_it_was, recorded
+from lightning_recycle.model.recording import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
@@ -575,11 +574,52 @@ def test_a_step_that_is_no_chain_is_an_error_that_names_the_layers(
     assert all(word in told for word in [*words, f"{model.__name__}.training_step()", "pipeline_parallel_size=1"]), told
 
 
+class Forces(Transformer):
+    """Its loss has the derivative of its output by what enters, which the head sees, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        output = self(x) + x.sin()
+        (forces,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return self.loss(output + forces, batch)
+
+
+class ForcesOfParts(Transformer):
+    """Differentiates by what follows from the input, which reaches the loss by the layers alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        moved = batch[0].requires_grad_() + 1
+        (forces,) = torch.autograd.grad(self(moved).sum(), moved, create_graph=True, allow_unused=True)
+        return self.loss(forces, batch)
+
+
+class ForcesOfTheHead(Transformer):
+    """Differentiates its head only, which is here, while an input is differentiable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.requires_grad_()) + self.position
+        for block in self.blocks:
+            h = block(h)
+        output = self.head(self.norm(h))
+        return output + torch.autograd.grad(output.square().sum(), h, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("model", [Forces, ForcesOfParts])
+def test_a_derivative_by_an_input_of_layers_elsewhere_is_refused(model: type[Model], num_stages: int) -> None:
+    words = (
+        rf"{model.__name__}.training_step\(\) takes a derivative by an input of the layers.*pipeline_parallel_size=1"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        gradients(made(model), num_stages)
+    assert_equal(gradients(made(ForcesOfTheHead), num_stages), whole(made(ForcesOfTheHead)))
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_large_tensor_beside_the_output_is_an_error_only_where_it_is_used(
     num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_values, "LARGEST", 100)
+    monkeypatch.setattr(chains, "LARGEST", 100)
     with pytest.raises(ConfigurationError, match=r"uses features\['block 0'\], of more than 65,536 bytes"):
         gradients(made(UsesFeatures), num_stages)
     monkeypatch.setattr(UsesFeatures, "beside", lambda self: sum(self.losses))
@@ -612,7 +652,7 @@ def test_what_asks_all_stages_passes_for_what_it_was() -> None:
     model = made(Stacked)
     (parts, _), _ = stages_of(model, 2)
     module, asked = parts.module, []
-    ask_instead(module, ["net.layers.0", "net.layers.3"], lambda what: asked.append(what))
+    redirect_forward(module, ["net.layers.0", "net.layers.3"], lambda what: asked.append(what))
     x = batch()[0]
     module(x)
     module.net(x, scale=2.0)
@@ -712,7 +752,7 @@ def test_a_module_that_has_its_own_class_again_ends_to_ask() -> None:
     """As in a worker whose process goes on: its module is the user's again before the whole model is put together."""
     module = made(Stacked)
     cls = type(module)
-    ask_instead(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
-    as_it_was(module)
-    ask_no_more(module)
+    redirect_forward(recorded(module), ["net.layers.0", "net.layers.3"], lambda what: None)
+    restore_class(module)
+    restore_forward(module)
     assert type(module) is cls

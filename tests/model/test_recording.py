@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
+from lightning_recycle.model.recording import RecordedModule, recorded, restore_class
 
 
 class Module(L.LightningModule):
@@ -40,6 +40,6 @@ def test_it_keeps_its_name_its_state_and_its_class_in_copies() -> None:
     for double in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
         assert type(double) is Module
         assert torch.equal(double.layer.weight, module.layer.weight)
-    as_it_was(module)
+    restore_class(module)
     assert type(original) is Module
     assert not isinstance(original, RecordedModule)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
-from lightning_recycle.model.layers import AbsentLayer, even_parts
-from lightning_recycle.model.weights import merge_groups, ties_between_stages
+from lightning_recycle.model.layers import AbsentLayer, even_parts, merge_groups, ties_between_stages
 from lightning_recycle.runtime.stage.stage import Stage
 
 VOCABULARY, WIDTH = 11, 6

@@ -387,16 +387,15 @@ WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sh
 @pytest.mark.parametrize(
     ("name", "writer", "step"),
     [
-        *sampled([(name, "one file", AT_EPOCH_END) for name in SAVED], 1),
+        ("the first stage is frozen", "one file", AT_EPOCH_END),
+        ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
         *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
     ],
 )
-def test_a_checkpoint_resumes_on_another_grid(
-    name: str, writer: str, step: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if (writer, step) == ("one file", AT_EPOCH_END):
-        why = "the first values that are logged after the end of an epoch differ"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
     path = checkpoints_of(name, writer) / f"step={step}.ckpt"
     resumed = on_a_grid(training(name, ckpt_path=path), tmp_path, stages=3, num_microbatches=4)
-    assert_same_training(resumed_on_one_device(name, step), resumed)
+    # Lightning itself leaves out the end of the epoch when it resumes from a checkpoint of its last batch.
+    undisturbed = (writer, step) == ("one file", AT_EPOCH_END)
+    expected = on_one(name) if undisturbed else resumed_on_one_device(name, step)
+    assert_same_training(expected, resumed)

@@ -25,7 +25,7 @@ from lightning_recycle.planning.compact_schedule import (
     lanes_of,
 )
 from lightning_recycle.planning.normalization import next_failures
-from lightning_recycle.planning.plan_files import plan_to_json, read_plan
+from lightning_recycle.planning.plan_library import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
 from lightning_recycle.planning.rerouting import renamed
 from lightning_recycle.planning.schedule import staggered_period

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
-from lightning_recycle.planning.layouts.cuts import (
+from lightning_recycle.planning.cuts import (
     Stages,
     are_bounds,
     are_whole,
@@ -24,8 +24,8 @@ from lightning_recycle.planning.layouts.cuts import (
     shares,
     smooth_counts,
 )
-from lightning_recycle.planning.layouts.layer_costs import layer_moves
-from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.layer_costs import layer_moves
+from lightning_recycle.planning.layout_search import plan_layout
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])
 CLOSE = 2e-6

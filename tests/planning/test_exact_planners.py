@@ -1,6 +1,5 @@
 """Exact planners: they find the optimum by themselves, agree with each other, and nothing a solver does can hurt."""
 
-import importlib.util
 import io
 import itertools
 import os
@@ -24,13 +23,12 @@ from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.exact import exact_planner as exact_module
-from lightning_recycle.planning.exact.time_indexed_problem import common_slot, discretize
+from lightning_recycle.planning import planner as exact_module
 from lightning_recycle.planning.schedule import best_of
+from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
-# Found, not imported: in one process, importing ortools before highspy makes highspy fail to load.
-BACKENDS = ["cbc", "highs", *(["cpsat"] if importlib.util.find_spec("ortools") else [])]
+BACKENDS = ["cbc", "highs"]
 
 
 def one_at_a_time(problem: p.Problem) -> p.Schedule:
@@ -127,7 +125,7 @@ TABLE = [  # of the running example: what may be done, the stage that lost a wor
     (SPLIT, None, 4, 21),
     (STAGGERED, None, None, 19),
 ]
-QUICKEST = {("cbc", SPLIT, 2, None), ("cpsat", STAGGERED, 2, None), ("highs", FUSED, 0, 4)}
+QUICKEST = {("cbc", SPLIT, 2, None), ("highs", FUSED, 0, 4)}
 
 
 @pytest.mark.timeout(700)
@@ -146,56 +144,13 @@ def test_a_solver_finds_the_running_example_s_optimum_from_the_worst_plan(
     start = one_at_a_time(example(technique, stage, limit))
     p.validate(start)
     assert start.period > 4 * slots
-    # The proofs of CP-SAT for staggered plans under a limit can take longer.
-    is_proven = not (backend == "cpsat" and technique.staggered and limit)
     # Ten seconds alone; what counts is that it ends, not when.
-    result = p.ExactPlanner(backend, time_limit=600.0 if is_proven else 300.0).improve(start)
+    result = p.ExactPlanner(backend, time_limit=600.0).improve(start)
     p.validate(result.schedule)
     assert (result.schedule.period, result.backend, result.found_by) == (slots, backend, backend)
-    assert result.status == "optimal" or not is_proven
+    assert result.status == "optimal"
     assert result.solver.calls > 0
     assert 0 < result.solver.seconds <= result.seconds
-
-
-HINT_ALONE = """
-    from ortools.sat.python import cp_model
-
-    from lightning_recycle.planning.exact import cpsat
-    from lightning_recycle.planning.exact.time_indexed_problem import placements
-
-    def solve(task, report):
-        model = cpsat._CpSatModel(cp_model, task.problem, placements(task.schedule), task.lower, task.upper)
-        model.cp.minimize(model.length)
-        open_ = {at for at, variable in enumerate(model.cp.proto.variables) if variable.domain[0] < variable.domain[-1]}
-        assert open_ <= set(model.cp.proto.solution_hint.vars)
-        solver = cp_model.CpSolver()
-        solver.parameters.fix_variables_to_their_hinted_value = True
-        if solver.solve(model.cp) == cp_model.OPTIMAL:
-            report("call", 1)
-"""
-
-
-@pytest.mark.skipif("cpsat" not in BACKENDS, reason="needs ortools")
-@pytest.mark.parametrize("kind", ["unequal costs", "rounded costs", "lopsided"])
-def test_cp_sat_begins_with_the_known_plan_as_its_first_solution(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without one it searches no neighbourhoods, and finds nothing where durations are unequal."""
-    grid, two = p.Grid(4, 5, 6), frozenset({p.Worker(2, 2), p.Worker(3, 1)})
-    costs = p.Costs(
-        (1.0, 0.9, 0.9, 1.2, 1.0), (1.2, 1.2, 1.0, 1.0, 1.3), (1.0, 0.9, 0.8, 1.0, 1.0), (0.1,) * 5, (0.0,) * 5
-    )
-    odd = p.Costs.uniform(5, 1.0, 1.0872345671, 0.9123456789, 0.1, 0.05, 0.1034567)
-    start = {
-        "unequal costs": lambda: p.heuristic(p.Problem(grid, costs, two, in_flight_limit=(7, 6, 5, 4, 3)), 0),
-        "rounded costs": lambda: p.heuristic(p.Problem(grid, odd, two, in_flight_limit=(7, 6, 5, 4, 3)), 0),
-        "lopsided": lopsided,
-    }[kind]()
-    (tmp_path / "hint_alone.py").write_text(textwrap.dedent(HINT_ALONE))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(exact_module.BACKENDS, "cpsat", "hint_alone:solve")
-    result = p.ExactPlanner("cpsat", time_limit=60.0).improve(start)
-    assert (result.warning, result.solver.calls) == (None, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -232,7 +187,7 @@ def test_by_name_a_solver_is_asked_only_where_bound_and_heuristic_differ(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert backend in p.available_planners()
-    monkeypatch.setitem(exact_module.BACKENDS, backend, "no_such_module:solve")
+    monkeypatch.setattr(exact_module, "SOLVE", "no_such_module:solve")
     result = p.solve(example(STAGGERED, 2), backend)
     assert (result.schedule.period, result.status, result.warning) == (27, "optimal", None)
     assert (result.backend, result.found_by, result.solver.calls, result.solver.seconds) == (backend, "heuristic", 0, 0)
@@ -264,7 +219,7 @@ def test_a_problem_of_only_instant_operations() -> None:
     assert p.solve(problem, "highs").status == "optimal"
 
 
-# What solvers do wrong. The fakes are functions like those in milp.py and cpsat.py.
+# What solvers do wrong. The fakes are functions like `milp.solve`.
 FAKES = """
     import os, signal, sys, time
 
@@ -286,21 +241,21 @@ FAKES = """
         time.sleep(600)
 
     def nonsense(task, report):
-        from lightning_recycle.planning.exact.time_indexed_problem import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
 
     def backwards(task, report):
-        from lightning_recycle.planning.exact.time_indexed_problem import placements
+        from lightning_recycle.planning.time_indexed_problem import placements
         report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
 
     def corridors_alone(task, report):
-        from lightning_recycle.planning.exact import milp
+        from lightning_recycle.planning import milp
         milp._SMALL = 0
         milp._MilpSearch._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
         milp.solve(task, report)
 
     def good_then_crash(task, report):
-        from lightning_recycle.planning.exact.milp import solve
+        from lightning_recycle.planning.milp import solve
         solve(task, report)
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -314,7 +269,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exact_module, "GRACE", 0.5)
 
     def use(name: str) -> p.ExactPlanner:
-        monkeypatch.setitem(exact_module.BACKENDS, "highs", f"fake_solvers:{name}")
+        monkeypatch.setattr(exact_module, "SOLVE", f"fake_solvers:{name}")
         return p.ExactPlanner("highs", time_limit=0.5 if name == "hang" else 120.0)
 
     return use
@@ -451,7 +406,7 @@ def test_a_plan_that_is_too_large_for_a_solver_is_kept_with_the_reason() -> None
         assert "more than max_operations=20" in result.solver.reason
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpsat"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_that_is_too_large_is_not_built(backend: str) -> None:
     start = one_at_a_time(example(SPLIT, 1))
     result = p.ExactPlanner(backend, max_variables=20).improve(start)
@@ -470,7 +425,7 @@ def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "glpk"}, r"backend='glpk'.*cbc, highs, gurobi, cpsat"),
+        ({"backend": "glpk"}, r"backend='glpk'.*cbc, highs, gurobi"),
         ({"time_limit": -1.0}, r"time_limit=-1\.0"),
         ({"time_limit": float("nan")}, "time_limit=nan"),
         ({"threads": 0}, "threads=0.*at least 1"),

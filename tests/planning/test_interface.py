@@ -7,7 +7,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.plan_files import read_schedule
+from lightning_recycle.planning.plan_library import read_schedule
 from lightning_recycle.planning.schedule import proven
 
 GRID = p.Grid(3, 4, 6)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.layouts.cuts import are_bounds, are_whole, check_cuts, even_cuts
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts, layer_moves, traffic
-from lightning_recycle.planning.layouts.layout_candidates import (
+from lightning_recycle.planning.cuts import are_bounds, are_whole, check_cuts, even_cuts
+from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
+from lightning_recycle.planning.layout_candidates import (
     LLAMA3_WORKER_SECONDS,
     FailureRecord,
     Judgement,
@@ -21,7 +21,7 @@ from lightning_recycle.planning.layouts.layout_candidates import (
     judged,
     with_variation,
 )
-from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.layout_search import plan_layout
 from lightning_recycle.planning.timing import MicrobatchVariation
 
 HOUR = 3600.0

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from test_properties import problems
 
 from lightning_recycle import planning as p
-from lightning_recycle.planning.heuristic.heuristic_planner import heuristic_with_variation
-from lightning_recycle.planning.heuristic.refinement import with_least_memory
-from lightning_recycle.planning.heuristic.rule_search import search
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts
+from lightning_recycle.planning.heuristic_planner import heuristic_with_variation
+from lightning_recycle.planning.layer_costs import LayerCosts
 from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.rule_search import search, with_least_memory
 from lightning_recycle.planning.schedule import EQUALLY_FAST, is_better
 from lightning_recycle.planning.timing import Codes, assemble
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
-from lightning_recycle.planning.plan_files import read_schedule
+from lightning_recycle.planning.plan_library import read_schedule
 
 CLOSE = 1e-6
 EFFORT = 10_000  # enough for the search to try everything that it has

@@ -18,7 +18,7 @@ from lightning_recycle.planning import (
     plan,
     validate,
 )
-from lightning_recycle.planning.heuristic.list_scheduling import Express, Rule, play
+from lightning_recycle.planning.list_scheduling import Express, Rule, play
 from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.timing import Codes, assemble, best_timing
 
@@ -123,13 +123,12 @@ def test_express_micro_batches_leave_a_plan_valid(seed: int) -> None:
     problem = Problem(grid, costs, failed, Technique(split_backward=draw.random() < 0.7), limit)
     codes = Codes(problem, reroute(grid, failed), fused=not problem.technique.split_backward)
     rule = Rule(
-        *(limit, limit, limit, [microbatch.index for microbatch in grid.all_microbatches()]),
-        forward_first=(False,) * grid.stages,
+        [microbatch.index for microbatch in grid.all_microbatches()],
+        forward_first=(draw.randint(0, 4),) * grid.stages,
         patience=(draw.choice([0.0, 0.5]),) * 2,
-        keep=(draw.randint(0, 4),) * grid.stages,
         express=Express(*(draw.randint(0, 9) for _ in range(4)), patience=draw.choice([0.5, 1.6, 10.0])),
     )
-    order, _ = play(codes, rule)
+    order, _ = play(codes, rule, limit)
     validate(assemble(codes, order, best_timing(codes, order)))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.plan_files import read_schedule
+from lightning_recycle.planning.plan_library import read_schedule
 
 GRID, UNIT = p.Grid(3, 4, 6), p.Costs.uniform(4)
 FAILED = frozenset({p.Worker(1, 2)})

@@ -11,7 +11,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.plan_files import save_torch_csv
+from lightning_recycle.planning.plan_library import save_torch_csv
 
 STAGES, MICROBATCHES, WIDTH = 4, 6, 8
 PROBLEM = p.Problem(p.Grid(1, STAGES, MICROBATCHES), p.Costs.uniform(STAGES))

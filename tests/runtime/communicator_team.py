@@ -15,7 +15,6 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.launch.local_workers import process_context
+from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.runtime.comm import state_transfer
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, Libnccl
+from lightning_recycle.runtime.comm.wire import Channel, HostMemory
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 
 HOST = "127.0.0.1"
@@ -189,8 +188,7 @@ def real_transport(rank: int) -> tuple[NcclTransport, torch.device]:
         os.environ["NCCL_HOSTID"] = f"member{rank}"  # a device of another machine is another one
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    gloo = Transport(timedelta(seconds=60), HostMemory(device))
-    return NcclTransport(rank, device, Libnccl(), CudaStreams(device), f"member {rank}", gloo, required=True), device
+    return NcclTransport(rank, device, NcclLibrary(), CudaStreams(device), f"member {rank}", required=True), device
 
 
 def _serve(rank: int, directory: str, transport: str, connection: Connection) -> None:
@@ -234,7 +232,7 @@ def _serve(rank: int, directory: str, transport: str, connection: Connection) ->
 def configure(
     communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, check_links: bool = False
 ) -> None:
-    mine = [rank for rank in ranks if rank % stages == communicator.connections.rank % stages]
+    mine = [rank for rank in ranks if rank % stages == communicator.rank % stages]
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
     communicator.configure(generation, ranks, mine, check_links=check_links)
 
@@ -243,7 +241,7 @@ def configure_tied(
     communicator: Communicator, generation: int, ranks: Sequence[int], stages: int, ties: Sequence[tuple[int, ...]]
 ) -> None:
     """As :func:`configure`; ``ties``: the stages that hold each."""
-    rank = communicator.connections.rank
+    rank = communicator.rank
     mine = [other for other in ranks if other % stages == rank % stages]
     rosters = {tie: [other for other in ranks if other % stages in tie] for tie in ties if rank % stages in tie}
     communicator.meeting.generation = generation  # type: ignore[attr-defined]
@@ -257,14 +255,14 @@ def hide(communicator: Communicator, hidden: bool) -> None:
 
 def send(communicator: Communicator, values: Sequence[Any], destination: int, tags: Sequence[int]) -> None:
     for value, tag in zip(values, tags, strict=True):
-        communicator.messages.send(FORWARD, _moved(value, communicator.device), destination, tag)
-    communicator.messages.end_step()
+        communicator.send(FORWARD, _moved(value, communicator.device), destination, tag)
+    communicator.end_step()
 
 
 def send_damaged(communicator: Communicator, value: Any, destination: int, tag: int) -> None:
     """Sends ``value`` with a bit that flips on the way."""
-    communicator.messages.alter_next = lambda sent: flipped(sent, None, random.Random(0))
-    communicator.messages.send(FORWARD, value, destination, tag)
+    communicator.alter_next = lambda sent: flipped(sent, None, random.Random(0))
+    communicator.send(FORWARD, value, destination, tag)
 
 
 def send_unusual(communicator: Communicator, kind: str) -> None:
@@ -274,71 +272,71 @@ def send_unusual(communicator: Communicator, kind: str) -> None:
         "unknown dtype": lambda: torch.zeros(2, dtype=torch.uint16),
         "too many dimensions": lambda: (torch.zeros([1] * 40),) * 20,
     }
-    communicator.messages.send(FORWARD, unusual[kind](), 1, 0)
+    communicator.send(FORWARD, unusual[kind](), 1, 0)
 
 
 def receive(communicator: Communicator, source: int, posted: Sequence[int], wanted: Sequence[int]) -> list[Any]:
     """Posts receives for all tags, then waits for them in the order ``wanted``."""
-    incoming = {tag: communicator.messages.post_receive(FORWARD, source, tag) for tag in posted}
-    values = [communicator.messages.receive(incoming[tag]) for tag in wanted]
+    incoming = {tag: communicator.post_receive(FORWARD, source, tag) for tag in posted}
+    values = [communicator.receive(incoming[tag]) for tag in wanted]
     return [_copy(value) for value in values]
 
 
 def ping_pong(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
     """Activations from 0 to 1 and gradients back, step by step, with the same tags and sizes that change."""
-    me, found = communicator.connections.rank, []
+    me, found = communicator.rank, []
     channel, back = (Channel.ACTIVATIONS, Channel.GRADIENTS) if me == 0 else (Channel.GRADIENTS, Channel.ACTIVATIONS)
     for number, size in enumerate(sizes):
-        incoming = communicator.messages.post_receive(back, 1 - me, 0)
+        incoming = communicator.post_receive(back, 1 - me, 0)
         mine = torch.full((size,), float(10 * number + me), device=communicator.device)
         if me == 0:
-            communicator.messages.send(channel, mine, 1 - me, 0)
-        value = communicator.messages.receive(incoming)
+            communicator.send(channel, mine, 1 - me, 0)
+        value = communicator.receive(incoming)
         assert isinstance(value, torch.Tensor)
         if me == 1:
-            communicator.messages.send(channel, mine, 1 - me, 0)
+            communicator.send(channel, mine, 1 - me, 0)
         found.append((len(value), set(value.unique().tolist())))
-        communicator.messages.end_step()
+        communicator.end_step()
     return found
 
 
 def both_channels(communicator: Communicator) -> tuple[Any, Any]:
     """Rank 0 sends two values under one tag, one on each channel; rank 1 returns what it got on either."""
-    if communicator.connections.rank == 0:
+    if communicator.rank == 0:
         for number, channel in enumerate(Channel):
-            communicator.messages.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
-        communicator.messages.end_step()
+            communicator.send(channel, torch.full((3,), float(number), device=communicator.device), 1, 7)
+        communicator.end_step()
         return None, None
-    posted = [communicator.messages.post_receive(channel, 0, 7) for channel in Channel]
-    second, first = communicator.messages.receive(posted[1]), communicator.messages.receive(posted[0])
+    posted = [communicator.post_receive(channel, 0, 7) for channel in Channel]
+    second, first = communicator.receive(posted[1]), communicator.receive(posted[0])
     return _copy(first), _copy(second)
 
 
 def all_reduce(communicator: Communicator, size: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(communicator.connections.rank)
-    tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator.connections.rank - 1)).to(dtype)
+    generator = torch.Generator().manual_seed(communicator.rank)
+    tensor = torch.randn(size, generator=generator).mul(1e3 ** (communicator.rank - 1)).to(dtype)
     tensor = tensor.to(communicator.device)
-    communicator.sums.all_reduce(tensor)
+    communicator.all_reduce(tensor)
     return tensor.cpu()
 
 
 def all_reduce_zeros(communicator: Communicator, size: int) -> None:
-    communicator.sums.all_reduce(torch.zeros(size, device=communicator.device))
+    communicator.all_reduce(torch.zeros(size, device=communicator.device))
 
 
 def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torch.Tensor:
-    tensor = torch.full((size,), float(communicator.connections.rank), device=communicator.device)
-    communicator.sums.broadcast(tensor, source)
+    tensor = torch.full((size,), float(communicator.rank), device=communicator.device)
+    communicator.broadcast(tensor, source)
     return tensor[:1000].cpu()
 
 
 def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Begins a sum of each size before it waits for the first."""
     tensors = [torch.arange(float(size), device=communicator.device) for size in sizes]
-    tensors = [tensor * (communicator.connections.rank + 1) + number for number, tensor in enumerate(tensors)]
-    begun = [communicator.sums.begin_all_reduce(tensor) for tensor in tensors]
+    tensors = [tensor * (communicator.rank + 1) + number for number, tensor in enumerate(tensors)]
+    begun = [communicator.begin_all_reduce(tensor) for tensor in tensors]
     for one in begun:
-        communicator.sums.end_all_reduce(one)
+        communicator.end_all_reduce(one)
     return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
 
 
@@ -348,8 +346,8 @@ def broadcast_tied(
     """What each tie's source has."""
     found = []
     for tie, source in zip(ties, sources, strict=True):
-        tensor = torch.full((size,), float(10 * len(tie) + communicator.connections.rank), device=communicator.device)
-        communicator.sums.end_all_reduce(communicator.sums.begin_broadcast(tensor, tie, source))
+        tensor = torch.full((size,), float(10 * len(tie) + communicator.rank), device=communicator.device)
+        communicator.end_all_reduce(communicator.begin_broadcast(tensor, tie, source))
         (value,) = tensor.unique().tolist()
         found.append(value)
     return found
@@ -359,39 +357,37 @@ def sum_within_and_over_stages(
     communicator: Communicator, ties: Sequence[tuple[int, ...]], size: int, count: int
 ) -> list[torch.Tensor]:
     """The sums of ``count`` tensors over the stage, and then over each tie, all of them begun before the first ends."""
-    generator = torch.Generator().manual_seed(communicator.connections.rank)
+    generator = torch.Generator().manual_seed(communicator.rank)
     groups = [(), *ties]
     tensors = [torch.randn(size, generator=generator).to(communicator.device) for _ in range(count * len(groups))]
-    begun = [
-        communicator.sums.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)
-    ]
+    begun = [communicator.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)]
     for one in reversed(begun):
-        communicator.sums.end_all_reduce(one)
+        communicator.end_all_reduce(one)
     return [tensor.cpu() for tensor in tensors]
 
 
 def sum_of_negative_zeros(communicator: Communicator, size: int, dtype: torch.dtype) -> bool:
     """Whether it is negative zeros, by which a parameter that nothing used is known."""
     tensor = torch.full((size,), -0.0, dtype=dtype, device=communicator.device)
-    communicator.sums.all_reduce(tensor)
+    communicator.all_reduce(tensor)
     return bool(torch.signbit(tensor).all()) and not tensor.any()
 
 
 def send_many(communicator: Communicator, count: int, size: int, peer: int) -> None:
     """Sends ``count`` values of ``size`` bytes and waits until each has been answered."""
-    answers = [communicator.messages.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
+    answers = [communicator.post_receive(Channel.GRADIENTS, peer, tag) for tag in range(count)]
     for tag in range(count):
-        communicator.messages.send(FORWARD, torch.zeros(size, dtype=torch.uint8, device=communicator.device), peer, tag)
+        communicator.send(FORWARD, torch.zeros(size, dtype=torch.uint8, device=communicator.device), peer, tag)
     for answer in answers:
-        communicator.messages.receive(answer)
+        communicator.receive(answer)
 
 
 def receive_many(communicator: Communicator, count: int, peer: int) -> None:
     """The counterpart of :func:`send_many`."""
-    posted = [communicator.messages.post_receive(FORWARD, peer, tag) for tag in range(count)]
+    posted = [communicator.post_receive(FORWARD, peer, tag) for tag in range(count)]
     for tag, incoming in enumerate(posted):
-        communicator.messages.receive(incoming)
-        communicator.messages.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), peer, tag)
+        communicator.receive(incoming)
+        communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), peer, tag)
 
 
 def give(communicator: Communicator, size: int, destination: int) -> None:
@@ -410,11 +406,9 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
     before, state_transfer._PART_BYTES = state_transfer._PART_BYTES, part_bytes
     try:
-        if communicator.connections.rank == 0:
+        if communicator.rank == 0:
             here = [tensor.to(communicator.device) for tensor in tensors]
-            with unittest.mock.patch.object(
-                communicator.messages, "send", side_effect=communicator.messages.send
-            ) as sent:
+            with unittest.mock.patch.object(communicator, "send", side_effect=communicator.send) as sent:
                 send_object(communicator, {**value, "tensors": here, "view": here[-1][::2]}, 1)
             return sent.call_count, True
         found = receive_object(communicator, 0)
@@ -457,14 +451,14 @@ def receive_while_computing(communicator: Communicator, source: int, size: int, 
     distinct numbers that were computed.
     """
     found: set[float] = set()
-    incoming = [communicator.messages.post_receive(FORWARD, source, tag) for tag in range(rounds)]
+    incoming = [communicator.post_receive(FORWARD, source, tag) for tag in range(rounds)]
     for one in incoming:
         value = torch.ones(size, device=communicator.device)
         total = torch.zeros(size, device=communicator.device)
         for _ in range(rounds):
             total = total + value
         del value  # its memory is free for what is computed next, and for nothing else yet
-        communicator.messages.receive(one)
+        communicator.receive(one)
         found.update(total.unique().tolist())
     return sorted(found)
 
@@ -474,16 +468,16 @@ def send_computed(communicator: Communicator, size: int, rounds: int, destinatio
     value = torch.zeros(size, device=communicator.device)
     for _ in range(rounds):
         value = value + 1
-    communicator.messages.send(FORWARD, value, destination, 0)
-    communicator.messages.receive(communicator.messages.post_receive(Channel.GRADIENTS, destination, 0))
+    communicator.send(FORWARD, value, destination, 0)
+    communicator.receive(communicator.post_receive(Channel.GRADIENTS, destination, 0))
 
 
 def receive_computed(communicator: Communicator, source: int) -> list[float]:
     """The distinct numbers that :func:`send_computed` has sent, after they were answered."""
-    value = communicator.messages.receive(communicator.messages.post_receive(FORWARD, source, 0))
+    value = communicator.receive(communicator.post_receive(FORWARD, source, 0))
     assert isinstance(value, torch.Tensor)
     assert value.device == communicator.device
-    communicator.messages.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), source, 0)
+    communicator.send(Channel.GRADIENTS, torch.zeros(1, device=communicator.device), source, 0)
     return value.unique().tolist()
 
 
@@ -497,7 +491,7 @@ def foreign_socket_survives_abort(communicator: Communicator, generation: int) -
 
     before = socket.socketpair()
     communicator.close()
-    communicator.configure(generation, [communicator.connections.rank], [communicator.connections.rank])
+    communicator.configure(generation, [communicator.rank], [communicator.rank])
     after = socket.socketpair()
     communicator.abort(generation)
     received = b""

@@ -30,14 +30,14 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, nccl_thread, payloads
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, payloads
+from lightning_recycle.runtime.nccl.nccl_comms import Note
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
-from lightning_recycle.runtime.nccl.pending_op import Note
 
 ROOM = 3  # kernels of NCCL that a device runs at a time
 PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
 CPU = torch.device("cpu")
-group_payloads._TRIAL_NUMBERS = 4  # the imitation does not care
+payloads._TRIAL_NUMBERS = 4  # the imitation does not care
 
 
 class BrokenPromiseError(AssertionError):
@@ -207,7 +207,7 @@ class World:
             worker.traffic = nccl_thread.NcclOps(
                 comms,
                 payloads.Payloads(me, self.generation, device, device, comms, peers, CPU, tell),
-                group_payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),
+                payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),
             )
 
     def program_of(self, me: int, items: Sequence[Item]) -> deque[tuple[str, Any]]:
@@ -278,7 +278,7 @@ class World:
             worker.program.popleft()
             tensors = [torch.zeros(size, dtype=torch.int64) for size in message.sizes]
             worker.device.current.compute(lambda: fill(tensors, message))
-            ready = worker.device.current.record()
+            ready = worker.device.current.record_event()
             self.workers[message.destination].headers[worker.rank].append(message)
             worker.traffic.pairs.send(
                 payloads.Sending(message.destination, message.key, digest(message), list(tensors), ready)
@@ -298,7 +298,7 @@ class World:
     def begin_joint(self, worker: Worker, joint: Joint) -> None:
         tensor = torch.full((joint.size,), -1, dtype=torch.int64)
         worker.device.current.compute(lambda: joint.fill(tensor, worker.rank))
-        collective = group_payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record())
+        collective = payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record_event())
         worker.joints[joint] = collective, tensor
         worker.traffic.groups.begin(collective)
 
@@ -366,7 +366,7 @@ class World:
             if notes and not worker.ended and self.rng.random() < 0.5:
                 try:
                     (note,) = Note.decode_all(bytearray(notes.popleft()))
-                    worker.traffic.hear(peer, note)
+                    worker.traffic.take_note(peer, note)
                 except NcclError as error:
                     raise BrokenPromiseError(str(error)) from error
                 except RuntimeError as error:  # the device is lost

@@ -22,13 +22,11 @@ from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.runtime.comm import state_transfer
-from lightning_recycle.runtime.comm.communicator import CommunicationError, Communicator
-from lightning_recycle.runtime.comm.connections import Connections
+from lightning_recycle.runtime.comm.communicator import SMALL_BYTES, CommunicationError, Communicator
 from lightning_recycle.runtime.comm.groups import UnreachableError
 from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
-from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
 from lightning_recycle.runtime.comm.state_transfer import _parts
-from lightning_recycle.runtime.comm.transports import _PACKED_BYTES, HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import PACKED_BYTES, Transport
 from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
@@ -148,7 +146,7 @@ def test_tuples_with_gaps_empty_tensors_scalars_and_strides_arrive(four: Team) -
 
 def test_values_around_the_sizes_where_a_message_changes_its_form_arrive(four: Team) -> None:
     four.regroup(0, 1)
-    for limit in (SMALL_BYTES, _PACKED_BYTES):
+    for limit in (SMALL_BYTES, PACKED_BYTES):
         sizes = [limit - HEADER_BYTES + extra for extra in (-65, -64, -1, 0, 1, 64, HEADER_BYTES)]
         values = [torch.arange(size) % 251 for size in sizes]
         for received, value in zip(transfer(four, [v.byte() for v in values]), values, strict=True):
@@ -483,16 +481,16 @@ class Ends:
 
 
 @pytest.fixture
-def connections(tmp_path: Path) -> Connections:
+def communicator(tmp_path: Path) -> Communicator:
     communicator = Communicator(0, tasks.HOST, torch.device("cpu"), tasks.Meeting(str(tmp_path)), tasks.KEY)
-    communicator.connections.generation = 0
-    return communicator.connections
+    communicator.generation = 0
+    return communicator
 
 
-def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(connections: Connections) -> None:
-    connections.await_collective(None, Ends())
+def test_a_collective_that_ends_right_after_a_look_at_it_has_not_failed(communicator: Communicator) -> None:
+    communicator._await_collective(None, Ends())
     with pytest.raises(CommunicationError, match="Connection closed"):
-        connections.await_collective(None, Ends("Connection closed"))
+        communicator._await_collective(None, Ends("Connection closed"))
 
 
 class GoesOn:
@@ -512,7 +510,7 @@ class GoesOn:
 @pytest.mark.parametrize("begun", [False, True], ids=["before the wait", "in the wait"])
 @pytest.mark.parametrize("in_hook", [False, True])
 def test_the_group_of_a_collective_that_goes_on_is_never_destroyed(
-    connections: Connections, begun: bool, in_hook: bool
+    communicator: Communicator, begun: bool, in_hook: bool
 ) -> None:
     """Its destructor would wait for the thread that is inside, for ever."""
 
@@ -522,9 +520,9 @@ def test_the_group_of_a_collective_that_goes_on_is_never_destroyed(
     group = Gloos()
     alive = weakref.ref(group)
     if not begun:
-        connections.abort(0)
+        communicator.abort(0)
     with pytest.raises(CommunicationError, match="aborted"):
-        connections._await_members(group, GoesOn(lambda: connections.abort(0)), in_hook)
+        communicator._await_members(group, GoesOn(lambda: communicator.abort(0)), in_hook)
     del group
     gc.collect()
     assert alive() is not None
@@ -534,7 +532,6 @@ class Slow(Transport):
     """Takes some looks to connect."""
 
     def __init__(self, connect_seconds: float) -> None:
-        super().__init__(timedelta(seconds=1), HostMemory(torch.device("cpu")))
         self.connect_seconds = connect_seconds
         self.may_connect = threading.Event()
 
@@ -557,7 +554,7 @@ def test_a_transport_that_takes_long_to_connect_is_progress_for_as_long_as_it_ma
         if len(told) == 3:
             transport.may_connect.set()
 
-    communicator.report_progress_to(progressed)
+    communicator.on_progress = progressed
     if not seconds:
         threading.Timer(0.3, transport.may_connect.set).start()
     communicator.configure(0, [0], [0])

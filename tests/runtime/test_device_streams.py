@@ -50,7 +50,7 @@ def test_a_graph_is_recorded_while_another_thread_looks_after_its_streams() -> N
             streams.use()
             stream = streams.create()
             while not stopped.is_set():
-                assert stream.record().query() in (True, False)
+                assert stream.record_event().query() in (True, False)
         except Exception as error:
             failed.append(error)
 

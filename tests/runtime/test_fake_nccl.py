@@ -59,7 +59,7 @@ def launch(kind: str, comm: FakeComm, tensor: Tensor, stream: FakeStream | None 
     else:
         call = comm.device.send if comm.rank == (kind == "back") else comm.device.receive
         call(comm, tensor, 1 - comm.rank, stream)
-    return stream.record()
+    return stream.record_event()
 
 
 def connect(members: Members, *kinds: str) -> list[FakeComm]:
@@ -107,7 +107,7 @@ def test_the_first_transfer_is_in_progress_until_the_other_side_has_called_too(t
     right.receive(theirs, received, 0, right.current)
     two.run()
     assert right.in_progress(theirs)
-    too_early = right.current.record()
+    too_early = right.current.record_event()
     with pytest.raises(NcclError, match="invalid usage"):
         right.receive(theirs, received, 0, right.current)
     two.run()
@@ -142,7 +142,7 @@ def test_transfers_of_different_size_are_noticed(two: Members) -> None:
 
 def test_a_lost_device_says_so_whatever_is_asked(two: Members) -> None:
     ours, _ = two.connect(0, 1)
-    event = two.devices[0].current.record()
+    event = two.devices[0].current.record_event()
     two.devices[0].is_lost = True
     with pytest.raises(RuntimeError, match="CUDA error"):
         event.query()

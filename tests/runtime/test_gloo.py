@@ -19,9 +19,8 @@ from support.waiting import wait_for
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.comm import gloo
-from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError, _with_address
-from lightning_recycle.runtime.comm.groups import GroupFactory
+from lightning_recycle.runtime.comm import groups as gloo
+from lightning_recycle.runtime.comm.groups import Device, GroupFactory, UnsupportedError, _with_address
 
 
 @pytest.fixture(scope="module")

@@ -359,10 +359,10 @@ def test_what_is_lent_may_be_changed(lends_copies: bool) -> None:
 def test_once_somebody_has_changed_them_copies_are_lent() -> None:
     layer, gradients = buffers(lends_copies=False)
     apply(gradients, 4)
-    gradients.look_for_changes(4)
+    gradients.protect_lent(4)
     assert layer.weight.grad is dict(gradients.by_parameter(4))[layer.weight]
     layer.weight.grad.mul_(3.0)
-    gradients.look_for_changes(4)
+    gradients.protect_lent(4)
     layer.zero_grad()
     gradients.begin(5)
     layer(torch.ones(1, 3)).sum().backward()

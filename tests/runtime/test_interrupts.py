@@ -28,15 +28,8 @@ class Recorder:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.called = threading.Event()
-        self.sums = self.messages = None
         self.parts = (0, 1)
         self.device = torch.device("cpu")
-
-    def report_progress_to(self, on_progress: Any) -> None:
-        """There is none."""
-
-    def report_waits_to(self, waiting: Any) -> None:
-        """There are none."""
 
     def report_hooks_to(self, *_: Any) -> None:
         """There are none."""

@@ -13,8 +13,7 @@ from types import ModuleType
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 
-from lightning_recycle.runtime.nccl import group_payloads, nccl_comms, nccl_thread, payloads
-from lightning_recycle.runtime.nccl import pending_op as launched
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, payloads
 
 SAMPLE = 150  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
@@ -52,13 +51,13 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ]),
     ("a go names another payload", payloads,
      [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")]),
-    ("a tensor is freed once it is launched", launched, [
+    ("a tensor is freed once it is launched", nccl_comms, [
         ("            self.launched, self.end = self.launched + 1, None\n",
          "            self.launched, self.end = self.launched + 1, None\n"
          "            self.tensors = [None] * self.launched + list(self.tensors[self.launched :])\n"),
     ]),
-    ("an event is not waited for", launched, [("if not self.end.query():", "if False:")]),
-    ("what is in progress is not waited for", launched,
+    ("an event is not waited for", nccl_comms, [("if not self.end.query():", "if False:")]),
+    ("what is in progress is not waited for", nccl_comms,
      [("while not library.in_progress(self.comm):", "library.in_progress(self.comm)\n        while True:")]),
     ("two receives are under way at a time", payloads,
      [("        if self._receiving is None:\n            self._go()\n", "        self._go()\n")]),
@@ -99,18 +98,18 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("what is kept and not needed is forgotten", nccl_comms,
      [("abort_together(self._library, outdated)", "outdated.clear()")]),
     ("nobody aborts", nccl_thread, [("        self._aborted = True\n", "        return {}\n")]),
-    ("a group starts before all members are ready", group_payloads,
+    ("a group starts before all members are ready", payloads,
      [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")]),
-    ("a member is ready before its device is", group_payloads, [("if not collective.ready.query():", "if False:")]),
-    ("a member does not wait for the start", group_payloads, [
+    ("a member is ready before its device is", payloads, [("if not collective.ready.query():", "if False:")]),
+    ("a member does not wait for the start", payloads, [
         ("if first.number >= self._states[first.group].may_start:",
          "if first.number >= self._states[first.group].told:"),
     ]),
-    ("the newest collective is launched first", group_payloads, [
+    ("the newest collective is launched first", payloads, [
         ("            first = self._asked[0]\n", "            first = self._asked[-1]\n"),
         ("            self._asked.popleft()\n", "            self._asked.remove(first)\n"),
     ]),
-    ("a member is ready for several groups at a time", group_payloads, [
+    ("a member is ready for several groups at a time", payloads, [
         ("if collective.group != self._asked[0].group:", "if False:"),
         ("            first = self._asked[0]\n",
          "            may = [c for c in self._asked if c.number < self._states[c.group].may_start]\n"
@@ -118,14 +117,14 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
          "            self._asked.remove(first)\n"
          "            self._asked.appendleft(first)\n"),
     ]),
-    ("a collective counts once it is launched", group_payloads, [
+    ("a collective counts once it is launched", payloads, [
         ("if not self._under_way.proceed(self._library):",
          "self._under_way.proceed(self._library)\n            if False:"),
     ]),
-    ("one member is not told to start", group_payloads, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
-    ("a broadcast comes from another member", group_payloads,
+    ("one member is not told to start", payloads, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
+    ("a broadcast comes from another member", payloads,
      [("ranks.index(collective.root), stream)", "ranks.index(collective.root) or 1, stream)")]),
-    ("a sum is freed once it is launched", group_payloads, [
+    ("a sum is freed once it is launched", payloads, [
         ("        return PendingOp(comm, [collective.tensor], launch, stream)\n",
          "        tensors = [collective.tensor]\n"
          "        if self.connected:\n"
@@ -159,7 +158,7 @@ def test_a_broken_transport_is_noticed(
     exec(compile(source, mutation, "exec"), broken.__dict__)
     own = [name for name, value in vars(broken).items() if getattr(value, "__module__", None) == broken.__name__]
     for name in own:
-        for user in (payloads, group_payloads, nccl_thread, nccl_comms):
+        for user in (payloads, nccl_thread, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):

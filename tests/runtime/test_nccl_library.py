@@ -16,7 +16,7 @@ import torch
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.machine_errors import is_device_error
-from lightning_recycle.runtime.nccl.nccl_library import SUMMED, UNIQUE_ID_BYTES, Libnccl, NcclError
+from lightning_recycle.runtime.nccl.nccl_library import SUMMED, UNIQUE_ID_BYTES, NcclError, NcclLibrary
 
 COMPILER = shutil.which("cc")
 needs_a_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler (cc)")
@@ -106,14 +106,14 @@ COMM, STREAM = "0x123456789abc", 0xFEDCBA987654
 
 
 class Stream:
-    handle = STREAM
+    cuda_stream = STREAM
 
 
 class Stub:
     """The library over the stub, and what the stub was given."""
 
     def __init__(self, path: str) -> None:
-        self.library = Libnccl(path)
+        self.library = NcclLibrary(path)
         self._stub: Any = self.library._library
         self._stub.stub_heard.restype = ctypes.c_char_p
 
@@ -217,12 +217,12 @@ def test_a_failed_peer_and_a_lost_device_are_told_apart(stub: Stub) -> None:
 def test_a_library_that_cannot_be_aborted_reliably_is_refused(stub: Stub, stub_path: str) -> None:
     stub.set(version=22501)
     with pytest.raises(ConfigurationError, match=r'22501.*transport="gloo"'):
-        Libnccl(stub_path)
+        NcclLibrary(stub_path)
 
 
 def test_no_library_is_an_error_that_names_the_remedy() -> None:
     with pytest.raises(ConfigurationError, match='transport="gloo"'):
-        Libnccl(str(Path("/nowhere/libnccl.so.2")))
+        NcclLibrary(str(Path("/nowhere/libnccl.so.2")))
 
 
 def installed_library() -> Path | None:
@@ -237,7 +237,7 @@ def installed_library() -> Path | None:
 
 @pytest.mark.skipif(installed_library() is None, reason="NCCL is not installed (pip install nvidia-nccl-cu12)")
 def test_the_library_itself_takes_the_calls_that_need_no_device() -> None:
-    library = Libnccl(str(installed_library()))
+    library = NcclLibrary(str(installed_library()))
     assert library.unique_id() != library.unique_id()
     library.group_start()
     library.group_end()

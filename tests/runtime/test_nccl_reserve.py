@@ -10,9 +10,17 @@ from transport_world import ALL, World
 
 from lightning_recycle.runtime.comm.groups import CommunicationError
 from lightning_recycle.runtime.nccl import nccl_transport as module
-from lightning_recycle.runtime.nccl.nccl_comms import Kept, Place, group_places, kept_by_all, pair, successors
+from lightning_recycle.runtime.nccl.nccl_comms import (
+    Kept,
+    Kind,
+    Note,
+    Place,
+    group_places,
+    kept_by_all,
+    pair,
+    successors,
+)
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
-from lightning_recycle.runtime.nccl.pending_op import Kind, Note
 
 EVERYBODY = {"stage0": (0, 1, 2, 3)}
 

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from transport_world import World
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group
-from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.comm.wire import ValueLayout
+from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
@@ -34,7 +33,7 @@ LAYOUT = ValueLayout.of(VALUE)
 FORWARD = Channel.ACTIVATIONS
 STAGE = "stage0"
 AT_ONCE = 2.0  # seconds, on a machine with other things to do
-GLOO_PACKS = Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))).packed_bytes(0)
+GLOO_PACKS = Transport().packed_bytes(0)
 
 
 def connected(
@@ -328,20 +327,6 @@ def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_gener
     assert pair.transports[0]._thread is thread
 
 
-def test_neither_does_one_who_comes_too_late_over_gloo() -> None:
-    gloo, past, now = (
-        Transport(timedelta(seconds=1), HostMemory(torch.device("cpu"))),
-        threading.Event(),
-        threading.Event(),
-    )
-    groups = {each.value: Group() for each in Channel}
-    gloo.connect(2, {}, groups, Meeting(), now)
-    past.set()
-    with pytest.raises(CommunicationError, match="Generation 1 was aborted"):
-        gloo.connect(1, {}, {}, Meeting(), past)
-    assert gloo._groups[FORWARD] is groups[FORWARD.value]
-
-
 def test_a_device_that_takes_long_is_looked_at_less_often() -> None:
     seconds = [nccl_thread._poll_seconds(waited) for waited in (0.0, 0.0005, 0.004, 0.1, 10.0)]
     assert seconds == pytest.approx([50e-6, 50e-6, 200e-6, 500e-6, 500e-6])
@@ -354,6 +339,6 @@ def test_gloo_is_for_every_device_and_nccl_needs_its_library(monkeypatch: pytest
     def missing() -> None:
         raise ConfigurationError("There is no NCCL here")
 
-    monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.Libnccl", missing)
+    monkeypatch.setattr("lightning_recycle.runtime.nccl.nccl_transport.NcclLibrary", missing)
     with pytest.raises(ConfigurationError, match="There is no NCCL here"):
         transport_for(CommunicationOptions(transport="nccl"), 0, torch.device("cuda", 0))

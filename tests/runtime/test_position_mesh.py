@@ -25,8 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.gloo import Device
-from lightning_recycle.runtime.comm.groups import CommunicationError, Group
+from lightning_recycle.runtime.comm.groups import CommunicationError, Device, Group
 from lightning_recycle.runtime.comm.position_mesh import PositionMesh, ranks_by_group
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.tensor_memory import local_part, sharded_like
@@ -354,7 +353,7 @@ def communicating(position: Position, mesh: PositionMesh) -> list[float]:
         waits.append(what)
         yield
 
-    communicator.report_waits_to(waiting)
+    communicator.waiting = waiting
     communicator.configure(0, (), [rank], position=range(position.size))
     moment: list[float] = []
 

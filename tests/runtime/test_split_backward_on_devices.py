@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.step_measurements import FirstSteps
-from lightning_recycle.runtime.executor.timings import Timings
+from lightning_recycle.runtime.executor.step_measurements import FirstSteps, Timings
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.stage import Stage
 
@@ -114,10 +113,10 @@ def busy(device: torch.device) -> Tensor:
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_an_operation_that_it_measures() -> None:
-    device, timings = torch.device("cuda"), Timings()
+    device, timings = torch.device("cuda"), Timings(torch.device("cuda"))
     busy(device)
     torch.cuda.synchronize()
-    with timings.measure(OpKind.FORWARD, device):
+    with timings.of[OpKind.FORWARD]:
         busy(device)
     after = torch.cuda.Event()
     after.record()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.timings import Timings
+from lightning_recycle.runtime.executor.step_measurements import Timings
 
 CUDA = torch.device("cuda", 0)
 
@@ -61,9 +61,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_the_host_prepares_the_next_operation_while_the_device_computes(device: Device) -> None:
-    timings = Timings()
+    timings = Timings(CUDA)
     for kind, milliseconds in ((OpKind.FORWARD, 20.0), (OpKind.FORWARD, 40.0), (OpKind.BACKWARD, 60.0)):
-        with timings.measure(kind, CUDA):
+        with timings.of[kind]:
             device.work(milliseconds)
         device.work(5.0)  # between two operations
     device.done = 70.0
@@ -75,9 +75,9 @@ def test_the_host_prepares_the_next_operation_while_the_device_computes(device: 
 
 
 def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(device: Device) -> None:
-    timings, progress = Timings(), []
+    timings, progress = Timings(CUDA), []
     for _ in range(3):
-        with timings.measure(OpKind.FORWARD, CUDA):
+        with timings.of[OpKind.FORWARD]:
             device.work(10.0)
     timings.await_device(lambda: progress.append(device.done))
     assert progress == [10.0, 20.0, 30.0]
@@ -87,24 +87,25 @@ def test_a_worker_that_is_about_to_wait_for_others_has_no_work_of_its_own_left(d
 
 
 def test_events_are_used_again(device: Device) -> None:
-    timings = Timings()
+    timings = Timings(CUDA)
     for _ in range(10):
-        with timings.measure(OpKind.FORWARD, CUDA):
+        with timings.of[OpKind.FORWARD]:
             device.work(10.0)
         timings.await_device(lambda: None)
     assert device.events == 2
 
 
 def test_an_operation_that_raised_does_not_count(device: Device) -> None:
-    timings = Timings()
-    with pytest.raises(KeyError), timings.measure(OpKind.FORWARD, CUDA):
+    timings = Timings(CUDA)
+    with pytest.raises(KeyError), timings.of[OpKind.FORWARD]:
         raise KeyError
     device.done = 1.0
     assert timings.take_step() == {}
 
 
 def test_on_a_cpu_an_operation_takes_what_the_clock_says() -> None:
-    timings = Timings()
-    with timings.measure(OpKind.FORWARD, torch.device("cpu"), lambda seconds: None):
+    timings = Timings(torch.device("cpu"))
+    timings.stretch = lambda seconds: None
+    with timings.of[OpKind.FORWARD]:
         pass
     assert 0 <= timings.take_step()["F"] < 1

@@ -63,8 +63,7 @@ class Worker:
         self.stage, self.parameters = stage()
         self.recompute = Recomputation(self.stage, self.parameters, 3)
         client = SimpleNamespace(rank=0, generation=0, knows_loss=lambda step: False, send=lambda message: None)
-        messages = SimpleNamespace(post_receive=lambda *where: None, send=self._sent)
-        communicator = SimpleNamespace(messages=messages)
+        communicator = SimpleNamespace(post_receive=lambda *where: None, send=self._sent)
         self.verifier = Verifier(client, communicator, self.stage, self.recompute, Grid(2, 1, 3), "cpu:0", True)  # type: ignore[arg-type]
         count = sum(task.op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT) for task in tasks)
         checks = None if checked is None else WorkerChecks((0, 1), 1, (checked,), (len(tasks) - 1,) * count)

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recycle.runtime.comm.stage_messages import _Inbox, _Outbox
-from lightning_recycle.runtime.comm.transports import HostMemory
-from lightning_recycle.runtime.comm.wire import HEADER_BYTES, ValueLayout, sum_of_bytes, sum_of_tensors
+from lightning_recycle.runtime.comm.wire import (
+    HEADER_BYTES,
+    HostMemory,
+    Inbox,
+    Outbox,
+    ValueLayout,
+    sum_of_bytes,
+    sum_of_tensors,
+)
 
 
 def test_a_header_says_which_gradients_are_wanted_back() -> None:
@@ -52,10 +58,8 @@ def test_a_message_that_changes_on_its_way_is_not_whole(size: int) -> None:
     memory, tensors = HostMemory(torch.device("cpu")), (torch.randn(size), None, torch.arange(3))
     layout = ValueLayout.of(tensors)
     packed = size == 5
-    outbox, inbox = _Outbox(layout, packed, packed, memory), _Inbox(64 * 1024, memory)
-    for view, tensor in zip(outbox.views, tensors, strict=False):
-        if view is not None and tensor is not None:
-            view.copy_(tensor)
+    outbox, inbox = Outbox(layout, packed, packed, memory), Inbox(64 * 1024, memory)
+    outbox.pack(tensors)
     outbox.add_sum(tensors)
     sent = outbox.message.numpy()
 

@@ -6,8 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
-from datetime import timedelta
-from functools import partial
 from itertools import combinations
 
 import torch
@@ -16,8 +14,8 @@ from support.meeting import Meeting
 from support.waiting import PATIENCE
 
 from lightning_recycle.runtime.comm.groups import Group
-from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Rosters, Transport
-from lightning_recycle.runtime.comm.wire import ValueLayout
+from lightning_recycle.runtime.comm.transports import Rosters
+from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import successors
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -52,10 +50,9 @@ class World:
         self.rosters, self.alive = dict(rosters), list(range(size))
         network, self.meeting, self.generation = LocalNetwork(), Meeting(), -1
         self.devices = [FakeDevice(network, threaded=True) for _ in self.alive]
-        gloo = partial(Transport, timedelta(seconds=1), HostMemory(CPU))
         libraries = ["there is no NCCL here" if rank in without_nccl else self.devices[rank] for rank in self.alive]
         self.transports = [
-            NcclTransport(rank, CPU, library, device, names[rank], gloo(), required, reserves)
+            NcclTransport(rank, CPU, library, device, names[rank], required, reserves)
             for rank, (library, device) in enumerate(zip(libraries, self.devices, strict=True))
         ]
         self.cancelled = [threading.Event() for _ in self.alive]

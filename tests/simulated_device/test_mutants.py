@@ -14,7 +14,8 @@ from support.training import exact_fit
 from torch import Tensor
 
 from lightning_recycle import devices, randomness, strategy, tensor_memory
-from lightning_recycle.runtime.comm.transports import HostMemory
+from lightning_recycle.runtime.comm.wire import HostMemory
+from lightning_recycle.runtime.stage import stage
 from simulated_device.test_training import drawn, monitored, sent_apart, written_without_copies
 
 
@@ -46,7 +47,7 @@ def _a_tensor_sent_with_its_device() -> None:
 
 
 def _a_generator_not_seeded() -> None:
-    randomness.default_generator = lambda device: torch.default_generator
+    randomness.default_generator = stage.default_generator = lambda device: torch.default_generator
 
 
 def _a_thread_on_the_first_device() -> None:

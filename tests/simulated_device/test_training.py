@@ -1,5 +1,9 @@
 """What everyone with several accelerators meets first, each worker on a device of its own."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,12 @@ from support.growth import AwaitReplacement, happened
 from support.models import Regression
 from support.options import recycle_strategy
 from support.training import QUIET, TOLERANCE, difference, exact_fit, failures, fit, samples_for
+from support.waiting import PATIENCE, wait_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.runtime.comm.stage_messages import SMALL_BYTES
+from lightning_recycle.runtime.comm.communicator import SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module
 from simulated_device.accelerator import SimulatedAccelerator
@@ -137,13 +142,27 @@ def test_values_that_travel_behind_their_headers(tmp_path: Path) -> None:
     sent_apart(tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+class Scales(L.Callback):
+    """The loss is scaled on every worker, where it is to be."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        assert scaler is None or scaler.get_scale() > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_lower_precision_is_that_of_the_processor(precision: str) -> None:
     trained = []
     for accelerator in (SimulatedAccelerator(), CPUAccelerator()):
         strategy: Any = recycle_strategy(pipeline_parallel_size=2, num_microbatches=2)
         run = L.Trainer(
-            accelerator=accelerator, devices=4, strategy=strategy, precision=precision, max_steps=4, **QUIET
+            accelerator=accelerator,
+            devices=4,
+            strategy=strategy,
+            precision=precision,
+            max_steps=4,
+            callbacks=[Scales()],
+            **QUIET,
         )
         model = Regression()
         data = TensorDataset(*(tensor.float() for tensor in samples_for(4).tensors))
@@ -170,3 +189,49 @@ def test_a_plan_is_made_for_the_memory_of_the_device() -> None:
     peaks = [event.details["peak_bytes"] for event in run.strategy.history if event.kind == "memory"]
     assert peaks
     assert all(0 < peak < 2**24 for each in peaks for peak in each)  # not the process with its libraries
+
+
+def test_a_plan_is_made_for_the_worker_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMULATED_MEMORY", f"{2**32},{2**32},{2**32},{2**30}")
+    run = run_of("killed", exact_fit, Regression().double(), strategy={"memory": 0.5})
+    memory = run.strategy.schedules[-1].problem.memory
+    assert memory is not None
+    assert memory.capacity[0] > 2**30 > 2 * memory.capacity[1] > 0
+
+
+SPARE = """
+from simulated_device import test_training
+if __name__ == "__main__":
+    test_training.while_a_spare_waits()
+"""
+
+
+def while_a_spare_waits(callbacks: Sequence[L.Callback] = ()) -> None:
+    """What the launching process and the spare both run."""
+    fit(Regression().double(), 2, 2, [KILL], callbacks=list(callbacks), max_steps=8)
+
+
+class AwaitRefusal(L.Callback):
+    """The leader goes on once a worker that came from outside has ended."""
+
+    def __init__(self, spare: subprocess.Popen[str]) -> None:
+        self.pid = spare.pid
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        wait_for(lambda: "Z" in Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0])
+
+
+def test_a_worker_on_another_kind_of_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
+    environ = {name: value for name, value in os.environ.items() if name != "SIMULATED_DEVICES_IN_TESTS"}
+    command: Any = [sys.executable, "-c", SPARE]
+    with subprocess.Popen(
+        command, env={**environ, "RECYCLE_COORDINATOR": address}, stderr=subprocess.PIPE, text=True
+    ) as spare:
+        monkeypatch.setenv("RECYCLE_LISTEN", address)
+        while_a_spare_waits([AwaitRefusal(spare)])
+        _, errors = spare.communicate(timeout=PATIENCE)
+    assert "This worker computes on 'cpu', the run on 'simulated'" in errors
+    assert spare.returncode != 0

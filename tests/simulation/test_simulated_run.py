@@ -7,7 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.simulation.failures import LLAMA3_PER_GPU_DAY
-from lightning_recycle.simulation.policies.policy import Configuration, Downtime, Loss, Reaction
+from lightning_recycle.simulation.policy import Configuration, Downtime, Loss, Reaction
 
 MODEL = sim.get_model("gpt3_medium")
 CLUSTER = sim.Cluster.of(MODEL)
@@ -164,7 +164,7 @@ def test_what_waits_for_the_end_of_a_step_does_not_outlive_the_node_it_rests_on(
 
 
 def test_where_nothing_runs_all_live_gpus_are_idle() -> None:
-    from lightning_recycle.simulation.policies.policy import stopped
+    from lightning_recycle.simulation.policy import stopped
 
     result = run({(36.0, "down"): Reaction(stopped("too few"), lost=Loss.STEP)}, [sim.Outage(36.0, (5,))])
     assert timeline(result)[-1] == (36, 100, "stopped", "too few")

@@ -287,11 +287,12 @@ class DrawnModule(Places, L.LightningModule):
         kind, optimizer = self.recipe.parameters, self.optimizers().optimizer
         if self.current_epoch == 1 and kind == "added":
             torch.manual_seed(5)
-            self.more.append(nn.Linear(2, 2).double())
+            self.more.append(nn.Linear(2, 2).double().to(self.device))
             optimizer.add_param_group({"params": self.more[-1].parameters(), "lr": 0.1})
         if self.current_epoch == 1 and kind == "exchanged":
             torch.manual_seed(5)
-            old, new = self.more[-1].weight, nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+            drawn = torch.randn(2, 2, dtype=torch.float64)
+            old, new = self.more[-1].weight, nn.Parameter(drawn.to(self.device))
             self.more[-1].weight = new
             group = optimizer.param_groups[0]
             group["params"] = [new if parameter is old else parameter for parameter in group["params"]]

@@ -121,7 +121,7 @@ class _Wait:
 
 
 class FakeStream:
-    handle = 0
+    cuda_stream = 0
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -132,7 +132,7 @@ class FakeStream:
             self.queue.append(work)
         self._device.stir()
 
-    def record(self) -> FakeEvent:
+    def record_event(self) -> FakeEvent:
         event = FakeEvent(self._device)
         self.enqueue(event)
         return event

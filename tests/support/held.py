@@ -67,7 +67,7 @@ class Peaks(L.Callback):
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         executor = cast("Any", trainer.strategy).session.executor
         executor.after_operation.append(self._after)
-        self.client = executor._client
+        self.client = executor.client
 
     def _after(self, step: int, op: Op) -> None:
         if op.kind is OpKind.REDUCE:

@@ -20,8 +20,8 @@ from lightning_recycle.control.network.connection import Inbox, MessageConnectio
 from lightning_recycle.control.network.encoding import HEADER_BYTES, SCHEMA, encode
 from lightning_recycle.control.network.handshake import Handshake, Refused, Role
 from lightning_recycle.control.protocol import messages
+from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.splitting import SplitTrial
 
 MESSAGES: tuple[type[Any], ...] = tuple(

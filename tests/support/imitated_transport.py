@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 
-from lightning_recycle.runtime.comm.transports import HostMemory, Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from support.fake_nccl import FakeDevice, SocketNetwork
 
@@ -14,5 +11,4 @@ from support.fake_nccl import FakeDevice, SocketNetwork
 def imitated(rank: int, device: torch.device) -> NcclTransport:
     """That of worker ``rank``, which must be used."""
     fake = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = Transport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return NcclTransport(rank, device, fake, fake, f"device {rank}", gloo, required=True)
+    return NcclTransport(rank, device, fake, fake, f"device {rank}", required=True)

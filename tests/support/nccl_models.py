@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_recycle import CommunicationOptions
-from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
-from lightning_recycle.runtime.comm.transports import Channel, HostMemory, Transport
-from lightning_recycle.runtime.comm.wire import ValueLayout
+from lightning_recycle.runtime.comm.communicator import EXCHANGE_TAG
+from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import stage_builder
 from support.fake_nccl import FakeDevice, SocketNetwork
@@ -29,12 +28,9 @@ class CountingTransport(NcclTransport):
     collectives: ClassVar[list[tuple[str, int | None]]] = []  # the group and the root of each
     devices: ClassVar[dict[int, FakeDevice]] = {}  # by rank: that of this process
 
-    def send(
-        self, channel: Channel, layout: ValueLayout, tensors: Any, destination: int, tag: int
-    ) -> list[tuple[Any, Tensor]]:
-        assert self._thread_to(destination) is not None, "it would go by Gloo"
+    def send(self, channel: Channel, layout: ValueLayout, tensors: Any, destination: int, tag: int) -> None:
         CountingTransport.sent += 1
-        return super().send(channel, layout, tensors, destination, tag)
+        super().send(channel, layout, tensors, destination, tag)
 
     def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> Any:
         CountingTransport.states += tag > EXCHANGE_TAG
@@ -52,8 +48,7 @@ class CountingTransport(NcclTransport):
 def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for``."""
     fake = CountingTransport.devices[rank] = FakeDevice(SocketNetwork(), threaded=True)
-    gloo = Transport(timedelta(seconds=60), HostMemory(torch.device("cpu")))
-    return CountingTransport(rank, device, fake, fake, f"device {rank}", gloo, True, options.standby_connections)
+    return CountingTransport(rank, device, fake, fake, f"device {rank}", True, options.standby_connections)
 
 
 stage_builder.transport_for = imitated

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_recycle import CommunicationOptions
-from lightning_recycle.runtime.comm.transports import HostMemory, Transport
+from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.session import stage_builder
@@ -31,8 +30,7 @@ made: list[NcclTransport] = []
 def on_trial(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The counterpart of ``transport_for`` with "nccl"."""
     fake = (Broken if rank == BROKEN else FakeDevice)(SocketNetwork(), threaded=True)
-    gloo = Transport(timedelta(seconds=60), HostMemory(device))
-    made.append(NcclTransport(rank, device, fake, fake, f"device {rank}", gloo))
+    made.append(NcclTransport(rank, device, fake, fake, f"device {rank}"))
     return made[-1]
 
 

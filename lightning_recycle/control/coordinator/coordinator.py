@@ -42,8 +42,8 @@ from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
 from lightning_recycle.control.protocol.messages import SavePhase, StopReason
 from lightning_recycle.control.protocol.state import Checks
+from lightning_recycle.planning.costs import Profile
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.profile import Profile
 from lightning_recycle.planning.program import Programs
 from lightning_recycle.planning.schedule import Schedule
 

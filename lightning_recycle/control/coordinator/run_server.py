@@ -21,10 +21,12 @@ from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.journal import Journal, adopted_state
+from lightning_recycle.control.monitoring.run_summary import summary
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import has_ended
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class Serving:
             return None
         for text in terms.overruled:
             log.warning("%s, which counts.", text)
-        log.info("A run of %s begins with %d workers.", terms.grid, terms.num_workers)
+        log.info("A run of %s waits for %d workers.", terms.grid, terms.num_workers)
         log.debug("Its settings: %s", terms.wants)
         coordinator = Coordinator(
             terms.grid,
@@ -118,6 +120,8 @@ class Serving:
                 if coordinator.is_deserted or (reception.is_over and not coordinator.has_begun):
                     return None
             self.statuses.append(int(not isinstance(outcome, Finished)))
+            for line in summary(coordinator.history, Positions(terms.grid, terms.members)):
+                log.info("%s", line)
             return terms, outcome
         finally:
             self._on_run(None)

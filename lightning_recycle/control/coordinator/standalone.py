@@ -57,6 +57,15 @@ _FLAGS = {
     for item in shared_options(kind)
 }
 """The settings that have a flag, by name."""
+_UNITS = {
+    "planner": "NAME",
+    "memory": "BYTES",
+    "checksum_every": "STEPS",
+    "verify": "SHARE",
+    "min_pipelines": "N",
+    "machine_error_retries": "N",
+}
+"""Of the values of flags; those of all others are seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,10 +238,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, item in _FLAGS.items():
         check: Check | None = item.metadata["check"]
-        values = "VALUE" if check is None or not check.values else "|".join(check.values).lower()
+        values = (
+            _UNITS.get(item.name, "SECONDS") if check is None or not check.values else "|".join(check.values).lower()
+        )
         flag = f"--{item.name.replace('_', '-')}"
         parser.add_argument(flag, dest=name, type=_setting, metavar=values, help=item.metadata["shared"])
-    parser.add_argument("--runs", type=int, default=None, help="end after this many runs; by default never")
+    parser.add_argument(
+        "--runs", type=int, metavar="N", default=None, help="end after this many runs; by default never"
+    )
     parser.add_argument(
         "--state",
         metavar="FILE",

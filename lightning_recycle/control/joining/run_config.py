@@ -179,7 +179,18 @@ def difference(given: Overrides, terms: RunConfig, wants: RunRequest | None) -> 
         where = f"it is at Trainer.{wants.entry}(), the others are at Trainer.{terms.wants.entry}()."
         return Unfit(where, late=True)
     why = _difference(given, terms, wants)
-    return None if why is None else Unfit(why)
+    return other_device(terms.wants.device, wants) if why is None else Unfit(why)
+
+
+def other_device(device: str, wants: RunRequest | None) -> Unfit | None:
+    """Why a worker cannot take part in a run on devices of the kind ``device``; None if it can, or nobody says."""
+    if wants is None or "" in (device, wants.device) or wants.device == device:
+        return None
+    return Unfit(
+        f"This worker computes on {wants.device!r}, the run on {device!r}: all need the same kind of device."
+        " Look why this machine has another (its driver, torch's build, hidden devices), or name a kind that all have:"
+        " Trainer(accelerator='cpu')."
+    )
 
 
 def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | None:

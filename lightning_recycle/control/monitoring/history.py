@@ -100,6 +100,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
         "Worker {worker} was lost at step {step}: {cause}{process}. Live workers: {live} of {all}.",
     ),
     "dismissed": (logging.ERROR, "Worker {worker}, which has joined the training, is dismissed: {cause}.{stays}"),
+    "rejoined": (logging.INFO, "Worker {worker}{process} joins at step {step}. Live workers: {live} of {all}."),
     "disputed": (
         logging.WARNING,
         "Worker {worker} got another {kind} of micro-batch {microbatch} of step {step} than worker {of}: all of their"
@@ -316,6 +317,8 @@ class History:
         """All workers of the generation are connected."""
         seconds = time.time() - self._failure_time if self._failure_time is not None else None
         self.add("regrouped", state, details={"roster": state.roster.ranks}, seconds=seconds)
+        if state.generation.number == 0 and len(state.roster.live) == state.num_workers:
+            log.info("The run begins with all %d workers.", state.num_workers)
 
     def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
         self.counters["failures"] += 1

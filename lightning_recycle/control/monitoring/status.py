@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from lightning_recycle.arguments import install_command
 from lightning_recycle.control.monitoring.goodput import Phase
 from lightning_recycle.control.monitoring.history import Digest, Event, History
 from lightning_recycle.control.protocol.state import MembershipState
-from lightning_recycle.extras import install_command
 from lightning_recycle.planning.schedule import Schedule
 
 if TYPE_CHECKING:

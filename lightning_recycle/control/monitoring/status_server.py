@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 _MOST_CONNECTIONS = 16  # at the same time, for each address
 _CONNECTION_SECONDS = 10.0  # for the whole of it, however slowly the other side speaks
 _READ_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 
 # Nothing from elsewhere, nothing but this page, and no other page may show it.
 _HEADERS = {
@@ -70,19 +71,24 @@ class StatusServer:
     def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
         self.monitor = monitor
         self._listeners = listeners
+        self._threads: list[threading.Thread] = []
         self._open: set[socket.socket] = set()
         self._is_over = False
 
     def __enter__(self) -> StatusServer:
         for listener in self._listeners:
             listener.settimeout(None)  # whatever the user's script has made the default
-            threading.Thread(target=self._serve, args=(listener,), name="recycle-status", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(listener,), name="recycle-status", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
         for one in (*self._listeners, *list(self._open)):  # wakes the threads
             _cut(one)
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
         for listener in self._listeners:
             listener.close()
 

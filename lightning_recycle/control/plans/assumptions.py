@@ -29,14 +29,13 @@ from typing import TypeAlias
 
 from lightning_recycle.control.protocol.messages import Applied, Profiled
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.costs import Costs, Memory
+from lightning_recycle.planning.costs import Costs, Footprint, Memory, Profile, memory_of
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner, VariedPlanner
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, VariedPlanner
 from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.profile import Footprint, Profile, memory_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
 from lightning_recycle.planning.timing import MicrobatchVariation, retime

@@ -34,7 +34,7 @@ from lightning_recycle.arguments import is_number
 from lightning_recycle.option_table import Check, OptionGroup, integer, option
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.planner import Planner, plan
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule

@@ -2,12 +2,12 @@
 
 Concept: each worker reports once what its layers take
 (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With the times of the stages and the memory that was
-measured, that is what :func:`~lightning_recycle.planning.layouts.layout_search.plan_layout` needs. It is asked when the
+measured, that is what :func:`~lightning_recycle.planning.layout_search.plan_layout` needs. It is asked when the
 operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
 answer: training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the planning queue, as
-:class:`~lightning_recycle.planning.layouts.layout_candidates.LayoutPlan`.
+:class:`~lightning_recycle.planning.layout_candidates.LayoutPlan`.
 
 Must not know: connections, generations; how layers move.
 """
@@ -27,11 +27,11 @@ from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
+from lightning_recycle.planning.cuts import has_ties, held_ranges, parts_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import has_ties, held_ranges, parts_of
-from lightning_recycle.planning.layouts.layer_costs import LayerCosts
-from lightning_recycle.planning.layouts.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
-from lightning_recycle.planning.layouts.layout_search import plan_layout
+from lightning_recycle.planning.layer_costs import LayerCosts
+from lightning_recycle.planning.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
+from lightning_recycle.planning.layout_search import plan_layout
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 

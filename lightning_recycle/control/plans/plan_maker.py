@@ -39,7 +39,7 @@ from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.heuristic.heuristic_planner import HeuristicPlanner
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, solve
 from lightning_recycle.planning.problem import Problem

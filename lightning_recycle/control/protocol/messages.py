@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
+from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Program
 from lightning_recycle.planning.splitting import SplitTrial
 
@@ -30,7 +30,7 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
-part, the stages on both sides share it (:mod:`~lightning_recycle.planning.layouts.cuts`). Empty: as at the
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.cuts`). Empty: as at the
 start.
 """
 
@@ -125,6 +125,7 @@ class RunRequest:
             :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
         members: the processes of each position of the grid.
+        device: the kind of device that the worker computes on, by torch's name; empty if it does not say.
     """
 
     entry: str
@@ -133,6 +134,7 @@ class RunRequest:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     needs_launcher: tuple[str, ...] = ()
     members: int = 1
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

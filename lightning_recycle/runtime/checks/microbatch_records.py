@@ -1,13 +1,9 @@
 """Records of micro-batches, from which a peer can compute the same.
 
-Concept: a :class:`MicrobatchRecorder` watches the operations of one micro-batch. Its record has the values that the
-stage was given, and checksums of the results.
-:class:`Recomputation` makes the same of a record on another worker.
-
-Contract: recomputing changes nothing that lasts: gradients are computed into memory of their own, values of the module
-are those of the micro-batch, and afterwards what they were; what the user's code logs or collects is dropped.
-
-Must not know: which worker asks, schedules, messages to other workers.
+A :class:`MicrobatchRecorder` watches the operations of one micro-batch. Its record has the values that the stage was
+given, and checksums of the results. :class:`Recomputation` computes a record on another worker and changes nothing that
+lasts: gradients go into memory of their own, values of the module are restored, and what the user's code logs or
+collects is dropped.
 """
 
 from __future__ import annotations
@@ -39,11 +35,7 @@ class MicrobatchRecord:
     """Inputs and results of a stage for one micro-batch.
 
     Args:
-        step, microbatch: which one; the index in the global batch.
-        inputs, target, grads: as given to the stage.
         wanted: of each tensor in the inputs, whether its gradient is.
-        split_backward: whether its weight gradients were computed apart.
-        sums: the checksums of the results, as far as there are some.
         machine: what must be equal for the bits to be.
         watches_numbers: whether it is of interest if the results are finite, and not which they are.
     """
@@ -61,7 +53,7 @@ class MicrobatchRecord:
 
 
 def is_sound(values: Sequence[Tensor | float | None]) -> bool:
-    """Whether no number is a NaN or infinity. A negative infinity in a tensor may be a mask's."""
+    """Whether no number is a NaN or infinity, but for negative infinity in a mask."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point() and bool((torch.isnan(value) | torch.isposinf(value)).any()):
@@ -74,13 +66,7 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
 
 
 class MicrobatchRecorder:
-    """Records one micro-batch.
-
-    Args:
-        step: its step.
-        task: its forward.
-        inputs, target: what the forward is given.
-    """
+    """Records one micro-batch, from its forward on."""
 
     def __init__(self, step: int, task: Task, inputs: Any, target: Any) -> None:
         given, told = mapped((inputs, target), _copy)
@@ -112,11 +98,7 @@ class MicrobatchRecorder:
 
 
 class GradientsApart:
-    """Gradients that are added up elsewhere for a while.
-
-    Args:
-        parameters: whose; those without a gradient are left alone.
-    """
+    """Gradients that are added up elsewhere for a while, of parameters that have some."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -125,7 +107,7 @@ class GradientsApart:
         self._clean: list[int] = []  # their versions when nothing was written
 
     def begin(self) -> None:
-        """From now on ``parameter.grad`` is apart. The first time it is empty, later it has what it had."""
+        """Puts the gradients apart, empty at first, in place of ``parameter.grad``."""
         self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if not self._apart:
             self._apart = [torch.zeros_like(grad) for _, grad in self._usual]
@@ -134,7 +116,7 @@ class GradientsApart:
             parameter.grad = apart
 
     def end(self) -> None:
-        """From now on ``parameter.grad`` is what it was, unless the user's code has replaced it."""
+        """Restores ``parameter.grad``, unless the user's code has replaced it."""
         for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
             if parameter.grad is apart:
                 parameter.grad = usual
@@ -156,10 +138,7 @@ class Recomputation:
     """Computes records once more.
 
     Args:
-        stage: the layers.
-        parameters: their parameters, as in the attribute.
         divisor: the number of micro-batches in the global batch.
-        computing_again: context in which the micro-batch with an index is computed.
     """
 
     def __init__(
@@ -177,7 +156,7 @@ class Recomputation:
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
 
     def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
-        """The checksums of what this worker makes of ``record``, of all that it has checksums of."""
+        """The checksums of this worker's results, of all that ``record`` has checksums of."""
         stage, index = self._stage, record.microbatch
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):

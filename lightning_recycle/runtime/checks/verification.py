@@ -1,30 +1,24 @@
 """Workers of a stage check each other's computations.
 
-Concept: in a step with checks each worker records one micro-batch, drawn from the step: what its stage was given, and
-checksums of the output, of the gradient of the input, and of the weight gradients, which are added to those of others
-only then. It sends the record to a peer, which computes the same at its CHECK and compares. If it gets other bits, it
-tells the coordinator and goes no further, so the step cannot be committed. Then all workers of the stage compute the
-record twice, and vote. If several get other bits each time, it is the layers that do, and nothing is compared any more;
-a single one has a broken device.
-Machines of other kinds may round in another way: they have no say, and a worker whose record comes from one computes
-its own once more instead, which shows errors that do not come again.
+In a step with checks each worker records one micro-batch, drawn from the step: its inputs, and checksums of the output,
+of the gradient of the input, and of the weight gradients. It sends the record to a peer, which computes the same at its
+CHECK and compares. If it gets other bits, it reports that and goes no further, so the step cannot be committed. Then
+all workers of the stage compute the record twice, and vote. If several get other bits each time, the layers are not
+deterministic, and nothing is compared any more; a single one has a broken device. Machines of other kinds may round in
+another way: they have no say, and a worker whose record comes from one computes its own once more instead.
 
-A result that is found wrong has been handed on to other stages. So all say when they have nothing against a step
+A wrong result has been handed on to other stages. So all report that they have nothing against a step
 (:class:`~lightning_recycle.control.protocol.messages.Milestone`), and no worker applies it before.
-
-Contract: a check changes nothing that lasts (:mod:`~lightning_recycle.runtime.checks.microbatch_records`). Nothing of
-the user's runs in it but the layers and the loss, or an ordinary module's ``training_step``, of which nothing is kept.
-
-Knows the stage, but neither schedules nor why a step is run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import pickle
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -34,7 +28,8 @@ from torch import Tensor, nn
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
-from lightning_recycle.devices import hardware_name
+from lightning_recycle.control.protocol.messages import FINITE, NOT_FINITE
+from lightning_recycle.devices import hardware_name, is_accelerator
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum
@@ -43,34 +38,24 @@ from lightning_recycle.runtime.checks.microbatch_records import (
     MicrobatchRecord,
     MicrobatchRecorder,
     Recomputation,
+    is_sound,
     mapped,
     tensors_of,
 )
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.stage_messages import Incoming
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
-from lightning_recycle.runtime.comm.transports import Channel
-from lightning_recycle.runtime.comm.wire import MAX_TENSORS
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import put_together, take_apart
 
 log = logging.getLogger(__name__)
 
 _COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
-_VERDICT_TIMEOUT = 600.0  # seconds until the others have voted as well
+_VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation inspects the step
 
 
 class Verifier:
     """One worker's part in the checks of its stage.
-
-    Args:
-        client: the connection to the coordinator.
-        communicator: the connection to the other workers.
-        stage: the layers of this stage.
-        recompute: computes micro-batches of this stage once more.
-        grid: the grid of the run.
-        device: the name of this worker's device, by which its machine knows it.
-        possible: whether computations of this stage can be repeated at all.
 
     Attributes:
         tasks: what this worker runs in the attempt that begins, with a CHECK if it has one.
@@ -104,12 +89,12 @@ class Verifier:
     # ------------------------------------------------------------------ being checked
 
     def follow(self, program: Program) -> None:
-        """From now on this worker runs ``program``."""
+        """Takes over ``program``."""
         self._program = program
         self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
     def begin(self, step: int, whole: bool) -> None:
-        """An attempt at ``step`` begins; ``whole``: this worker does all of it, and no stage has done so before."""
+        """Begins an attempt at ``step``; ``whole``: all of it, done by no stage before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._recorder = self._own = self._disputed = self._incoming = None
         self._target = self._checks = self._checked_by = None
@@ -124,21 +109,21 @@ class Verifier:
         self._target = self._completing[number % len(self._completing)]
         self._apart = GradientsApart(self._recompute.parameters)
         self._checks, self._checked_by = checks.partners(step, self._client.rank)
-        self._incoming = self._communicator.messages.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
         self.tasks = self._program.tasks_with_check(checks.places[number])
 
     @property
     def target(self) -> Task | None:
-        """The operation that completes the micro-batch that this worker is checked on, and adds all its gradients."""
+        """The operation that completes the micro-batch that this worker is checked on."""
         return self._target
 
     @property
     def needs_last_gradients(self) -> bool:
-        """Whether what the last micro-batch completes may not be summed before it is :meth:`completed`."""
+        """Whether the last micro-batch's gradients must wait for :meth:`completed`."""
         return self._target is not None and self._target is self._completing[-1]
 
     def leaves_open(self, step: int) -> bool:
-        """Whether the results of the newest attempt at ``step`` have not been passed by all. They may all be wrong."""
+        """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
         return step == self._open and not self._client.knows_loss(step)
 
     def _pass(self) -> None:
@@ -178,14 +163,14 @@ class Verifier:
                 self._apart.end()
 
     def completed(self, task: Task) -> None:
-        """The weight gradients of ``task`` are complete: if this worker is checked on it, its peer gets the record."""
+        """Sends the peer the record, once the weight gradients of ``task`` are complete."""
         if self._recorder is None or task is not self._target or self._checked_by is None:
             return
         self._recorder.completed(self._recompute.gradients())
         self._apart.end()
         self._apart.add()
         record = self._own = replace(self._recorder.record, machine=_machine())
-        self._communicator.messages.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+        self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
 
     # ------------------------------------------------------------------ checking
 
@@ -200,7 +185,7 @@ class Verifier:
         other, incoming = self._checks, self._incoming
         self._incoming = None
         with self._client.waiting(f"rank {other}"):
-            record = _from_message(self._communicator.messages.receive(incoming))
+            record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
             if self._own is None:
                 self._pass()
@@ -215,11 +200,9 @@ class Verifier:
         self._pass()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
-        """All workers of the stage are to compute ``record``, of rank ``other``, of which this worker got ``sums``.
-        No worker has to if it is this worker's own, and it got something else at first.
+        """Has all workers of the stage compute ``record``; this worker got ``sums``.
 
-        Raises:
-            Interrupted: a new generation begins, before the step can be committed.
+        ``other`` is the rank that made it; if that is this worker, it got something else at first.
         """
         self._disputed = record
         rank, generation = self._client.rank, self._client.generation
@@ -230,11 +213,7 @@ class Verifier:
         raise Interrupted
 
     def vote(self, vote: messages.Vote) -> None:
-        """This worker's part in the vote on a record.
-
-        Raises:
-            Interrupted: when it is over.
-        """
+        """This worker's part in the vote on a record."""
         rank = self._client.rank
         if rank in vote.voters:
             with self._client.waiting("a record of a peer"):
@@ -261,8 +240,9 @@ class Verifier:
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
     def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
-        """Nothing if ``record`` gives ``sums`` again; else the first layer whose output differs between two more
-        forwards, or the results that do.
+        """The first layer, or the results, that differ when ``record`` is computed again.
+
+        Empty if the sums are ``sums`` again.
         """
         again = self._recompute(record)
         if again == sums:
@@ -272,7 +252,7 @@ class Verifier:
         return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
 
     def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
-        """The checksum of what each layer without parts gives in a forward, with its name."""
+        """The checksum of the output of each layer without parts in a forward, by name."""
         seen: list[tuple[str, bytes]] = []
 
         def summed(output: Any) -> bytes:
@@ -311,7 +291,7 @@ def _from_message(message: Any) -> MicrobatchRecord:
 
 
 def _machine() -> str:
-    """The properties of a worker that must be equal for two workers to get the same bits."""
+    """A digest of the properties that two workers need in common to get the same bits."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = _processor() if kind is None else hardware_name(kind)
     facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
@@ -324,3 +304,127 @@ def _processor() -> str:
             return next((line for line in file if line.startswith("model name")), platform.processor())
     except OSError:
         return platform.processor()
+
+
+class FiniteChecks:
+    """One worker's part in the checks of losses and gradients.
+
+    A worker that gets a loss, or a stage a gradient, that is not finite reports it before the step can be committed
+    (:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again and *inspected*: a worker
+    that makes such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute that.
+    A peer that gets finite values shows that it was the device; otherwise the step is run once more and the value is
+    the model's own.
+
+    Outside of inspected steps this costs nothing: losses, and norms where they are needed, are known anyway; sums over
+    gradients are for devices for which no worker has to wait.
+
+    Args:
+        possible: whether values that are not finite may show a broken device: not where some are expected, as those of
+            a scaled loss are, nor without peers.
+    """
+
+    def __init__(
+        self, client: ControlClient, stage: Stage, recompute: Recomputation, verifier: Verifier, possible: bool
+    ) -> None:
+        self._client, self._stage, self._recompute, self._verifier = client, stage, recompute, verifier
+        self._possible = possible
+        self._inspected = self._excused = -1
+        self._inspects = False
+        self._recorders: dict[int, MicrobatchRecorder] = {}
+        self._was_finite = True  # the loss of the newest step
+
+    def follow(self, inspected: int, excused: int) -> None:
+        """Takes over the step to inspect, and up to which steps values are accepted."""
+        self._inspected, self._excused = inspected, excused
+
+    def begin(self, step: int) -> None:
+        """An attempt at ``step`` begins."""
+        self._inspects, self._recorders = self._possible and step == self._inspected, {}
+
+    @property
+    def inspects(self) -> bool:
+        """Whether this attempt is inspected; gradients then hold nothing of other workers."""
+        return self._inspects
+
+    def applied(self, loss: float) -> None:
+        """A step with this loss was applied."""
+        self._was_finite = math.isfinite(loss)
+
+    # ------------------------------------------------------------------ looking
+
+    def losses(self, step: int, losses: Mapping[int, float]) -> None:
+        """Checks the losses of this worker's micro-batches."""
+        wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
+        if wrong is not None:
+            self._ask(step, wrong)
+
+    def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
+        """Checks the reduced gradient; ``squared_norm``: its own if that is known."""
+        if not self._asks(step):
+            return
+        if squared_norm is None:
+            on_host = [buffer for buffer in buffers if not is_accelerator(buffer.device)]
+            is_finite = all(map(_is_finite, on_host))
+        else:
+            is_finite = math.isfinite(squared_norm)
+        if not is_finite:
+            self._ask(step, -1)
+
+    def _asks(self, step: int) -> bool:
+        return self._possible and step > self._excused and self._was_finite
+
+    def _ask(self, step: int, microbatch: int) -> None:
+        if self._asks(step):
+            self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
+            self._client.await_announcement(_VERDICT_TIMEOUT)
+            raise Interrupted
+
+    # ------------------------------------------------------------------ in an inspected step
+
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+        """The forward of ``task`` begins."""
+        recorder = MicrobatchRecorder.of(step, task, inputs, target) if self._inspects else None
+        if recorder is not None:
+            self._recorders[task.index] = recorder
+
+    def adds_gradients(self, task: Task) -> None:
+        """Nothing: the gradients stay in those of the step, which is undone anyway."""
+
+    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
+        recorder = self._recorders.get(task.index)
+        if recorder is None:
+            return
+        recorder.computed(output, loss)
+        made = [*tensors_of(output), None if loss is None else float(loss)]
+        if not is_sound(made) and is_sound(tensors_of(recorder.record.inputs)):
+            self._call_vote(recorder)
+
+    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+        recorder = self._recorders.get(task.index)
+        if recorder is None:
+            return
+        recorder.differentiated(grads, input_grads)
+        if not is_sound(tensors_of(input_grads)) and is_sound(tensors_of(grads)):
+            self._call_vote(recorder)
+
+    def completed(self, task: Task) -> None:
+        """The weight gradients of ``task`` are complete."""
+        recorder = self._recorders.pop(task.index, None)
+        if recorder is None or is_sound(self._recompute.gradients()):
+            return
+        if is_sound([*tensors_of(recorder.record.inputs), *tensors_of(recorder.record.grads)]):
+            self._call_vote(recorder)
+        self._inspects, self._recorders = False, {}  # all gradients have those numbers in them from now on
+
+    def _call_vote(self, recorder: MicrobatchRecorder) -> None:
+        record = replace(recorder.record, sums={**recorder.record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
+        self._verifier.dispute(record, self._client.rank, record.sums)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether the sum of all numbers is finite, which costs less than to test each."""
+    # A sum of many finite numbers may be too large for a float16.
+    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    return bool(torch.isfinite(total))

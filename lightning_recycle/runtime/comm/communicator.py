@@ -1,46 +1,138 @@
-"""Messages between workers, over torch's process groups: one object per process.
+"""Messages between workers: connections of a generation, values between stages, sums within a stage.
 
-The connections of a generation (:mod:`~lightning_recycle.runtime.comm.connections`), the values that stages exchange
-over them (:mod:`~lightning_recycle.runtime.comm.stage_messages`) and the sums within a stage
-(:mod:`~lightning_recycle.runtime.comm.group_sums`). States of workers travel by
-:mod:`~lightning_recycle.runtime.comm.state_transfer`.
+There is no default process group: all groups are raw Gloo objects of their generation
+(:mod:`~lightning_recycle.runtime.comm.groups`), with separate ones for activations and gradients. (Gloo would keep them
+apart by tag, but its event loop spins while the main thread holds the lock of a connection on which data arrives;
+measured: half of its processor time.) Connecting happens in a thread that can be abandoned.
+
+**Aborts.** Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort,
+from any thread, shuts down the sockets of the groups, and every operation ends with a :class:`CommunicationError`
+within milliseconds. Gloo then fails operations that are *pending*, but forgets those *under way*: a receive whose
+payload has begun to arrive, and a send that is not completely written, keep waiting until their timeout
+(``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over ``rx_`` and the unbound buffers of ``tx_``).
+Therefore every message is followed by an empty one, for which the receiver waits: without a payload it stays pending
+until it arrives, and a connection keeps the order. And nothing waits for a send: its memory is released when an answer
+shows that it has arrived. A collective does not notice the abort while something is under way. So it is checked every
+0.1 s, and a group with a collective that does not end is abandoned with its thread; its tensor then belongs to that
+thread.
+
+**Values** travel as one message with a header, packed, if they fit into the receiver's posted buffer; else the header
+announces their tensors as a payload. Gloo accepts messages shorter than the buffer (measured), so receives are posted
+ahead without knowing the shape. Both sides size the buffer of a tag by its last message in the generation, so with
+steady shapes every value is one message. A value that arrives otherwise than it was sent ends the attempt at a step, as
+a broken connection does; if the next one fails, too, the sender counts as unreachable.
+
+**Sums** of small tensors go without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), those that the
+transport takes from device to device, the others by Gloo, by way of the host's memory.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
-from lightning_recycle.runtime.comm.connections import Connections
-from lightning_recycle.runtime.comm.group_sums import GroupSums
-from lightning_recycle.runtime.comm.groups import CommunicationError, Rendezvous
-from lightning_recycle.runtime.comm.stage_messages import StageMessages
+from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.comm.groups import (
+    CommunicationError,
+    Group,
+    GroupFactory,
+    GroupPlan,
+    Rendezvous,
+    UnreachableError,
+    set_timeout,
+)
+from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
+from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
 from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.wire import (
+    MAX_TENSORS,
+    Channel,
+    HostMemory,
+    Inbox,
+    Incoming,
+    Outbox,
+    Value,
+    ValueLayout,
+)
+from lightning_recycle.runtime.machine_errors import is_machine_error
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
+LOOK = timedelta(seconds=0.1)
+"""Between checks whether the generation was aborted."""
 
-class Communicator:
-    """Messages, sums and connections of one worker.
+LAST_LOOK = timedelta(milliseconds=10)
+"""At a collective of an aborted generation."""
+
+SMALL_BYTES = 64 * 1024
+"""Posted for a tag before its first message."""
+
+EXCHANGE_TAG = 1 << 24
+"""Beyond any micro-batch; Gloo's tags have 32 bits."""
+
+_TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
+_PAYLOAD = 2  # the first of them that payloads use
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
+_OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
+_OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
+_OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
+_MESSAGE_LOOP, _STAGE_LOOP, _POSITION_LOOP = 0, 1, 2  # messages between stages must not wait behind a reduction
+_CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
+_DEVICE_CHUNK_BYTES = 128 * 1024 * 1024  # the same from device to device, where each part costs notes to and fro
+
+_Key: TypeAlias = tuple[Channel, int, int]
+"""(channel, rank of the peer, tag)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A sum over one stage or several, or a broadcast, that is under way.
 
     Args:
-        rank: rank of this worker in the grid.
+        group: Gloo's.
+        parts: (view of the tensor, tensor that Gloo exchanges, its work).
+        carried: collectives that the transport has begun instead.
+    """
+
+    group: Any = None
+    parts: tuple[tuple[Tensor, Tensor, Any], ...] = ()
+    carried: tuple[Any, ...] = ()
+
+
+class Communicator:
+    """Messages, sums and connections of one worker; the thread that trains calls all but :meth:`abort`.
+
+    Args:
         host: address at which other workers reach this one.
         device: device of received tensors; tensors on devices other than the CPU are staged through the CPU.
-        rendezvous: where workers find each other.
-        key: what only the workers of this run know; they prove it to each other before they exchange anything else.
+        key: secret of the workers of this run; they prove it to each other before they exchange anything else.
         timeout: limit of any single operation, in seconds.
-        transport: what carries payloads, the same kind on all workers; by default Gloo.
+        transport: carries payloads from device to device, the same kind on all workers; by default none.
         mesh: the mesh of the worker's position, if that has several members.
 
     Attributes:
-        connections: those of the current generation.
-        messages: the values between stages.
-        sums: the collectives of the stage and its ties.
+        on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
+            transport connects that takes long.
+        waiting: the context of a wait for the other members of this worker's position, given its description.
+        alter_next: changes the tensors of the next value on its way, for fault injection.
+        seconds_for_siblings: seconds that collectives of the position have taken so far.
+        translated: the context of an operation, in which errors of peers and of the network become a
+            CommunicationError.
     """
 
     def __init__(
@@ -54,47 +146,52 @@ class Communicator:
         transport: Transport | None = None,
         mesh: PositionMesh | None = None,
     ) -> None:
-        self.connections = Connections(rank, host, device, rendezvous, key, timeout, transport, mesh)
-        self.messages = StageMessages(self.connections)
-        self.sums = GroupSums(self.connections)
+        self.rank, self.device, self.mesh = rank, device, mesh
+        self.memory = HostMemory(device)
+        self.transport = Transport() if transport is None else transport
+        self.on_progress: Callable[[], None] = lambda: None
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.alter_next: Callable[[Any], Any] | None = None
+        self.seconds_for_siblings = 0.0
+        self.generation = -1
+        self.translated, self._in_hook = _Translated(self), _Translated(self, in_hook=True)
+        self._timeout = timedelta(seconds=timeout)
+        self._lose_sibling: Callable[[CommunicationError], None] = lambda _: None
+        self._host, self._rendezvous = host, rendezvous
+        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
+        self._channels: dict[Channel, Group] = {}
+        self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
+        self._stage = ""  # the name of the stage's
+        self._small: SmallAllreduce | None = None
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()  # set when the generation is aborted
+        self._aborted_generation = -1
+        self._sockets, self._position_sockets = OpenSockets(), OpenSockets()
+        self._position: frozenset[int] = frozenset()  # the members of this worker's
+        self._position_is_cut = False
+        self._doorbell: Doorbell | None = None
+        self._is_prepared = False  # for the next generation
+        # Memory of sends that may not have arrived, of this step and the previous one.
+        self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._inboxes: dict[_Key, Inbox] = {}
+        self._outboxes: dict[_Key, Outbox] = {}
+        self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
 
-    @property
-    def device(self) -> torch.device:
-        """The device of received tensors."""
-        return self.connections.device
-
-    def report_progress_to(self, on_progress: Callable[[], None]) -> None:
-        """Has ``on_progress`` called when a part of what takes long has arrived, and while a transport connects."""
-        self.connections.on_progress = on_progress
-
-    def report_waits_to(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Has ``waiting`` called with a description of what is waited for in the collectives of the position."""
-        self.connections.waiting = waiting
-
-    def report_hooks_to(
-        self, enters_hook: Callable[[], bool], lose_sibling: Callable[[CommunicationError], None]
-    ) -> None:
-        """Has ``enters_hook`` called before each collective of the position, which returns whether it must not end with
-        the generation, and ``lose_sibling`` when such a one fails.
-        """
-        self.connections.lose_sibling = lose_sibling
-        if self.connections.mesh is not None:
-            self.connections.mesh.report_hooks_to(enters_hook)
+    # ------------------------------------------------------------------ generations
 
     def configure(
         self,
         generation: int,
         neighbours: Collection[int],
         stage_roster: Sequence[int],
-        tie_rosters: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        tie_rosters: Mapping[tuple[int, ...], Sequence[int]] = MappingProxyType({}),
         check_links: bool = False,
         position: Sequence[int] = (),
     ) -> None:
-        """Connects this worker with those that it exchanges messages with, each of whom does the same, and for
-        reductions the workers of its stage.
+        """Connects this worker with its neighbours and its stage, each of which does the same.
 
         Args:
-            generation: the generation.
             neighbours: ranks of the grid that this worker exchanges messages with; its own does not matter.
             stage_roster: ranks of the workers of its stage, itself included.
             tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
@@ -107,39 +204,438 @@ class Communicator:
             UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
-        self.connections.end()
-        self.messages.begin_generation()
-        self.connections.configure(generation, neighbours, stage_roster, tie_rosters or {}, check_links, position)
+        self._end()
+        doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
+        with self._lock:
+            cancelled, sockets = self._cancelled, self._sockets = threading.Event(), OpenSockets()
+            position_sockets = self._position_sockets = OpenSockets()
+            self._position, self._position_is_cut = frozenset(position), self._aborted_generation >= generation
+            self.generation = generation
+            if self._position_is_cut:
+                cancelled.set()
+        stage = self._stage = f"stage{min(stage_roster)}"
+        rosters = {stage: tuple(sorted(stage_roster))}
+        rosters |= {_tie_name(stages): tuple(sorted(ranks)) for stages, ranks in sorted(tie_rosters.items())}
+        reached = tuple(sorted({*neighbours, self.rank}))
+        plans = [GroupPlan(channel.value, reached, _MESSAGE_LOOP, meshed=False) for channel in Channel]
+        plans += self.transport.plans(reached, rosters)
+        plans += [GroupPlan(name, ranks, _STAGE_LOOP) for name, ranks in rosters.items()]
+        if len(stage_roster) <= _MOST_MESHED:
+            plans.append(GroupPlan(f"{stage}-mesh", rosters[stage], None))
+        if self.mesh is not None:
+            plans += self.mesh.plans(position, _POSITION_LOOP)
+        groups: dict[str, Group] = {}
+        errors: list[BaseException] = []
+        begun: list[float] = []  # when the transport was asked to connect
+        done = threading.Event()
 
-    @property
-    def parts(self) -> tuple[int, int]:
-        """The part of each micro-batch that this worker computes: its number, and how many there are."""
-        mesh = self.connections.mesh
-        return (0, 1) if mesh is None else mesh.parts
+        def sockets_of(plan: GroupPlan) -> OpenSockets:
+            return position_sockets if plan.loop == _POSITION_LOOP else sockets
 
-    def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
-        """What the workers that compute the parts of the same micro-batches have given, this one too, in order."""
-        mesh = self.connections.mesh
-        if mesh is None or self.parts[1] == 1:
-            return [(list(numbers), data)]
-        with self.connections.translated:
-            return mesh.exchange(numbers, data)
+        def connect() -> None:
+            try:
+                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets_of))
+                begun.append(time.monotonic())
+                self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
+            except BaseException as error:  # handed to the thread that waits
+                errors.append(error)
+            finally:
+                done.set()
 
-    def meet_siblings(self) -> None:
-        """Waits for the other members of this worker's position."""
-        self.connections.meet_siblings()
+        threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
+        while not done.wait(LOOK.total_seconds()):
+            self.check()  # abandons the thread, which ends when its connections time out
+            if begun and time.monotonic() - begun[0] < self.transport.connect_seconds:
+                self.on_progress()  # or all that wait for it would have to connect again
+        for error in errors:
+            if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
+                raise error
+            raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
+        if links := groups.pop(f"{stage}-mesh", Group()).links:
+            self._small = SmallAllreduce(rosters[stage].index(self.rank), links, self._timeout.total_seconds())
+        for group in groups.values():
+            if group.process_group is not None:
+                set_timeout(group.process_group, self._timeout)
+        self.check()
+        self._channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
+        self._rosters = {name: groups.get(name, Group()) for name in rosters}
+        if self.mesh is not None:
+            alone = self._factory.create_alone(_POSITION_LOOP)
+            self.mesh.connect(position, groups, alone, self._await_members)
 
     def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
-        """Makes all operations of ``generation`` and earlier ones fail. Callable from any thread, more than once.
+        """Makes all operations of ``generation`` and earlier ones fail, from any thread.
 
         Args:
-            generation: the generation that ends.
             in_hook: if all members of the position are among them, its collectives in hooks go on.
         """
-        self.connections.abort(generation, in_hook)
+        with self._lock:
+            self._aborted_generation = max(self._aborted_generation, generation)
+            if self.generation <= generation:
+                self._cancelled.set()
+                self._sockets.cut()
+                if not self._position or not self._position.issubset(in_hook):
+                    self._position_is_cut = True
+                    self._position_sockets.cut()
+                self.transport.abort()
 
     def close(self) -> None:
         """Drops everything. The caller must not be inside an operation."""
-        self.connections.end()
-        self.messages.begin_generation()
-        self.connections.close()
+        self._end()
+        self.transport.end()
+
+    def _end(self) -> None:
+        """Ends the generation, and forgets its connections and messages."""
+        with self._lock:
+            self._cancelled.set()
+            self._position_is_cut = True
+            self._sockets.cut()
+            self._position_sockets.cut()
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
+        self._is_prepared = False
+        self._inboxes, self._outboxes, self._sent, self._sent_before = {}, {}, {}, {}
+        self._channels, self._rosters = {}, {}
+        if self.mesh is not None:
+            self.mesh.disconnect()
+        if self._small is not None:
+            self._small.close()
+            self._small = None
+        self.transport.close()
+
+    def check(self, in_hook: bool = False) -> None:
+        """Raises CommunicationError if the generation was aborted; ``in_hook``: also for hooks."""
+        if self._is_aborted(in_hook):
+            raise CommunicationError(f"Generation {self.generation} was aborted.")
+
+    def _is_aborted(self, in_hook: bool) -> bool:
+        return self._aborted_generation >= self.generation and (self._position_is_cut or not in_hook)
+
+    # ------------------------------------------------------------------ the position
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """The part of each micro-batch that this worker computes: its number, and their count."""
+        return (0, 1) if self.mesh is None else self.mesh.parts
+
+    def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
+        """The contributions of all workers that compute parts of the same micro-batches, in order."""
+        if self.mesh is None or self.parts[1] == 1:
+            return [(list(numbers), data)]
+        with self.translated:
+            return self.mesh.exchange(numbers, data)
+
+    def meet_siblings(self) -> None:
+        """Waits until all members of this worker's position are here."""
+        if self.mesh is not None:
+            with self.translated:
+                self.mesh.meet()
+
+    def report_hooks_to(
+        self, enters_hook: Callable[[], bool], lose_sibling: Callable[[CommunicationError], None]
+    ) -> None:
+        """Sets the callbacks of the position's collectives.
+
+        Args:
+            enters_hook: called before each; returns whether it must not end with the generation.
+            lose_sibling: called when such a one fails.
+        """
+        self._lose_sibling = lose_sibling
+        if self.mesh is not None:
+            self.mesh.report_hooks_to(enters_hook)
+
+    def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
+        """Waits for a collective of the position; ``in_hook``: it goes on when the generation ends."""
+        started = time.monotonic()
+        try:
+            with self.waiting("the other members of its position"):
+                self._await_collective(group, work, in_hook)
+        except CommunicationError as error:
+            if in_hook:
+                self._lose_sibling(error)
+            raise
+        finally:
+            self.seconds_for_siblings += time.monotonic() - started
+        self.on_progress()
+
+    def _await_collective(self, group: Any, work: Any, in_hook: bool = False) -> None:
+        """Waits for a collective of Gloo's, which may not notice that its sockets are cut."""
+        while True:
+            aborted = self._is_aborted(in_hook)
+            try:
+                work.wait(LAST_LOOK if aborted else LOOK)
+                return
+            except RuntimeError:
+                if aborted or work.is_completed():
+                    break
+        if not work.is_completed():
+            _keep_for_ever(group)
+        with self._in_hook if in_hook else self.translated:
+            work.wait(LOOK)  # raises its own error, or has ended right after the look
+
+    # ------------------------------------------------------------------ values between stages
+
+    def post_receive(self, channel: Channel, source: int, tag: int) -> Incoming:
+        """Posts the receive of a value from rank ``source``; several may be open, by ``tag``.
+
+        The buffer of (channel, source, tag) is reused: the value before must no longer be needed.
+        """
+        key = (channel, source, tag)
+        inbox = self._inboxes.get(key)
+        capacity = SMALL_BYTES if inbox is None else inbox.next_capacity
+        if inbox is None or inbox.message.nbytes != capacity:
+            inbox = self._inboxes[key] = Inbox(capacity, self.memory)
+        with self.translated:
+            work, end = self._receive_all(channel, [inbox.message], source, tag * _TAGS)
+        return Incoming(channel, source, tag, inbox, work, end)
+
+    def receive(self, incoming: Incoming, to_device: bool = True) -> Value:
+        """Waits for a posted value, which may share memory with the posted buffer.
+
+        Args:
+            to_device: whether tensors that come by way of the host are moved to the device.
+        """
+        inbox, channel, source, tag = incoming.inbox, incoming.channel, incoming.source, incoming.tag
+        with self.translated:
+            incoming.end.wait(self._timeout)
+            incoming.work.wait(self._timeout)
+            is_right, tensors = inbox.read_header(lambda layout: self._capacity(layout, source)), inbox.views
+            if is_right and inbox.layout is not None and not inbox.packed:
+                tensors = self._receive_payload(channel, inbox.layout, source, tag)
+        if inbox.layout is None or not is_right or not inbox.is_whole(tensors):
+            raise self._damaged(source)
+        # It was sent after this worker's message under that tag in the other direction had arrived.
+        answered = (_OTHER[channel], source, tag)
+        self._sent.pop(answered, None)
+        self._sent_before.pop(answered, None)
+        if to_device and self.device.type != "cpu":
+            tensors = [None if t is None else self.memory.on_device(t, inbox.packed) for t in tensors]
+        incoming.note = inbox.layout.note(tensors)
+        value: Value = inbox.layout.value(tensors)
+        return value
+
+    def send(self, channel: Channel, value: Value, destination: int, tag: int, note: bytes = b"") -> None:
+        """Starts to send ``value``, and a note for the receiver; its tensors must not change.
+
+        The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
+        on what was computed from it.
+        """
+        key = (channel, destination, tag)
+        bits = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device) if note else None
+        layout = ValueLayout.of(value, bits)
+        outbox = self._outboxes.get(key)
+        if outbox is None or outbox.layout != layout or outbox.packed != outbox.packs_next:
+            size, capacity = layout.packed_bytes, self._capacity(layout, destination)
+            before = SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
+            outbox = self._outboxes[key] = Outbox(layout, size <= before, size <= capacity, self.memory)
+        tensors: Sequence[Tensor | None] = value if isinstance(value, tuple) else (value,)
+        tensors = tensors if bits is None else (*tensors, bits)
+        outbox.pack(tensors)
+        outbox.add_sum(tensors)
+        if self.alter_next is not None:  # as if they had changed on their way
+            tensors, self.alter_next = self.alter_next(tuple(tensors)), None
+            outbox.pack(tensors)
+        with self.translated:
+            sent = self._send_all(channel, [outbox.message], destination, tag * _TAGS)
+            if not outbox.packed:
+                payload = [tensor.detach() for tensor in tensors if tensor is not None]
+                if self.transport.carries(destination):
+                    self.transport.send(channel, layout, payload, destination, tag)
+                else:
+                    staged = [self.memory.staged(tensor).contiguous() for tensor in payload]
+                    sent += self._send_all(channel, staged, destination, tag * _TAGS + _PAYLOAD)
+        self._sent[key] = sent
+        self._sent_before.pop(key, None)
+
+    def echo(self, peer: int, size: int, initiate: bool) -> None:
+        """Sends ``size`` bytes to rank ``peer`` and waits for their return, or returns them."""
+        if initiate:
+            self.send(Channel.ACTIVATIONS, torch.empty(size, dtype=torch.uint8), peer, EXCHANGE_TAG)
+            self.receive(self.post_receive(Channel.GRADIENTS, peer, EXCHANGE_TAG))
+        else:
+            value = self.receive(self.post_receive(Channel.ACTIVATIONS, peer, EXCHANGE_TAG))
+            self.send(Channel.GRADIENTS, value, peer, EXCHANGE_TAG)
+
+    def end_step(self) -> None:
+        """Releases sends before the last call, which all participants of a step have received."""
+        self._sent_before, self._sent = self._sent, {}
+        self._damagers.clear()
+        if not self._is_prepared:  # the generation goes well
+            self._is_prepared = True
+            self.transport.prepare()
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that stay from step to step; received values may share their memory."""
+        return [box.message for boxes in (self._inboxes, self._outboxes) for box in boxes.values()]
+
+    def release_buffers(self, peer: int, tags: Collection[int]) -> None:
+        """Forgets the buffers for ``tags`` to and from ``peer``, which does the same, after all arrived."""
+        for boxes in (self._inboxes, self._outboxes):
+            for key in [key for key in boxes if key[1] == peer and key[2] in tags]:
+                del boxes[key]
+
+    def _capacity(self, last: ValueLayout, peer: int) -> int:
+        """Size of the buffer for a tag after a message of layout ``last``, the same on both sides."""
+        return min(max(last.packed_bytes, SMALL_BYTES), self.transport.packed_bytes(peer))
+
+    def _receive_payload(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
+        if self.transport.carries(source):
+            return self.transport.receive(channel, layout, source, tag)
+        tensors = layout.empty(self.memory.empty)
+        full = [t for t in tensors if t is not None]
+        *works, end = self._receive_all(channel, full, source, tag * _TAGS + _PAYLOAD)
+        for work in (end, *works):
+            work.wait(self._timeout)
+        return tensors
+
+    def _send_all(
+        self, channel: Channel, tensors: Sequence[Tensor], destination: int, base: int
+    ) -> list[tuple[Any, Tensor]]:
+        """Starts to send ``tensors`` and an empty message, under the tags from ``base`` on."""
+        group = self._channels[channel]
+        send, place = group.process_group.send, group.places[destination]
+        return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+
+    def _receive_all(self, channel: Channel, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
+        """The counterpart of :meth:`_send_all`; the last must be waited for first."""
+        group = self._channels[channel]
+        receive, place = group.process_group.recv, group.places[source]
+        return [receive([t], place, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+
+    def _damaged(self, source: int) -> CommunicationError:
+        """The error of a damaged message, which the next attempt sends again."""
+        if source in self._damagers:
+            return UnreachableError((source,))
+        self._damagers.add(source)
+        return CommunicationError(f"A message of rank {source} is damaged: other bits arrived than were sent.")
+
+    # ------------------------------------------------------------------ sums
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums ``tensor`` in place over the live workers of this stage; the same bits on all."""
+        if self._small is None or not self._small.takes(tensor):
+            self.end_all_reduce(self.begin_all_reduce(tensor))
+            return
+        with self.translated:
+            staged = tensor.cpu()
+            try:
+                self._small.sum(staged)
+            except OSError as error:
+                if error.errno in _OF_THIS_MACHINE:
+                    raise
+                raise ConnectionError(f"a sum over the stage: {error}") from error
+            if staged is not tensor:
+                tensor.copy_(staged)
+        self.on_progress()
+
+    def sums_at_once(self, tensor: Tensor) -> bool:
+        """Whether :meth:`all_reduce` sums ``tensor`` without Gloo; the same on all workers."""
+        return self._small is not None and self._small.takes(tensor)
+
+    @property
+    def sums_in_one_order(self) -> bool:
+        """Whether sums of one group may wait for those of another that were begun before."""
+        return self.transport.in_one_order
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the stage has other live workers."""
+        return self._rosters.get(self._stage, Group()).whole is not None
+
+    def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
+        """Begins a sum in the background over this stage, or the ``stages`` of a tie.
+
+        Until :meth:`end_all_reduce` the contiguous ``tensor`` must not be touched. All workers of a group begin the
+        same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also those of several groups, in
+        orders that agree.
+        """
+        return self._begin(stages, tensor)
+
+    def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> Reduction:
+        """As :meth:`begin_all_reduce`, but overwrites ``tensor`` with that of rank ``source``."""
+        return self._begin(stages, tensor, source)
+
+    def _begin(self, stages: tuple[int, ...], tensor: Tensor, source: int | None = None) -> Reduction:
+        self.check()
+        roster = _tie_name(stages) if stages else self._stage
+        group = self._rosters.get(roster, Group())
+        if group.whole is None:
+            return Reduction()
+        if self.transport.takes(roster, tensor):
+            with self.translated:
+                begin, parts = self.transport.begin_collective, _parts(tensor, _DEVICE_CHUNK_BYTES)
+                return Reduction(carried=tuple(begin(roster, part, source) for part in parts))
+        options: Any = AllreduceOptions() if source is None else BroadcastOptions()
+        if source is None:
+            start, options.reduceOp = group.whole.allreduce, ReduceOp.SUM
+        else:
+            start, options.rootRank = group.whole.broadcast, group.places[source]
+        with self.translated:
+            staged = ((part, self.memory.staged(part)) for part in _parts(tensor, _CHUNK_BYTES))
+            return Reduction(group.whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
+
+    def end_all_reduce(self, reduction: Reduction) -> None:
+        """Waits until the tensor holds the sum, or the broadcast values."""
+        for begun in reduction.carried:
+            with self.translated:
+                self.transport.end_collective(begun)
+            self.on_progress()
+        for part, staged, work in reduction.parts:
+            self._await_collective(reduction.group, work)
+            if staged is not part:
+                part.copy_(staged)
+            self.on_progress()
+
+    def abandon(self, reduction: Reduction) -> bool:
+        """Gives up a reduction whose connections are closed; whether its tensor's memory is free.
+
+        It is not if the sum goes on there, as one of Gloo's may.
+        """
+        for part, staged, work in reduction.parts:
+            try:
+                work.wait(LAST_LOOK)
+            except RuntimeError:  # its own error, or it goes on
+                if not work.is_completed():
+                    _keep_for_ever(reduction.group)
+                    if staged is part:
+                        return False
+        return True
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
+        self.end_all_reduce(self.begin_broadcast(tensor, (), source))
+
+
+class _Translated:
+    """The context of operations: errors of peers and the network become a CommunicationError."""
+
+    __slots__ = ("_communicator", "_in_hook")
+
+    def __init__(self, communicator: Communicator, in_hook: bool = False) -> None:
+        self._communicator, self._in_hook = communicator, in_hook
+
+    def __enter__(self) -> None:
+        if self._communicator._aborted_generation >= self._communicator.generation:
+            self._communicator.check(self._in_hook)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
+        if isinstance(error, (RuntimeError, OSError)) and (isinstance(error, _OF_PEERS) or not is_machine_error(error)):
+            raise CommunicationError(f"Generation {self._communicator.generation}: {error}") from error
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Because its destructor would wait for the thread that is inside a collective."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _tie_name(stages: tuple[int, ...]) -> str:
+    """The name of the group of the ties that ``stages`` hold."""
+    return "-".join(["tie", *map(str, stages)])
+
+
+def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
+    """A contiguous ``tensor`` in parts that collectives take at once."""
+    parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
+    return parts

@@ -1,35 +1,255 @@
 """Process groups of a generation, and the rendezvous of their processes.
 
-Contract: :meth:`GroupFactory.create` returns all groups that a worker is in, or raises. A worker connects with those
-who share a group with it and asks for their addresses alone, so what it costs does not grow with the number of workers.
-A *meshed* group connects all of its members with each other, as collectives need it. A group that is not meshed serves
-messages between two workers: each has its own set of others in it, and numbers them by itself, as Gloo's messages do
-not tell by which number their sender goes. Before a byte of Gloo's passes, each connection has proved that it leads to
-a worker of this run (:mod:`~lightning_recycle.runtime.comm.peer_auth`), and then it is handed to Gloo
-(:mod:`~lightning_recycle.runtime.comm.gloo`), which would take any dialer if it connected by itself.
+A worker connects with those that share a group with it and asks for their addresses alone, so the costs do not grow
+with the number of workers. A *meshed* group connects all of its members with each other, as collectives need it. A
+group that is not meshed serves messages between two workers: each has its own set of others in it, and numbers them by
+itself. Before a byte of Gloo's passes, each connection has proved that it leads to a worker of this run
+(:mod:`~lightning_recycle.runtime.comm.peer_auth`); then it is handed to Gloo.
 
-The workers find each other through a :class:`Rendezvous`, whose waits can be interrupted. If it is in
-doubt whether all can reach each other, they check before they connect
+If it is in doubt whether all can reach each other, they check before they connect
 (:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side of a pair may notice.
-
-A worker may also have plain links to the members of a group, and no group over them (:class:`GroupPlan`).
-
-Must not know: what the groups and links are for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import os
+import platform
+import re
 import socket
+import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.runtime.comm.gloo import Device, UnsupportedError
 from lightning_recycle.runtime.comm.peer_auth import Gate, Link, connect
-from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets, inode_of, unreachable
+from lightning_recycle.runtime.comm.sockets import (
+    Doorbell,
+    OpenSockets,
+    drop_everything,
+    hang_up,
+    inode_of,
+    unreachable,
+)
+
+_DOORBELLS = "127.0.0.1"
+_DEVICES = "127.0.0.2"  # higher than that of the doorbells
+_LOCAL_CONNECT = timedelta(seconds=5)  # the kernel answers in microseconds
+_EVENT = re.compile(rb"^tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)", re.MULTILINE)
+_EPOLL_ADD, _EPOLL_DELETE = 1, 2  # from sys/epoll.h; Python's epoll objects cannot keep an event's data
+_EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # the kernel packs it on x86-64 only
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+_CONNECTS_AT_ONCE = {"lazy_init": False} if "lazy_init" in (ProcessGroupGloo.create_device.__doc__ or "") else {}
+"""Arguments of a device; torch before 2.7 has none for it, and connects at once."""
+
+# A process of a DataLoader must not collect a group of a past generation: its destructor joins threads of the parent.
+os.register_at_fork(after_in_child=gc.freeze)
+
+
+class UnsupportedError(RuntimeError):
+    """Gloo or the system is not as expected: groups cannot use given connections."""
+
+
+class Device:
+    """One of Gloo's event loops, for groups over given connections.
+
+    Gloo connects its processes by itself. Its listening sockets accept anyone who sends the next of some consecutive
+    numbers for the process that is expected, and end the whole process if they run out of descriptors (torch 2.13:
+    ``haveConnection`` and ``handleEvents`` in its ``transport/tcp/listener.cc``). So they are *muted* here: nothing
+    reaches them. Instead Gloo connects to ports of its own process, where nothing listens
+    (:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and these connections are exchanged, under the same
+    descriptors, for connections that are known to lead to the right peers.
+
+    How: the addresses that Gloo reads from its store are this process's own, with the port of a doorbell per peer. They
+    are lower than that of Gloo's device, and the process with the higher address dials. Once the group exists, the
+    events of Gloo's epoll instance (``/proc/self/fdinfo``) show what it waits for on each descriptor; ``dup2`` puts the
+    other connection in place, and the same event is registered again. It raises :class:`UnsupportedError`
+    where any of this is not as expected, before anything relies on it.
+
+    Private API: ``ProcessGroupGloo`` and its ``_Options``, a ``Store`` in Python, the layout of the address that Gloo
+    stores, its use of epoll.
+    """
+
+    def __init__(self) -> None:
+        transport = os.environ.get(_TRANSPORT, "TCP")
+        if transport.upper() != "TCP":
+            raise UnsupportedError(f"{_TRANSPORT} is {transport!r}")
+        try:
+            before = set(os.listdir("/proc/self/fd"))
+            self._device = ProcessGroupGloo.create_device(hostname=_DEVICES, **_CONNECTS_AT_ONCE)
+            self._epoll = self._mute(set(os.listdir("/proc/self/fd")) - before)
+            self._try()
+        except (OSError, RuntimeError) as error:
+            raise UnsupportedError(str(error)) from error
+
+    def _mute(self, opened: Iterable[str]) -> int:
+        """Mutes the device's listening socket; returns its epoll instance's descriptor."""
+        for epoll in map(int, opened):
+            try:
+                events = _events(epoll)
+            except FileNotFoundError:  # the listing's own descriptor, closed by now
+                continue
+            for listener in events:
+                with _borrowed(listener) as sock:
+                    if sock is not None and _listens_for_gloo(sock):
+                        drop_everything(sock)
+                        return epoll
+        raise UnsupportedError(f"no epoll instance waits for connections to {_DEVICES}")
+
+    def _try(self) -> None:
+        """Creates a group of two, of which the other does not exist."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.create_group(0, 2, {1: ours})
+
+    def create_group(self, rank: int, size: int, links: Mapping[int, socket.socket]) -> tuple[Any, dict[int, int]]:
+        """Creates a group of ``size`` processes, in which this one has number ``rank``.
+
+        Args:
+            links: the connection to each of the others, by its number in the group. They are Gloo's afterwards, and
+                closed if this fails.
+
+        Returns:
+            The group, and its sockets: descriptor -> inode.
+        """
+        with contextlib.ExitStack() as stack:
+            for link in links.values():
+                stack.enter_context(link)
+            doorbells = {peer: stack.enter_context(contextlib.closing(Doorbell(_DOORBELLS))) for peer in links}
+            store = _Neighbours(rank, {peer: doorbell.port for peer, doorbell in doorbells.items()})
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._threads, options._timeout = [self._device], 1, _LOCAL_CONNECT
+            group = ProcessGroupGloo(store, rank, size, options)
+            peers = {doorbell.port: peer for peer, doorbell in doorbells.items()}
+            sockets = {}
+            for descriptor, event in _events(self._epoll).items():
+                with _borrowed(descriptor) as sock:
+                    peer = None if sock is None else peers.pop(_dialed_port(sock), None)
+                    if sock is None or peer is None:
+                        continue  # of Gloo's own, or of another group
+                    hang_up(sock)
+                    inode = inode_of(links[peer].fileno())
+                    _exchange(self._epoll, descriptor, event, links[peer])
+                sockets[descriptor] = inode  # Gloo closes it at once if its peer is gone
+            if peers:
+                raise UnsupportedError(f"Gloo holds no connection for {len(peers)} of {len(links)} peers")
+            return group, sockets
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Bounds every operation of ``group`` from now on."""
+    group._set_default_timeout(timeout)
+
+
+class _Neighbours(Store):
+    """The store of a group whose other processes all seem to be doorbells here."""
+
+    def __init__(self, rank: int, ports: Mapping[int, int]) -> None:
+        super().__init__()
+        self._rank, self._ports = rank, ports
+        self._own = b""
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._own = value
+
+    def get(self, key: str) -> bytes:
+        peer = int(key.rsplit("/", 1)[-1])
+        return self._own if peer == self._rank else _with_address(self._own, _DOORBELLS, self._ports[peer])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        pass
+
+
+def _with_address(info: bytes, host: str, port: int) -> bytes:
+    """Gloo's published address of a process, with another address in it.
+
+    It is ``Rank::bytes`` of its ``transport/tcp/context.cc``: the length and the characters of the name of the machine,
+    the length of the address, ``sockaddr_storage`` and a number, and further numbers.
+    """
+    try:
+        (name_length,) = struct.unpack_from("=Q", info)
+        (length,) = struct.unpack_from("=Q", info, 8 + name_length)
+        start = 16 + name_length
+        family, address = struct.unpack_from("=H2x4s", info, start)
+    except struct.error as error:
+        raise UnsupportedError(f"the address that Gloo stores is too short: {info!r}") from error
+    if length != 136 or family != socket.AF_INET or address != socket.inet_aton(_DEVICES):
+        raise UnsupportedError(f"the address that Gloo stores is not as expected: {info!r}")
+    return info[: start + 2] + struct.pack("!H4s", port, socket.inet_aton(host)) + info[start + 8 :]
+
+
+# ---------------------------------------------------------------------- descriptors of Gloo
+
+
+@dataclass(frozen=True)
+class _Event:
+    """An event that an epoll instance waits for, and the data that it hands out."""
+
+    mask: int
+    data: int
+
+
+def _events(epoll: int) -> dict[int, _Event]:
+    """The events that an epoll instance waits for, by descriptor."""
+    with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
+        return {int(fd): _Event(int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
+    """The socket behind ``descriptor``, which keeps its owner; None if there is none."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # closed, or something else
+        yield None
+        return
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _listens_for_gloo(sock: socket.socket) -> bool:
+    if sock.family != socket.AF_INET or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    return bool(sock.getsockname()[0] == _DEVICES)
+
+
+def _dialed_port(sock: socket.socket) -> int:
+    """The doorbell's port that ``sock`` is connected to; 0 if there is none."""
+    with contextlib.suppress(OSError):  # not connected
+        if sock.family == socket.AF_INET:
+            host, port = sock.getpeername()
+            return int(port) if host == _DOORBELLS else 0
+    return 0
+
+
+def _exchange(epoll: int, descriptor: int, event: _Event, link: socket.socket) -> None:
+    """Puts ``link`` under ``descriptor``, with the same event in ``epoll``."""
+    link.setblocking(False)
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Not left to dup2: a process that is forked now would keep the old connection, and its event, alive.
+    _epoll_control(epoll, _EPOLL_DELETE, descriptor, None)
+    os.dup2(link.fileno(), descriptor, inheritable=False)
+    _epoll_control(epoll, _EPOLL_ADD, descriptor, event)
+
+
+def _epoll_control(epoll: int, operation: int, descriptor: int, event: _Event | None) -> None:
+    argument = None if event is None else struct.pack(_EPOLL_EVENT, event.mask, event.data)
+    if _libc.epoll_ctl(epoll, operation, descriptor, argument) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"epoll_ctl: {os.strerror(number)}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _CONNECT_SECONDS = 5.0  # once the addresses are known
 
@@ -47,12 +267,12 @@ class UnreachableError(CommunicationError):
 
 
 class Rendezvous(Protocol):
-    """Where workers of a generation find each other: a place to publish addresses and wait for those of others."""
+    """Where the workers of a generation publish and look up addresses."""
 
     def publish(self, key: str, value: bytes) -> None: ...
 
     def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        """The values of ``keys``, once all are there; raises to stop connecting, soon after ``cancelled`` is set."""
+        """The values of ``keys``, once all are there; raises after ``cancelled`` is set."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +280,6 @@ class GroupPlan:
     """A process group to create.
 
     Args:
-        name: the same on all members.
         ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
             own.
         loop: the number of its event loop; None for links between its members that stay what they are, and no process
@@ -79,7 +298,6 @@ class Group:
     """A process group, or the links of a plan without one.
 
     Attributes:
-        process_group: that of Gloo; None without other members.
         whole: the same for collectives; None if the group is not meshed.
         places: the number of each member in it.
         links: for each other member, by its number, or by its rank if the group is not meshed, a connection that does
@@ -96,10 +314,6 @@ class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
 
     Args:
-        rank: rank of this worker in the grid.
-        host: address at which other workers reach this one.
-        rendezvous: where workers find each other.
-        key: what only the workers of this run know; they prove it to each other.
         loops: number of event loops; a message does not wait behind those of another loop.
 
     Raises:
@@ -128,15 +342,8 @@ class GroupFactory:
         """The groups of ``plans`` that have other members, by name.
 
         Args:
-            generation: distinguishes the groups from earlier ones.
-            plans: groups that this worker is in; their other members create them at about the same time.
             doorbell: where the others can see whether they reach this worker, if all are to check that first.
-            cancelled: ends creating the groups, soon after it is set.
             sockets: what gets the sockets of a plan's group, each as soon as it is Gloo's.
-
-        Raises:
-            UnreachableError: if some cannot be reached.
-            RuntimeError, OSError: if connecting fails or was cancelled.
         """
         plans = [plan for plan in plans if len(plan.ranks) > 1]
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})

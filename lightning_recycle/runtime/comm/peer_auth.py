@@ -1,5 +1,13 @@
 """Authenticated connections between the workers of a generation.
 
+A *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two dials the
+other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows the key of
+the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment ago. So a
+stranger without the key takes no worker's place: nothing is read after its first 64 bytes, and it is dropped. A gate is
+open only while its worker connects.
+
+The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets, :func:`dialing` and :func:`accepting`:
+
 Concept: a *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two
 dials the other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows
 the key of the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment
@@ -55,7 +63,7 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Link(NamedTuple):
-    """A connection: the group that it is for, the rank that dials, and the rank that accepts."""
+    """A connection: its group, the rank that dials, and the rank that accepts."""
 
     group: str
     dialer: int
@@ -63,7 +71,7 @@ class Link(NamedTuple):
 
     @classmethod
     def between(cls, group: str, a: int, b: int) -> Link:
-        """The link between the ranks ``a`` and ``b``; both get the same, and of many pairs each dials about half."""
+        """The link between ranks ``a`` and ``b``; each rank dials about half of its links."""
         low, high = sorted((a, b))
         return cls(group, low, high) if (low + high) % 2 else cls(group, high, low)
 
@@ -97,7 +105,7 @@ def dialing(key: bytes, generation: int, link: Link) -> Talk:
 
 
 def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
-    """The side of the worker that was dialed and waits for the links ``awaited``, by their names."""
+    """The side of the worker that was dialed; ``awaited``: its links, by name."""
     opening = yield _OPENING
     name, theirs = opening[:_CODE], opening[_CODE:]
     link = awaited.get(name)
@@ -112,7 +120,7 @@ def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
 
 
 def name_of(key: bytes, generation: int, link: Link) -> bytes:
-    """The name of ``link``, which only those who know the key can compute."""
+    """The name of ``link``, which needs the key to compute."""
     return hmac.digest(key, f"link {generation} {link.dialer} {link.acceptor} {link.group}".encode(), "sha256")
 
 
@@ -124,7 +132,7 @@ def _proof(key: bytes, side: bytes, name: bytes, dialers: bytes, acceptors: byte
 
 
 class Gate:
-    """The port at ``host`` at which a worker is dialed by the others; close it once it is connected."""
+    """The port at which a worker is dialed by the others, while it connects."""
 
     def __init__(self, host: str) -> None:
         self.socket = listen(host, _BACKLOG, port_range())
@@ -152,14 +160,7 @@ def connect(
     """Connects all ``links`` of this worker at the same time.
 
     Args:
-        gate: where the others dial this worker; it stays open.
-        key: the key that all workers share.
-        generation: distinguishes these links from earlier ones.
-        rank: the rank of this worker; it is an end of each link.
-        links: what to connect; the others connect their parts of it at about the same time.
         addresses: addresses of the others' gates, by rank.
-        cancelled: event that ends connecting soon after it is set.
-        seconds: limit.
 
     Returns:
         Sockets that do not block, without delay for small messages.
@@ -188,8 +189,9 @@ def connect(
 
 @dataclass(eq=False)
 class _Conversation:
-    """A connection on which the handshake has not ended; ``link``: which one it is for, if this side dialed; ``peer``:
-    who dialed, if this side accepted.
+    """A connection whose handshake has not ended.
+
+    ``link``: what it is for, if this side dialed; ``peer``: the address that dialed, if this side accepted.
     """
 
     socket: socket.socket
@@ -205,12 +207,7 @@ class _Conversation:
         self.wanted = next(self.talk)
 
     def proceed(self) -> Link | None:
-        """Sends and receives what is possible now; returns the link when the handshake has ended well.
-
-        Raises:
-            Refusal: if it has not.
-            OSError: if the connection has ended.
-        """
+        """Sends and receives what is possible now; returns the link at the end."""
         try:
             while True:
                 if isinstance(self.wanted, bytes):
@@ -261,7 +258,10 @@ class _Connecting:
     # dialing
 
     def redial(self) -> None:
-        """Dials what is not being dialed, or for too long: strangers may fill the other's queue for a moment."""
+        """Dials the links that are not being dialed, or for too long.
+
+        Strangers may fill the other's queue for a moment.
+        """
         now = time.monotonic()
         for link in self.missing:
             if link.dialer != self._rank or now < self._not_before[link]:
@@ -333,7 +333,7 @@ class _Connecting:
             self._evict(_STRANGERS)
 
     def _evict(self, at_most: int) -> bool:
-        """Drops the oldest callers without a name if there are more than ``at_most``; whether there were."""
+        """Drops the oldest nameless callers beyond ``at_most``; whether there were any."""
         nameless = [caller for caller in self._callers if not caller.named] if len(self._callers) > at_most else []
         surplus = nameless[: max(0, len(nameless) - at_most)]
         for caller in surplus:

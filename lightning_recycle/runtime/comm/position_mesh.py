@@ -1,22 +1,18 @@
-"""Device mesh of a position of several processes, whose groups live on from generation to generation.
+"""Device mesh of a position of several processes, kept over generations.
 
 A position's *members* hold shards of the same layers (tensor parallelism, FSDP2), and the collectives of these layers
 run within the position. torch finds the groups of a mesh by name, and keeps them in modules, parameters and caches. So
 there is one object per group for the life of the process, a :class:`MemberGroup`, and each generation gives it another
-Gloo group to work with. Meshes, DTensors and FSDP's parameter groups notice nothing of that.
+Gloo group to work with. There is a default process group while a mesh exists: torch asks it for the rank. A collective
+ends within milliseconds with a :class:`CommunicationError` when the generation is aborted; therefore it is waited for
+here, in Python, before it is returned.
 
-Contract: a collective ends within milliseconds with a :class:`CommunicationError` when the generation is aborted, and
-reports its progress like any other wait for peers; therefore it is waited for here, in Python, before it is returned.
 Before the first generation, and in a process that is to join, a member *builds alone*
 (:meth:`PositionMesh.building_alone`): ``parallelize_module`` and ``fully_shard`` run collectives in which the siblings
 do not take part. A member then takes its shards from its own copy of the weights, which all members have.
 
-There is a default process group while a mesh exists, of the members of the position: torch asks it for the rank.
-
 Private API used here: torch's tables of process groups (``_world``), ``_register_process_group`` and its counterpart,
 ``_update_default_pg``, ``mesh_scatter`` of ``placement_types``, ``_create_work_from_future``.
-
-Must not know: which layers are sharded, generations other than the current one.
 """
 
 from __future__ import annotations
@@ -54,7 +50,6 @@ def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ..
 
     Args:
         sizes: the sizes of the dimensions of the mesh, FSDP shards and tensor parallelism.
-        member: the number of the member in row-major order.
     """
     shards, tensor = sizes
     shard, part = divmod(member, tensor)
@@ -66,14 +61,9 @@ def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ..
 
 
 class MemberGroup(dist.ProcessGroup):
-    """A group of members, for torch; :attr:`works_with` is that of the current generation. Gloo takes tensors of an
-    accelerator on the host.
+    """A group of members for torch, over the Gloo group of the current generation.
 
-    Args:
-        name: its name in torch's tables.
-        rank: the number of this process in it.
-        size: the number of its members.
-        device_type: the type of its tensors' device.
+    Gloo takes tensors of an accelerator on the host.
     """
 
     def __init__(self, name: str, rank: int, size: int, device_type: str) -> None:
@@ -95,8 +85,9 @@ class MemberGroup(dist.ProcessGroup):
         return "gloo"
 
     def connect(self, backend: Any, await_work: Callable[[Any, Any, bool], None]) -> None:
-        """From now on collectives run over ``backend``; ``await_work`` waits for each, given
-        ``backend``, its work and what :attr:`enters_hook` returned before it.
+        """Runs collectives over ``backend`` from now on.
+
+        ``await_work`` waits for each, given ``backend``, its work and the result of :attr:`enters_hook` before it.
         """
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
@@ -110,7 +101,7 @@ class MemberGroup(dist.ProcessGroup):
         self.works_with = None
 
     def run(self, name: str, *args: Any, **options: Any) -> Any:
-        """Runs the collective ``name`` of :attr:`works_with` and returns its work when it has ended."""
+        """Runs the collective ``name`` and returns its work when it has ended."""
         in_hook = self.size() > 1 and self.enters_hook()  # which may connect it
         if self.works_with is None:
             raise CommunicationError(f"{name}: the members of this position are not connected.")
@@ -129,8 +120,9 @@ class MemberGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, group: dist.ProcessGroup, in_hook: bool, outputs: Any, inputs: Any, opts: Any = None
     ) -> Any:
-        """A sum of all parts, of which this member keeps its own. Gloo's is the same, but its wait heeds no timeout, so
-        that no end of a generation would end it.
+        """A sum of all parts, of which this member keeps its own.
+
+        Gloo's is the same, but its wait heeds no timeout, so that no end of a generation would end it.
         """
         options = dist.AllreduceOptions()
         if opts is not None:  # otherwise a sum
@@ -168,7 +160,7 @@ def _reduced_mesh(mesh: DeviceMesh) -> tuple[Callable[..., DeviceMesh], tuple[An
 
 
 def _mesh_named(names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of this process with the dimensions ``names``: what is sent between members is on the receiver's."""
+    """The mesh of this process with the dimensions ``names``, for unpickling."""
     (root,) = _meshes.values()
     return root if names == root.mesh_dim_names else root[names]
 
@@ -183,13 +175,8 @@ class PositionMesh:
     Args:
         sizes: the sizes of its dimensions, FSDP shards and tensor parallelism.
         member: the number of this process in it, in row-major order.
-        device_type: of the tensors.
         joins: whether the training may have begun. Until the first generation its collectives are then answered with
             its own part: hooks that run before it enters may have some, and what they leave is replaced by a peer's.
-
-    Attributes:
-        groups: the groups of this member, by name.
-        mesh: torch's mesh over them.
     """
 
     def __init__(self, sizes: tuple[int, int], member: int, device_type: str = "cpu", joins: bool = False) -> None:
@@ -215,17 +202,17 @@ class PositionMesh:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Of the parts of a batch that FSDP's members compute: the number of this member's, and how many there are."""
+        """This member's part of an FSDP batch: its number, and the number of parts."""
         shards, tensor = self.sizes
         return self.member // tensor, shards
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether this member counts what it holds of ``tensor``: of what several members hold, the first one does."""
+        """Whether this member counts its part of ``tensor``; replicas count once."""
         coordinates = zip((DATA_PARALLEL, TENSOR_PARALLEL), divmod(self.member, self.sizes[1]), strict=True)
         return not any(at and not is_divided_by(tensor, name) for name, at in coordinates)
 
     def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
-        """What each of FSDP's members has given for its part of a batch, in order; as many numbers each."""
+        """The contributions of all of FSDP's members, in order; as many numbers each."""
         group = self.groups[DATA_PARALLEL]
 
         def gathered(mine: bytes, size: int) -> list[bytes]:
@@ -247,12 +234,7 @@ class PositionMesh:
         return [(list(found), content) for (_, *found), content in zip(heads, contents, strict=True)]
 
     def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
-        """The process groups to create in a generation.
-
-        Args:
-            ranks: of the members, in order.
-            loop: the number of their event loop.
-        """
+        """The process groups to create in a generation."""
         found: dict[tuple[int, ...], str] = {}  # dimensions with the same members share a group
         for members in self._ranks.values():
             numbers = tuple(ranks[member] for member in members)
@@ -269,9 +251,6 @@ class PositionMesh:
         """Begins a generation.
 
         Args:
-            ranks: of the members, in order.
-            groups: those of :meth:`plans`, by name.
-            alone: a group of this process alone.
             await_work: waits for a collective: (Gloo's group, its work, whether it is that of a hook).
         """
         self._room = 0
@@ -297,7 +276,7 @@ class PositionMesh:
 
     @contextmanager
     def building_alone(self) -> Iterator[None]:
-        """Within the block, modules are made parallel without the other members, from weights that all of them have.
+        """Within the block, modules are made parallel without the other members.
 
         Raises:
             UnsupportedFeatureError: in the block, for a collective that needs what only other members have.
@@ -322,7 +301,7 @@ class PositionMesh:
 
 
 class _Alone:
-    """Collectives of a member that builds alone: a broadcast leaves its value, a barrier is passed."""
+    """Collectives of a member that builds alone: broadcasts and barriers do nothing."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -346,12 +325,7 @@ class _Alone:
 
 
 class _OwnPart:
-    """Collectives of a member before it joins, as if the others had the same as it.
-
-    Args:
-        size: of the group.
-        rank: of this process in it.
-    """
+    """Collectives of a member before it joins, as if the others held the same."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank

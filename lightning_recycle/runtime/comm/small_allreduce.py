@@ -1,16 +1,10 @@
 """Sums of small tensors over plain connections between peers.
 
-Concept: Gloo adds up around a ring, in twice as many rounds as there are workers, and in each round a thread of its own
-wakes two other threads. That pays where the network is the limit. A gradient of some kilobytes is there at once, and
-all that it costs is the rounds: four workers on two cores spent 1.3 ms of processor time each for 66 numbers. Here
-every worker sends its part to all others, and adds up what arrives: one round, in the thread that asks.
-
-Contract: :meth:`SmallAllreduce.sum` gives all workers the same bits, because all add in the order of their numbers. It
-raises an OSError if a connection ends, and leaves the tensor as it was: to cut the sockets off, from any thread,
-ends it. Each part says which sum it is of and how long it is, so parts that do not belong together are an error, and so
-is one that arrives otherwise than it was sent (:mod:`~lightning_recycle.runtime.comm.wire`).
-
-Must not know: generations, Gloo, who is in the stage and how they connected.
+Gloo adds up around a ring, in twice as many rounds as there are workers, and in each round a thread of its own wakes
+two others: four workers on two cores spent 1.3 ms of processor time each for 66 numbers. Here every worker sends its
+part to all others, and adds up what arrives, in the order of the workers: the same bits everywhere, in one round, in
+the calling thread. Each part has the number of its sum, its length and a sum of its bytes
+(:mod:`~lightning_recycle.runtime.comm.wire`).
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ _HEADER = struct.Struct("=QQQ8x")  # number of the sum, bytes that follow, their
 
 
 class _SumMessages:
-    """Messages for sums of ``numel`` numbers: of this worker, and from each of ``peers``."""
+    """Buffers for sums of ``numel`` numbers: of this worker, and from each peer."""
 
     def __init__(self, numel: int, dtype: torch.dtype, rank: int, peers: Mapping[int, socket.socket]) -> None:
         size = _HEADER.size + numel * dtype.itemsize
@@ -68,7 +62,6 @@ class SmallAllreduce:
     """The connections of a worker to all others of its stage.
 
     Args:
-        rank: the number of this worker among them.
         links: a connection to each of the others, by number, that does not block; the mesh closes it.
         timeout: seconds without any progress after which a sum fails.
     """
@@ -83,7 +76,7 @@ class SmallAllreduce:
         return tensor.numel() * tensor.element_size() * len(self._links) <= _MOST_BYTES
 
     def sum(self, tensor: Tensor) -> None:
-        """Overwrites ``tensor``, contiguous and on the CPU, with the sum of those of all workers.
+        """Overwrites ``tensor``, contiguous and on the CPU, with the sum over all workers.
 
         Raises:
             OSError: if a connection ends, nothing moves for too long, or another worker sums something else.

@@ -1,17 +1,13 @@
 """TCP sockets: addresses, filters of connections, reachable workers.
 
-Concept: connections that the owner of a listening socket does not accept in time fill its queue, until the kernel
-answers no more of them. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
-:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers every dialer and forgets it, so no
-number of dialers fills a queue.
+Connections that the owner of a listening socket does not accept in time fill its queue, until the kernel answers no
+more of them. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
+:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers every dialer and forgets it.
 
 A worker that wants to be found opens a :class:`Doorbell`, a listening socket with such a filter, whose connections are
-never accepted. The system answers for the process, so even a busy or stopped process is reachable: :func:`unreachable`
-tests both directions of the way to it, not the process. It returns at once if all workers can be reached. Otherwise it
-keeps trying until its time is up, so that a lost packet or a slightly late peer does not count, and workers that check
-at the same time get their results at the same time.
-
-Must not know: Gloo, process groups, generations, the coordinator.
+never accepted. The system answers for the process, so even a busy or stopped process is reachable. :func:`unreachable`
+returns at once if all workers can be reached. Otherwise it keeps trying until its time is up, so that a lost packet or
+a slightly late peer does not count, and workers that check at the same time get their results at the same time.
 """
 
 from __future__ import annotations
@@ -56,11 +52,6 @@ _ANSWER_ONLY = (
 def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket:
     """A socket that listens at a free port of ``host``, a name or an address.
 
-    Args:
-        host: where to listen.
-        backlog: the length of its queue.
-        ports: those that may be used; None for any.
-
     Raises:
         ConfigurationError: if none of ``ports`` is free.
     """
@@ -88,8 +79,9 @@ def address_of(listener: socket.socket) -> bytes:
 
 
 def dial(address: bytes) -> socket.socket | None:
-    """Starts to connect; None if that fails at once, as without a route. The socket does not block; it is writable
-    when it is connected or has failed.
+    """Starts to connect; None if that fails at once, as without a route.
+
+    The socket does not block; it is writable when it is connected or has failed.
     """
     host, port = address.decode().rsplit(" ", 1)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -104,22 +96,15 @@ def dial(address: bytes) -> socket.socket | None:
 
 
 def drop_everything(sock: socket.socket) -> None:
-    """From now on no segment reaches ``sock``; a listening socket passes this on to what it accepts.
-
-    Raises:
-        OSError: if this system has no such filters.
-    """
+    """Lets no segment reach ``sock``, nor what a listening ``sock`` accepts."""
     _attach(sock, _DROP_EVERYTHING)
 
 
 def answer_only(listener: socket.socket) -> None:
-    """From now on the system answers every dialer of ``listener``, which connects it from its point of view, and lets
-    nothing else in: no connection is ever complete, so none waits to be accepted.
+    """Has the system answer every dialer of ``listener``, and let nothing else in.
 
-    If too many are incomplete, Linux answers without remembering them (SYN cookies, on by default).
-
-    Raises:
-        OSError: if this system has no such filters.
+    No connection is ever complete, so none waits to be accepted. If too many are incomplete, Linux answers without
+    remembering them (SYN cookies, on by default).
     """
     _attach(listener, _ANSWER_ONLY)
 
@@ -134,12 +119,12 @@ def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...])
 
 
 def inode_of(descriptor: int) -> int:
-    """The identity of a socket, which a later one under the same descriptor does not have."""
+    """The identity of a socket, unlike that of a later one under the same descriptor."""
     return os.fstat(descriptor).st_ino
 
 
 class OpenSockets:
-    """Sockets of which other owners hold and close the descriptors, to be cut off all at once; from any thread."""
+    """Sockets of other owners, to be cut off all at once, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -147,7 +132,7 @@ class OpenSockets:
         self._cut = False
 
     def add(self, inodes: Mapping[int, int]) -> None:
-        """Adds sockets, descriptor -> inode. They are cut off at once if :meth:`cut` was called before."""
+        """Adds sockets, descriptor -> inode; after :meth:`cut` they are cut off at once."""
         with self._lock:
             self._inodes.update(inodes)
             cut = self._cut
@@ -190,10 +175,7 @@ _LOOK_SECONDS = 0.02  # between checks for cancellation
 
 
 class Doorbell:
-    """A listening socket at ``host``; close it when no worker needs to reach this one any more.
-
-    ``ports``: those that it may use; None for any.
-    """
+    """A listening socket at ``host`` and one of ``ports``, for reachability checks."""
 
     def __init__(self, host: str, ports: range | None = None) -> None:
         self._socket = listen(host, _BACKLOG, ports)
@@ -221,8 +203,6 @@ def unreachable(
 
     Args:
         addresses: addresses of the others' doorbells, by rank.
-        cancelled: event that ends the check soon after it is set.
-        seconds: duration of the check.
 
     Returns:
         The ranks that could not be reached, in order; meaningless if ``cancelled`` is set.
@@ -256,5 +236,5 @@ def unreachable(
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Lets ``sock``, connected to a doorbell, end without a farewell when it is closed: there would be no answer."""
+    """Has ``sock``, connected to a doorbell, close without a farewell."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,8 +1,7 @@
 """Transfers of any object between workers, as a pickle and tensors beside it.
 
-Concept: the bytes of all tensors, one after another, travel as values between stages
-(:mod:`~lightning_recycle.runtime.comm.stage_messages`) of some megabytes, each of which is checked and acknowledged.
-Several are under way at a time. They all arrive on the CPU, so neither side needs room for them on its device.
+The bytes of all tensors, one after another, travel as values between stages of some megabytes, each of which is checked
+and acknowledged. Several are under way at a time. They arrive on the CPU, so neither side needs room on its device.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.stage_messages import EXCHANGE_TAG
-from lightning_recycle.runtime.comm.transports import Channel
-from lightning_recycle.runtime.comm.wire import MAX_TENSORS
+from lightning_recycle.runtime.comm.communicator import EXCHANGE_TAG, Communicator
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel
 from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 _PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
@@ -28,11 +25,7 @@ _DONE = torch.empty(0, dtype=torch.uint8)
 
 
 def send_object(communicator: Communicator, value: Any, destination: int) -> None:
-    """Sends ``value`` to rank ``destination``; returns when it has arrived.
-
-    Raises:
-        CommunicationError: if the generation is aborted.
-    """
+    """Sends ``value`` to rank ``destination``; returns when it has arrived."""
     # Parameters are pickled whole: they arrive as what they are.
     skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
     layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
@@ -43,11 +36,7 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
-    """Receives an object that rank ``source`` sends with :func:`send_object`; tensors arrive on the CPU.
-
-    Raises:
-        CommunicationError: if the generation is aborted, or something arrives otherwise than it was sent.
-    """
+    """Receives an object from rank ``source``; tensors arrive on the CPU."""
     size = torch.empty(1, dtype=torch.int64)
     _receive(communicator, [size], source)
     head = torch.empty(int(size), dtype=torch.uint8)
@@ -59,43 +48,41 @@ def receive_object(communicator: Communicator, source: int) -> Any:
 
 
 def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
-    """Sends the bytes of contiguous ``tensors`` to rank ``destination``; returns when they have arrived."""
-    connections, messages = communicator.connections, communicator.messages
-    by_device = connections.transport.carries(destination)
+    """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
+    by_device = communicator.transport.carries(destination)
     answers: deque[Any] = deque()
     for number, part in enumerate(_parts(tensors)):
         if number >= _PARTS_AT_ONCE:
-            messages.receive(answers.popleft())
-        with connections.translated:
-            value = tuple(t.to(connections.device) if by_device else connections.memory.staged(t) for t in part)
+            communicator.receive(answers.popleft())
+        with communicator.translated:
+            value = tuple(t.to(communicator.device) if by_device else communicator.memory.staged(t) for t in part)
         tag = _TAGS[number % _PARTS_AT_ONCE]
-        answers.append(messages.post_receive(Channel.GRADIENTS, destination, tag))
-        messages.send(Channel.ACTIVATIONS, value, destination, tag)
-        connections.on_progress()
+        answers.append(communicator.post_receive(Channel.GRADIENTS, destination, tag))
+        communicator.send(Channel.ACTIVATIONS, value, destination, tag)
+        communicator.on_progress()
     for answer in answers:
-        messages.receive(answer)
-        connections.on_progress()
-    messages.release_buffers(destination, _TAGS)
+        communicator.receive(answer)
+        communicator.on_progress()
+    communicator.release_buffers(destination, _TAGS)
 
 
 def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """Fills contiguous ``tensors`` of the CPU with the bytes that rank ``source`` sends with :func:`_send`."""
-    messages = communicator.messages
+    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send`."""
     parts = _parts(tensors)
-    posted = deque(messages.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _TAGS[: len(parts)])
+    posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _TAGS[: len(parts)])
     for number, part in enumerate(parts):
         tag = _TAGS[number % _PARTS_AT_ONCE]
-        for place, found in zip(part, messages.receive(posted.popleft(), to_device=False), strict=True):
+        for place, found in zip(part, communicator.receive(posted.popleft(), to_device=False), strict=True):
             place.copy_(found)
         if number + _PARTS_AT_ONCE < len(parts):
-            posted.append(messages.post_receive(Channel.ACTIVATIONS, source, tag))
-        messages.send(Channel.GRADIENTS, _DONE, source, tag)
-        communicator.connections.on_progress()
-    messages.release_buffers(source, _TAGS)
+            posted.append(communicator.post_receive(Channel.ACTIVATIONS, source, tag))
+        communicator.send(Channel.GRADIENTS, _DONE, source, tag)
+        communicator.on_progress()
+    communicator.release_buffers(source, _TAGS)
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The memory of contiguous ``tensors`` in pieces, as bytes, of which some are sent at once; both sides agree."""
+    """The bytes of contiguous ``tensors`` in pieces, grouped into messages."""
     found: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

@@ -1,12 +1,10 @@
 """Values between stages as bytes: a header with the layout, the tensors, and sums.
 
 Every message carries its layout, so no shapes need to be agreed beforehand. The tensors are packed behind it, or
-separate. Behind the layout the header has room for two sums, of the layout and of the tensors: the 64-bit words of a
-message are added up, by its sender and by its receiver. A flipped bit, or any other change within one word, shows;
-changes in several words cancel with a probability of about 2^-64 if they are random. TCP has a sum of 16 bits of its
-own, which misses one change in 65,536, and has none where a message never leaves the machine.
-
-Contract: only memory of the host is summed, so no sum waits for a device. 0 stands for a message that has no sum.
+separate. The header has room for two sums, of the layout and of the tensors: the 64-bit words of a message, added up by
+its sender and by its receiver. Any change within one word shows; changes in several words cancel with a probability of
+about 2^-64 if they are random. (TCP's own sum has 16 bits, and there is none within a machine.) Only memory of the host
+is summed; 0 stands for a message that has no sum.
 """
 
 from __future__ import annotations
@@ -15,12 +13,14 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.tensor_memory import memory_of
 
@@ -43,12 +43,53 @@ LAYOUT_BYTES = _HEADER.size
 HEADER_BYTES = LAYOUT_BYTES + 16
 
 
+class Channel(Enum):
+    """The directions between stages: activations one way, gradients the other."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+    __hash__ = object.__hash__  # members are singletons, and that of Enum is a function in Python
+
+
+class HostMemory:
+    """Memory of the host, for the exchange of tensors of ``device``.
+
+    A device copies to and from *pinned* memory by itself, and to other memory by way of a small buffer of its driver.
+    To pin memory takes long, so torch keeps what is no longer used for the next time, once the device is done with it.
+    On a CPU all of this is ordinary memory. Not tried with a device: see docs/gpu.md.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A new, uninitialised tensor of the host."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_accelerator(self._device))
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """``tensor`` if it is on the host, else a complete, contiguous copy there."""
+        if tensor.device.type == "cpu":
+            return tensor
+        copy = self.empty(tensor.shape, tensor.dtype)
+        copy.copy_(tensor)
+        return copy
+
+    def on_device(self, tensor: Tensor, is_reused: bool) -> Tensor:
+        """A copy of ``tensor`` on the device, or itself on a CPU.
+
+        Args:
+            is_reused: whether its memory is written again. If not, the copy need not be complete: torch keeps the
+                memory until it is.
+        """
+        return tensor.to(self._device, non_blocking=not is_reused)
+
+
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
     """The structure of a value.
 
     Args:
-        is_tuple: whether the value is a tuple, even of one tensor.
         tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
         has_note: whether the last of them are bytes that the sender has noted, and no part of the value.
     """
@@ -61,8 +102,8 @@ class ValueLayout:
     def of(cls, value: Value, note: Tensor | None = None) -> ValueLayout:
         """The layout of ``value`` and a note."""
         tensors = (*(value if isinstance(value, tuple) else (value,)), *([] if note is None else [note]))
-        forms = tuple(None if t is None else (t.dtype, t.shape, t.requires_grad) for t in tensors)
-        return cls(isinstance(value, tuple), forms, note is not None)
+        forms = [None if t is None else (t.dtype, t.shape, t.requires_grad) for t in tensors]
+        return cls(isinstance(value, tuple), tuple(forms), note is not None)
 
     @property
     def packed_bytes(self) -> int:
@@ -95,7 +136,7 @@ class ValueLayout:
 
     @classmethod
     def parse(cls, header: bytes) -> tuple[ValueLayout, bool]:
-        """The layout that ``header``, without its sums, describes, and whether the tensors are packed behind it."""
+        """The layout in ``header``, and whether the tensors are packed behind it."""
         form, packed, count, *numbers = _HEADER.unpack(header)
         tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
         cursor = 0
@@ -125,7 +166,7 @@ class ValueLayout:
         return [None if item is None else allocate(item[1], item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
-        """The value with these tensors, which require a gradient where the sender wants it back."""
+        """The value with these tensors, which require a gradient where it is wanted."""
         for tensor, item in zip(tensors, self.tensors, strict=True):
             if tensor is not None and item is not None:
                 tensor.requires_grad_(item[2])
@@ -161,7 +202,7 @@ def sum_of_bytes(data: bytes | np.ndarray) -> int:
 
 
 def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
-    """The sum of the bits of all tensors, whatever their shapes; 0 if one is not in memory of the host."""
+    """The sum of the bits of all tensors; 0 if one is not in memory of the host."""
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -172,3 +213,76 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
             flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
             total = total * 3 + sum_of_bytes(flat.numpy())
     return total % _MODULUS + 1
+
+
+class Outbox:
+    """A prepared message with a layout, into which only the tensors need to be copied.
+
+    Args:
+        packs_next: whether the next message under its tag is packed.
+    """
+
+    def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
+        self.layout, self.packed, self.packs_next = layout, packed, packs_next
+        self.message = memory.empty((layout.packed_bytes if packed else HEADER_BYTES,))
+        self._bytes = self.message.numpy()
+        self._bytes[:LAYOUT_BYTES] = np.frombuffer(layout.header(packed), dtype=np.uint8)
+        self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
+        self._sums[0] = sum_of_bytes(self._bytes[:LAYOUT_BYTES])
+        self._views = layout.views(self.message) if packed else []
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copies ``tensors`` into the message, if it is packed."""
+        for view, tensor in zip(self._views, tensors, strict=False):
+            if view is not None and tensor is not None:
+                view.copy_(tensor.detach())
+
+    def add_sum(self, tensors: Sequence[Tensor | None]) -> None:
+        """Sums the tensors in the message, or ``tensors``, which will follow it."""
+        self._sums[1] = sum_of_bytes(self._bytes[HEADER_BYTES:]) if self.packed else sum_of_tensors(tensors)
+
+
+class Inbox:
+    """The buffer posted for a tag, and the layout of its last message."""
+
+    def __init__(self, capacity: int, memory: HostMemory) -> None:
+        self.message = memory.empty((capacity,))
+        self._bytes = self.message.numpy()
+        self._sums = self._bytes[LAYOUT_BYTES:HEADER_BYTES].view(np.int64)
+        self._header = b""
+        self._end = 0  # of the packed tensors
+        self.layout: ValueLayout | None = None
+        self.next_capacity = capacity
+        self.packed = False
+        self.views: list[Tensor | None] = []
+
+    def read_header(self, capacity: Callable[[ValueLayout], int]) -> bool:
+        """Whether the header arrived as it was sent; ``capacity``: of the next buffer, by layout."""
+        header = self._bytes[:LAYOUT_BYTES].tobytes()
+        if header != self._header:
+            if sum_of_bytes(self._bytes[:LAYOUT_BYTES]) != self._sums[0]:
+                return False
+            self._header = header
+            self.layout, self.packed = ValueLayout.parse(header)
+            self.next_capacity, self._end = capacity(self.layout), self.layout.packed_bytes
+            self.views = self.layout.views(self.message) if self.packed else []
+        return True
+
+    def is_whole(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the tensors, in the message or after it, arrived as they were sent."""
+        if not self.packed:
+            return int(self._sums[1]) in (0, sum_of_tensors(tensors))
+        return int(self._sums[1]) == sum_of_bytes(self._bytes[HEADER_BYTES : self._end])
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A posted receive; ``note``: the sender's bytes beside the value, once that is received."""
+
+    channel: Channel
+    source: int
+    tag: int
+    inbox: Inbox
+    work: Any
+    end: Any
+    note: bytes = b""

@@ -38,9 +38,7 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
 
 def storage_bytes(values: Iterable[Any], without: Iterable[int] = ()) -> int:
-    """Bytes of the storages of the tensors among ``values``, each once; those at the addresses ``without`` do not
-    count.
-    """
+    """Bytes of the tensors' storages, each once, but for addresses ``without``."""
     excluded = frozenset(without)
     sizes: dict[int, int] = {}
     for tensor in values:
@@ -53,7 +51,7 @@ def storage_bytes(values: Iterable[Any], without: Iterable[int] = ()) -> int:
 
 
 def _with_memory(tensor: Tensor) -> Tensor:
-    """``tensor``, or what it wraps: the part of a DTensor, the result of a collective that autograd has saved."""
+    """The tensor with memory in a wrapper, such as the part of a DTensor."""
     while hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         tensor = getattr(tensor, names[0])
@@ -71,7 +69,7 @@ _peaks: dict[torch.device, int] = {}  # of devices, before they were reset
 
 
 def device_place(device: torch.device) -> str:
-    """The name of the memory that tensors on ``device`` take: that of the machine, or of one of its accelerators."""
+    """The name of the memory of ``device``: the machine, or one of its accelerators."""
     if device.type == "cpu":
         return socket.gethostname()
     return f"{socket.gethostname()}/{device.type}:{device.index or 0}"
@@ -89,8 +87,9 @@ def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> i
 
 
 def free_bytes(peers: int, cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float:
-    """Bytes of memory that the processes of this machine, container or job may still take, if ``peers`` of them grow to
-    the most that this one has held; infinite where that is unknown.
+    """Bytes that processes of this machine or container may still take.
+
+    Assumes that ``peers`` of them grow to the most that this one has held; infinite where that is unknown.
     """
     try:
         (available,) = _bytes_in("/proc/meminfo", "MemAvailable")
@@ -108,8 +107,9 @@ def _bytes_in(path: str, *names: str) -> list[int]:
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """The limits of the control groups that this process is in, and of those that contain them; with what they use,
-    without files that the kernel keeps in memory as long as nobody else wants it.
+    """Limits and use of this process's control groups, and of those that contain them.
+
+    Without files that the kernel keeps in memory only as long as no process needs it.
     """
     lines = []
     with contextlib.suppress(OSError):  # not on Linux, or without /proc
@@ -137,15 +137,16 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held of the memory of ``device``: on an accelerator bytes of tensors, as torch's
-    allocator counts them; on a CPU its resident memory, with libraries.
+    """The most memory of ``device`` that this process has held.
+
+    On an accelerator bytes of tensors, as torch's allocator counts them; on a CPU resident memory, with libraries.
     """
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(_peaks.get(device, 0), peak_allocated_bytes(device) if is_accelerator(device) else resident)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Lets the device's allocator, or the kernel, find a new peak; :func:`peak_bytes` remembers the old one."""
+    """Begins a new peak of allocator or kernel; :func:`peak_bytes` keeps the old one."""
     _peaks[device] = peak_bytes(device)
     if is_accelerator(device):
         reset_peak_allocated(device)

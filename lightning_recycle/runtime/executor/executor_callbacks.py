@@ -21,12 +21,9 @@ class StepResult:
     """Knowledge of every worker when it steps.
 
     Args:
-        loss: the mean over all micro-batches.
         gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
             the guess that it is small enough.
-        overflow: whether one of them has an infinity or a NaN, if needed, else False.
         outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
-        after_step: what all do after this step.
         check_next: whether all check what they hold after the next step.
         add_gradients: adds the gradients of the step to those that parameters hold, as a backward does.
     """
@@ -41,44 +38,39 @@ class StepResult:
 
 
 class MicrobatchValues(Protocol):
-    """What the forward of one micro-batch has changed in the user's module, when it is over.
-
-    Attributes:
-        record: what hooks did with its output.
-    """
+    """Changes of one micro-batch's forward in the user's module, when it is over."""
 
     record: bytes
 
     def note(self, earlier: bytes) -> bytes:
-        """The changes for the next stage, with those of the stages before; empty if there are none."""
+        """The changes for the next stage, with earlier stages' ones; may be empty."""
 
     def output(self, earlier: bytes) -> bytes:
-        """On the last stage, what must reach all workers: the record and all changes; empty if there is nothing."""
+        """On the last stage, the record and all changes, for all workers; may be empty."""
 
 
 class ExecutorCallbacks(Protocol):
     """Questions of the executor to the process that it runs in."""
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
-        """A collated micro-batch, of the step ``index`` of an epoch -> (input, target), on the device."""
+        """A collated micro-batch of step ``index`` of an epoch -> (input, target)."""
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchValues]:
-        """Within the block the micro-batch with this index in the global batch runs forward: the user's module holds
-        the values of that, and afterwards those that it held before. What it adds to running statistics is added to
+        """The context of a micro-batch's forward, by its index in the global batch.
+
+        Within it the user's module holds the values of that micro-batch. What it adds to running statistics is added to
         ``statistics``.
         """
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        """As :meth:`microbatch`, for a forward that is computed once more, and leaves nothing."""
+        """As :meth:`microbatch`, for a forward that is computed again and leaves nothing."""
 
     @property
     def records_outputs(self) -> bool:
         """Whether :meth:`record_output` is wanted in training."""
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
-        """Called on the last stage with the output of each micro-batch; what it returns reaches all workers with the
-        step.
-        """
+        """Bytes for all workers, from a micro-batch's output on the last stage."""
 
     def is_suspect(self, error: Exception) -> bool:
         """Whether a fault of the machine may explain ``error``."""
@@ -87,16 +79,16 @@ class ExecutorCallbacks(Protocol):
         """The workers of a generation are connected."""
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        """Called in the middle of a regroup: ``step`` is about to run; ``is_applied``: whether some have applied it."""
+        """Called within a regroup, before ``step``; ``is_applied``: some have applied it."""
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
-        """Within the block what the user's code sees of the training's progress is as in ``step``, the one before."""
+        """The context in which the user's code sees the progress of ``step``."""
 
     def describe_step(self, step: int) -> messages.Facts:
-        """Called when ``step`` was applied; returns what must be equal in other workers."""
+        """Called when ``step`` was applied; returns facts that must be equal on its peers."""
 
     def not_optimized(self) -> Collection[nn.Parameter]:
-        """The parameters that no optimizer has: their gradients are neither clipped nor counted."""
+        """Parameters of no optimizer: their gradients are not clipped or counted."""
 
     def must_know(self, step: int) -> bool:
         """Whether ``step`` may not be made on a guess."""
@@ -105,8 +97,9 @@ class ExecutorCallbacks(Protocol):
         """The optimizer is about to step on a guess."""
 
     def step_again(self, norm: float) -> None:
-        """The newest step was made on a guess that was wrong: the optimizer steps once more from where it was, with
-        gradients of that norm. The parameters and ``parameter.grad`` are what they were before.
+        """Repeats the newest step, made on a wrong guess, with gradients of norm ``norm``.
+
+        The parameters and ``parameter.grad`` are what they were before.
         """
 
     def take_snapshot(self) -> Any:

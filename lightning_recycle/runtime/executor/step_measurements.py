@@ -3,21 +3,16 @@
 Every operation is timed. :class:`FirstSteps` measures the rest in the first steps that a worker runs with its layers;
 none of it changes a result.
 
-- *Memory*, in the second step, on every micro-batch: what it holds after F is what autograd saves (or, on a device,
-  what its allocator gave out meanwhile, and the input of the stage); after B it is what the queued weight gradients
-  hold; after an F that is computed again it would be the stage's input. The allocator also knows what an operation
-  takes while it runs, by its peak. Every backward of that step is split, also where the plan fuses it, so that both are
-  known.
-- *What splitting a backward costs*, in four steps from the third on: of the micro-batches whose backward the plan
-  fuses, every other one is split, B and W one after the other. So both are measured side by side, under the same load.
-  On a CPU an operation's seconds are those of the clock without those in which its thread waited for a core
-  (``/proc/thread-self/schedstat`` of Linux; where there is none, waiting counts), and at least its own processor time.
-  It keeps the machine busy for the processor time of its process, all threads included. On another device both are the
-  time between two events.
-- *The profile of the stage*, if the run is profiled, after the ninth step; :class:`StepMeasurements` measures its link
-  to the next stage before the first one.
-
-Must not know: peers, and what follows from a measurement.
+- *Memory*, in the second step, on every micro-batch: after F it holds what autograd saves (or, on a device, what its
+  allocator gave out meanwhile, and the input of the stage); after B what the queued weight gradients hold; after an F
+  that is computed again the stage's input. Every backward of that step is split, so that both kinds are known.
+- *The cost of splitting a backward*, in four steps from the third on: every other fused backward is split, B and W one
+  after the other, so both are measured under the same load. On a CPU an operation's seconds are those of the clock
+  without those in which its thread waited for a core (``/proc/thread-self/schedstat``; where there is none, waiting
+  counts). It keeps the machine busy for the processor time of its process. On another device both are the time between
+  two events.
+- *The profile of the stage*, if the run is profiled, after the ninth step, and its link to the next stage before the
+  first one.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -38,24 +33,121 @@ from torch import Tensor
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
-from lightning_recycle.devices import allocated_bytes, is_accelerator, peak_allocated_bytes
+from lightning_recycle.devices import allocated_bytes, await_stream, is_accelerator, new_event, peak_allocated_bytes
+from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.profile import Footprint, StageProfile
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor.device_memory import (
-    device_bytes,
-    device_place,
-    peak_bytes,
-    process_bytes,
-    reset_peak,
-    saved_tensors,
-    storage_bytes,
-    tensor_bytes,
-)
-from lightning_recycle.runtime.executor.timings import Timings
+from lightning_recycle.runtime.executor import device_memory
 from lightning_recycle.runtime.stage.stage import SavedInput, Stage
 from lightning_recycle.tensor_memory import local_part
+
+_SMOOTHING = 0.2  # weight of the newest measurement in the operation times
+
+
+_COMPUTING = (
+    OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
+)  # fmt: skip
+
+
+class Timings:
+    """Smoothed seconds by kind of operation; of REDUCE, mostly waiting, the minimum.
+
+    On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
+    wait for it. Such measurements count as soon as the device has come that far.
+
+    Attributes:
+        of: for each kind the context whose duration is recorded unless it raises, device work included.
+        stretch: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes counts as
+            computing, and the host waits for the device before. For fault injection.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.stretch: Callable[[float], None] | None = None
+        stopwatch = _DeviceStopwatch if is_accelerator(device) else _Stopwatch
+        self.of: dict[OpKind, AbstractContextManager[None]] = {kind: stopwatch(self, kind) for kind in OpKind}
+        self._device = device
+        self._step: dict[str, list[float]] = {}
+        self._on_device: deque[tuple[OpKind, Any, Any]] = deque()  # events before and after it
+        self._events: list[Any] = []  # that can be used again
+
+    def take_step(self) -> dict[str, float]:
+        """Mean seconds of the measurements since the previous call."""
+        while self._on_device and self._on_device[0][2].query():
+            self._take()
+        measured, self._step = self._step, {}
+        return {name: sum(values) / len(values) for name, values in measured.items()}
+
+    def add(self, kind: OpKind, seconds: float) -> None:
+        """Takes a measurement into account."""
+        name = kind.value  # takes longer than all that follows
+        self._step.setdefault(name, []).append(seconds)
+        old = self.seconds.get(name)
+        if old is None:
+            self.seconds[name] = seconds
+        elif kind is OpKind.REDUCE:
+            self.seconds[name] = min(old, seconds)
+        else:
+            self.seconds[name] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
+
+    def await_device(self, progressed: Callable[[], None]) -> None:
+        """Waits until the device has done all that was measured.
+
+        A worker that then waits for others has no work of its own left that may be stuck. ``progressed`` is called
+        after each operation.
+        """
+        while self._on_device:
+            self._on_device[0][2].synchronize()
+            self._take()
+            progressed()
+
+    def _take(self) -> None:
+        kind, before, after = self._on_device.popleft()
+        self.add(kind, before.elapsed_time(after) / 1e3)
+        self._events += (before, after)
+
+    def _record(self) -> Any:
+        """An event behind all that the current stream was asked to do."""
+        event = self._events.pop() if self._events else new_event(self._device)
+        event.record()
+        return event
+
+
+class _Stopwatch:
+    """The context of operations of one kind, by the clock of the host."""
+
+    def __init__(self, timings: Timings, kind: OpKind) -> None:
+        self._timings, self._kind, self._may_stretch = timings, kind, kind in _COMPUTING
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        if exception_type is None:
+            if self._may_stretch and self._timings.stretch is not None:
+                self._timings.stretch(time.perf_counter() - self._began)
+            self._timings.add(self._kind, time.perf_counter() - self._began)
+
+
+class _DeviceStopwatch(_Stopwatch):
+    """By events of the device, unless the operation may be stretched."""
+
+    def __enter__(self) -> None:
+        self._before = None
+        if self._may_stretch and self._timings.stretch is not None:
+            await_stream(self._timings._device)
+            super().__enter__()
+        else:
+            self._before = self._timings._record()
+
+    def __exit__(self, exception_type: Any, *_: Any) -> None:
+        if self._before is None:
+            await_stream(self._timings._device)
+            super().__exit__(exception_type)
+        elif exception_type is None:
+            self._timings._on_device.append((self._kind, self._before, self._timings._record()))
+
 
 _MEMORY = 2  # the step in which memory is measured: the first one compiles, warms up, and creates the optimizer's state
 _TRIAL_STEPS = 4  # in each of which both kinds are measured if a worker has two micro-batches
@@ -72,9 +164,7 @@ class FirstSteps:
     """The measurements of one worker in its first steps with the layers that it has.
 
     Args:
-        device: where the tensors are.
         held: returns the tensors that the worker holds between two steps; None if the memory is not to be measured.
-        tries_splitting: whether it is measured what it costs to split backwards.
     """
 
     def __init__(
@@ -85,7 +175,9 @@ class FirstSteps:
         self._device, self._held = device, held
         self._steps: set[int] = set()
         self._measures = self._may_split = False
-        self._overhead = 0 if held is None else max(0, process_bytes(device) - storage_bytes(held()))
+        self._overhead = (
+            0 if held is None else max(0, device_memory.process_bytes(device) - device_memory.storage_bytes(held()))
+        )
         self._own: set[int] = set()
         self._after_forward = self._after_backward = self._checkpoint = self._temporary = self._received = 0
         self._tried = 0
@@ -93,7 +185,7 @@ class FirstSteps:
         self._seconds: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
         self._busy: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
         self._waited = self._passed = 0.0
-        self._by_device = {True: Timings(), False: Timings()}
+        self._by_device = {True: Timings(device), False: Timings(device)}
 
     @property
     def count(self) -> int:
@@ -107,8 +199,6 @@ class FirstSteps:
 
         Args:
             step: the step; one that runs again counts once. None: only a part of a step, in which nothing is measured.
-            program: the tasks of the step.
-            split_backward: whether the plan may split backwards.
             buffers: those for messages, which are counted by the size of the messages.
         """
         self._split, self._measures = {}, False
@@ -131,13 +221,13 @@ class FirstSteps:
         return (self._measures and self._may_split) or self._split.get(index, False)
 
     def part(self, kind: OpKind, index: int, stage: Stage, inputs: Any = None) -> AbstractContextManager[None]:
-        """The context of an F, R, BW, B or W of the micro-batch; ``inputs``: what the F is given."""
+        """The context of an F, R, BW, B or W; ``inputs``: of the F."""
         if self._measures:
             return self._memory(kind, index, stage, inputs)
         if index not in self._split:
             return _NOTHING
         if is_accelerator(self._device):
-            return self._by_device[self._split[index]].measure(kind, self._device)
+            return self._by_device[self._split[index]].of[kind]
         return self._by_the_clock((self._split[index], kind))
 
     # ------------------------------------------------------------------ memory
@@ -148,32 +238,34 @@ class FirstSteps:
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
         if is_accelerator(self._device):
             before = allocated_bytes(self._device)
-            reset_peak(self._device)
+            device_memory.reset_peak(self._device)
             yield
             after = allocated_bytes(self._device)
             peak, graph = peak_allocated_bytes(self._device), after - before
             self._temporary = max(self._temporary, peak - max(before, after))
         elif makes_graph:
-            with saved_tensors() as saved:
+            with device_memory.saved_tensors() as saved:
                 yield
-            graph = storage_bytes(saved, self._own)
+            graph = device_memory.storage_bytes(saved, self._own)
         else:
             yield
         if makes_graph:
             self._after_forward = max(self._after_forward, graph)
         if kind is OpKind.BACKWARD_INPUT:
-            self._after_backward = max(self._after_backward, storage_bytes(stage.waiting(index), self._own))
+            self._after_backward = max(
+                self._after_backward, device_memory.storage_bytes(stage.waiting(index), self._own)
+            )
         if kept is not None:
-            self._checkpoint = max(self._checkpoint, storage_bytes(kept.tensors(), self._own))
+            self._checkpoint = max(self._checkpoint, device_memory.storage_bytes(kept.tensors(), self._own))
 
     def received(self, value: Any) -> None:
         """``value`` has come from another stage for one micro-batch."""
         if self._measures:
-            self._received = max(self._received, tensor_bytes(value))
+            self._received = max(self._received, device_memory.tensor_bytes(value))
 
     def sent(self, value: Any) -> None:
         """``value`` goes to another stage for one micro-batch."""
-        self.output_bytes = max(self.output_bytes, tensor_bytes(value))
+        self.output_bytes = max(self.output_bytes, device_memory.tensor_bytes(value))
 
     def footprint(self) -> Footprint | None:
         """The memory, once the step in which it is measured has been applied."""
@@ -184,10 +276,10 @@ class FirstSteps:
         on_host = not is_accelerator(self._device)
         staged, received = (2 * (self._received + self.output_bytes), 0) if on_host else (0, self._received)
         return Footprint(
-            place=device_place(self._device),
-            capacity=device_bytes(self._device),
+            place=device_memory.device_place(self._device),
+            capacity=device_memory.device_bytes(self._device),
             overhead=self._overhead,
-            fixed=storage_bytes(self._held()),
+            fixed=device_memory.storage_bytes(self._held()),
             messages=staged,
             after_forward=self._after_forward + received,
             after_backward=self._after_backward,
@@ -196,7 +288,7 @@ class FirstSteps:
         )
 
     def profile(self, seconds: dict[str, float]) -> StageProfile:
-        """The stage's profile; ``seconds`` by name of the operation (a fused backward counts as half B, half W)."""
+        """The stage's profile; in ``seconds`` a fused backward is half B, half W."""
         fused = seconds.get("BW", 0.0) / 2
         return StageProfile(
             forward=seconds.get("F", 0.0),
@@ -253,16 +345,8 @@ class StepMeasurements:
     """The measurements of one worker.
 
     Args:
-        client: the connection to the coordinator.
-        device: where the tensors are.
-        profiles: whether the stage is profiled.
         held: returns the tensors that this process holds between two steps besides those of the stage; None if the
             memory is not to be measured.
-        tries_splitting: whether it is measured in the first steps what it costs to split backwards.
-
-    Attributes:
-        timings: seconds by kind of operation.
-        first: what is measured in the first steps; None when all is known.
     """
 
     def __init__(
@@ -273,15 +357,15 @@ class StepMeasurements:
         held: Callable[[], Iterable[Tensor]] | None = None,
         tries_splitting: bool = False,
     ) -> None:
-        self.timings = Timings()
+        self.timings = Timings(device)
         self.first: FirstSteps | None = None
         self._client, self._device, self._profiles, self._held = client, device, profiles, held
         self._tries_splitting, self._awaits_memory = tries_splitting, False
         self._tried: SplitTrial | None = None
         self._latency = self._bandwidth = 0.0
 
-    def hold(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
-        """The worker has other layers; ``of_stage``: returns the tensors that it holds for them between two steps."""
+    def begin_layers(self, of_stage: Callable[[], Iterable[Tensor]]) -> None:
+        """Begins the first steps anew with other layers, which hold ``of_stage``."""
         held = self._held
         of_all = None if held is None else lambda: chain(of_stage(), held())
         self.first = FirstSteps(self._device, of_all, self._tries_splitting)
@@ -289,11 +373,11 @@ class StepMeasurements:
         self._end_if_known()
 
     def measure_links(self, stage: int, is_last: bool, exchange: Callable[[int, int, bool], None]) -> None:
-        """Measures the link to the next stage, if the run is profiled: even stages begin, then odd ones.
+        """Measures the link to the next stage, if the run is profiled.
+
+        Even stages begin, then odd ones.
 
         Args:
-            stage: of this worker.
-            is_last: whether no stage follows.
             exchange: called with a number of stages further, a number of bytes, and whether to send first.
         """
         for parity in (0, 1) if self._profiles else ():
@@ -306,7 +390,7 @@ class StepMeasurements:
     def applied(self, step: int, facts: messages.Facts) -> messages.Applied:
         """The report of ``step``, which was applied."""
         measured = self.timings.take_step()
-        seconds, peak = dict(self.timings.seconds), peak_bytes(self._device)
+        seconds, peak = dict(self.timings.seconds), device_memory.peak_bytes(self._device)
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
     def report(self) -> None:
@@ -355,11 +439,12 @@ def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
 
 
 def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[str, float]:
-    """The processors of this process on ``device``, by a name, and their number: the cores that it may
-    use, as many of them as its control group (v2) pays for; or the accelerator.
+    """The name and number of this process's processors on ``device``.
+
+    The cores that it may use, as many of them as its control group (v2) pays for; or the accelerator.
     """
     if is_accelerator(device):
-        return device_place(device), 1.0
+        return device_memory.device_place(device), 1.0
     cores = sorted(os.sched_getaffinity(0))
     count = float(len(cores))
     try:

@@ -7,10 +7,8 @@ the next STEP. If stages must know something of each other before they step, or 
 coordinator comes first. If that is the norm of the whole gradient, a stage may step on the guess that it is small, and
 again if it was wrong.
 
-Contract: an attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is
-announced; :mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
-
-Must not know: who is in the generation, and how it came about.
+An attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
+:mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.checks.finite_checks import FiniteChecks
 from lightning_recycle.runtime.checks.microbatch_records import Recomputation
-from lightning_recycle.runtime.checks.verification import Verifier
+from lightning_recycle.runtime.checks.verification import FiniteChecks, Verifier
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.stage_messages import Incoming
-from lightning_recycle.runtime.comm.transports import Channel
+from lightning_recycle.runtime.comm.wire import Channel, Incoming
 from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
 from lightning_recycle.runtime.executor.speculative_commit import (
     CommitPayload,
@@ -50,14 +46,14 @@ from lightning_recycle.runtime.executor.speculative_commit import (
     norm_of,
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.stage.gradient_reduction import BucketedReduction
-from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.gradients import BucketedReduction, Share
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 log = logging.getLogger(__name__)
 
 READING = "reading data"
+_ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 
 @dataclass
@@ -77,7 +73,6 @@ class Attempt:
     Attributes:
         place: the step and the operation to which an exception belongs.
         is_past: whether it is past the point up to which it can do the same again.
-        reads_from: the data that it reads.
         computes: whether it is in an attempt, and not in a hook of the user's that is called only once.
     """
 
@@ -100,33 +95,16 @@ class StepRunner:
     """Runs one worker's part of steps.
 
     Args:
-        worker: the worker's position.
-        grid: the grid of the run.
-        client: the connection to the coordinator.
-        communicator: the connection to the other workers.
-        bundle: the layers of this stage, and what belongs to them.
-        callbacks: answers what is not the executor's business.
         rules: what stages must know of each other before they step; with ties they all commit a step together.
-        measurements: of the operations; by default only their seconds.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
-        device_name: the name of its device, by which its machine knows it.
-        members: the number of workers in a position.
 
     Attributes:
-        positions: which worker is which member of which position.
         version: the number of steps applied to the parameters; with gradient accumulation, of batches.
-        reduced: whether the gradient of step :attr:`version` is reduced.
         payload: what other stages must know of it; that of an unsettled step stays.
-        gradients: those that parameters hold between steps, and those of each step.
-        steps: the steps that may run.
-        attempt: how far this worker has come.
         stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
-        before_operation: called with (step, operation) before each operation.
-        after_operation: called with (step, operation) after each operation.
-        stretch_operation: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes
-            counts as computing. For fault injection.
+        timings: seconds by kind of operation.
     """
 
     def __init__(
@@ -155,10 +133,11 @@ class StepRunner:
         self.siblings_done = True
         self.before_operation: list[Callable[[int, Op], None]] = []
         self.after_operation: list[Callable[[int, Op], None]] = []
-        self.stretch_operation: Callable[[float], None] | None = None
         self._rules = rules
         self._device = communicator.device
         self._measurements = measurements or StepMeasurements(client, self._device)
+        self.timings = self._measurements.timings
+        self._waits_to_read = is_accelerator(self._device)  # a number of the device
         has_ties = bool(bundle.ties.ties)
         waits = rules.overflow or not rules.staggered or has_ties
         self.guesses = (
@@ -178,31 +157,25 @@ class StepRunner:
         self._losses: dict[int, float | Tensor] = {}  # on a device: reading one waits for it
         self._outputs: dict[int, bytes] = {}
         self._has_read_ahead = False
-        self._buffers = 0  # the step in whose buffers this attempt adds up gradients
-        self._hold(bundle)
+        self._statistics: Sequence[Tensor] = ()  # to which this attempt adds
+        self._set_up(bundle)
 
-    def _hold(self, bundle: StageBundle) -> None:
-        """From now on this worker has these layers. Nothing is under way."""
+    def _set_up(self, bundle: StageBundle) -> None:
+        """Sets up this worker for the layers of ``bundle``. Nothing is under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
-        self._reduction = BucketedReduction(self.communicator.sums, self.gradients, self.stage, lambda: self.is_settled)
+        self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_settled)
         # A single column is never ahead of others: what it has applied is what is committed.
         is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
-        self._measurements.hold(self._held)
+        self._measurements.begin_layers(self._held)
         # A guess, or the user's own backward, may differ.
         comparing = self.guesses is None and self.stage.differentiates_itself
         self._recompute_again = recompute = Recomputation(
             self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
         )
         self.verifier = Verifier(
-            self.client,
-            self.communicator,
-            self.stage,
-            recompute,
-            self.grid,
-            self._device_name,
-            comparing,
+            self.client, self.communicator, self.stage, recompute, self.grid, self._device_name, comparing
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
@@ -210,18 +183,18 @@ class StepRunner:
         self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
-    def take_up(self, bundle: StageBundle) -> None:
-        """This worker has other layers from now on, which are set as those before."""
+    def replace_layers(self, bundle: StageBundle) -> None:
+        """Replaces this worker's layers, set as those before."""
         self.gradients.give_back()
         for parameter, grad in bundle.left.items():
             parameter.grad = grad
-        self._hold(bundle)
+        self._set_up(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers
         self.stage.remember_modes()
         self.forget()
 
-    def train(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on the layers have these parameters; for a single stage, which needs no shadow."""
+    def replace_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replaces the parameters of the layers; for a single stage, without a shadow."""
         assert self._shadow is None
         self.gradients.give_back()
         self._parameters = self.gradients.parameters = self._recompute_again.parameters = list(parameters)
@@ -229,13 +202,13 @@ class StepRunner:
     # ------------------------------------------------------------------ a step
 
     def follow(self, program: Program) -> None:
-        """Follows ``program`` from now on."""
+        """Takes over ``program``."""
         self._whole_program = program
         self.program, self._idle_peer = program.tasks, program.idle_peer
         self.verifier.follow(program)
 
     def run_program(self, step: int) -> None:
-        """Runs the program for ``step``; if this stage is done with it, only the part that other stages need."""
+        """Runs the program for ``step``, or the part that other stages still need."""
         self.communicator.meet_siblings()  # none of them is left behind in a step that others can complete
         self.client.leave_hook(together=True)
         siblings_done = self.siblings_done if step == self.ahead[0] else False
@@ -248,7 +221,7 @@ class StepRunner:
             left_out = [*weights, *([] if givers else [OpKind.REDUCE])]
             program = tuple(t for t in program if t.op.kind not in left_out)
         if step == self.version:
-            self._look_for_changes(step - 1)  # hooks have run between the steps
+            self._protect_lent_gradients(step - 1)  # hooks have run between the steps
         self.stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
@@ -256,21 +229,23 @@ class StepRunner:
         checked, inspected = self.verifier.target is not None, self.finite.inspects
         self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
         early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
-        self._buffers = part.buffers
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
+        self._statistics = self.gradients.statistics(part.buffers)
+        post = self.communicator.post_receive
         self._incoming = {
-            task: self.communicator.messages.post_receive(_channel(task.op), task.source, task.index)
+            task: post(_ACTIVATIONS if task.op.kind is OpKind.FORWARD else _GRADIENTS, task.source, task.index)
             for task in program
             if task.source is not None
         }
         if (first := self._measurements.first) is not None:
-            measured, buffers = step if part.reduces else None, self.communicator.messages.buffers()
+            measured, buffers = step if part.reduces else None, self.communicator.buffers()
             first.begin(measured, program, self._whole_program.split_backward, buffers)
         if part.awaits_peers:
             self.await_peers()
-        forwards_left = sum(task.op.kind is OpKind.FORWARD for task in program)
+        forwards_left = [task.op.kind for task in program].count(OpKind.FORWARD)
+        member = self.client.member
         for task in program:
-            if self.client.interrupted:
+            if member.interrupted:
                 raise Interrupted
             if self.guesses is not None:
                 self.settle(waits=False)
@@ -316,7 +291,7 @@ class StepRunner:
                 for watcher in self._watchers:
                     watcher.completed(task)
                 self._reduction.completed(task)
-        self.communicator.messages.end_step()
+        self.communicator.end_step()
 
     def _forward(self, step: int, task: Task) -> None:
         inputs = target = None
@@ -335,12 +310,12 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
         split, again = task.split_backward or self._tries_split(task), task.recomputed
-        statistics = self.gradients.statistics(self._buffers)
-        with self.callbacks.microbatch(task.index, statistics) as values, self._measured(OpKind.FORWARD, task, inputs):
+        measured = self._measured(OpKind.FORWARD, task, inputs)
+        with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
-                self._losses[task.index] = loss.clone() if is_accelerator(loss.device) else float(loss)
+                self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         values.record = self.callbacks.record_output(output, target, self._samples(step, task))
@@ -352,11 +327,12 @@ class StepRunner:
             if self._measurements.first is not None:
                 self._measurements.first.sent(output)
             note = values.note(note)
-            self.communicator.messages.send(_channel(task.op), output, task.destination, task.index, note)
+            self.communicator.send(_ACTIVATIONS, output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
-        """The losses of the micro-batches, and what hooks did with their outputs. Of micro-batches that this worker
-        computes parts of: the mean losses, and the outputs of all parts.
+        """The losses of the micro-batches, and what hooks did with their outputs.
+
+        Of micro-batches that this worker computes parts of: the mean losses, and the outputs of all parts.
         """
         losses = {index: float(loss) for index, loss in self._losses.items()}
         _, parts = self.communicator.parts
@@ -377,7 +353,7 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.adds_gradients(task)
         if kind is OpKind.BACKWARD and first is not None and self._tries_split(task):
-            with self._measurements.timings.measure(kind, self._device, self.stretch_operation):
+            with self.timings.of[kind]:
                 with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
                     input_grads = self.stage.backward_input(task.index, grads)
                 with first.part(OpKind.BACKWARD_WEIGHT, task.index, self.stage):
@@ -391,23 +367,23 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
-            self.communicator.messages.send(_channel(task.op), input_grads, task.destination, task.index)
+            self.communicator.send(_GRADIENTS, input_grads, task.destination, task.index)
 
     def _reduce(self, step: int) -> None:
         self.settle()
-        self._measurements.timings.await_device(self.client.progressed)
-        with self.client.waiting("peers"), self._measurements.timings.measure(OpKind.REDUCE, self._device):
+        self.timings.await_device(self.client.progressed)
+        with self.client.waiting("peers"), self.timings.of[OpKind.REDUCE]:
             self._reduction.finish()
         payload = self._commit_payload(step)
         self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
-    def _look_for_changes(self, step: int) -> None:
+    def _protect_lent_gradients(self, step: int) -> None:
         if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
-            self.gradients.look_for_changes(step)
+            self.gradients.protect_lent(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
-        """By the stages that hold weights in common, if some are done with ``step``: who gives the others its sum."""
+        """The ranks that give others sums of shared weights, by stages that hold them."""
         again, ahead = self.ahead
         givers = self.ties.givers(ahead) if step == again else {}
         return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
@@ -431,8 +407,9 @@ class StepRunner:
             self.apply({})
 
     def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
-        """Steps the optimizer with the reduced gradient of step :attr:`version`; ``payloads`` by stage. ``guesses``:
-        whether they are not known yet.
+        """Steps the optimizer with the reduced gradient of step :attr:`version`.
+
+        ``payloads``: by stage; ``guesses``: whether they are not known yet.
         """
         number = self.version
         step = self.steps[number]
@@ -443,7 +420,7 @@ class StepRunner:
         add = partial(self.gradients.add, number, step.share)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next, add)
         self.gradients.give_back()
-        with self._measurements.timings.measure(OpKind.STEP, self._device):
+        with self.timings.of[OpKind.STEP]:
             if self._shadow is not None:
                 self._shadow.update()
                 self._shadow_of = number
@@ -463,7 +440,7 @@ class StepRunner:
                 step.apply(result)
             self.client.leave_hook()
             self.stage.clear()  # what layers of FSDP have gathered for a hook are the parameters before the step
-            self._look_for_changes(number)
+            self._protect_lent_gradients(number)
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
         self.attempt.is_past = False
@@ -472,42 +449,43 @@ class StepRunner:
     # ------------------------------------------------------------------ steps on a guess
 
     def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
-        """Reports this stage's gradient, and applies it now if a guess may do; else when all stages have reported."""
+        """Applies this stage's gradient on a guess if it may, else after all reports."""
         assert self.payload is not None
         on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
-        guesses.tell(step, self.payload, on_a_guess)
-        if on_a_guess and not guesses.is_known(step):
+        guesses.report(step, self.payload, on_a_guess)
+        if on_a_guess and not guesses.is_reported(step):
             self.apply({}, guesses=True)
         else:
-            self.apply(guesses.await_known(step))
+            self.apply(guesses.await_reports(step))
 
     def settle(self, waits: bool = True) -> None:
-        """If the newest step was made on a guess, learns whether that was right; only if that is known already, without
-        ``waits``. Nothing that follows from a guess may be reduced, or leave the executor.
+        """Learns whether a guess was right; without ``waits`` only if that is known.
+
+        Nothing that follows from a guess may be reduced, or leave the executor.
 
         Raises:
             Interrupted: when a generation was announced, in which a wrong guess is corrected.
         """
         guesses, step = self.guesses, self.version - 1
-        if guesses is not None and guesses.unsettled and (waits or guesses.is_known(step)):
-            guesses.await_known(step)
+        if guesses is not None and guesses.unsettled and (waits or guesses.is_reported(step)):
+            guesses.await_reports(step)
             guesses.unsettled, self.payload = False, None
 
     @property
     def has_shadow(self) -> bool:
-        """Whether this worker can compute with the parameters that it had before its newest step."""
+        """Whether this worker holds the parameters from before its newest step."""
         return self._shadow is not None and self._shadow_of == self.version - 1
 
     @property
     def is_settled(self) -> bool:
-        """Whether the parameters are what they will be."""
+        """Whether the parameters are final, and no guess may be corrected."""
         return self.guesses is None or not self.guesses.unsettled
 
     def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
-        """Settles ``step``, which this worker applied on a guess; ``known``: what all stages have reported of it."""
+        """Settles ``step``, applied on a guess; ``known``: the reports of all stages."""
         assert self.guesses is not None
         self.guesses.unsettled, self.payload = False, None
-        if not self.guesses.are_right(known):
+        if not self.guesses.were_right(known):
             self._step_again(step, norm_of(known))
 
     def _step_again(self, step: int, norm: float) -> None:
@@ -522,17 +500,10 @@ class StepRunner:
     # ------------------------------------------------------------------ a recovery
 
     def adopt(self, step: int, donor: int, lacks: bool, is_committed: bool) -> None:
-        """Takes over the reduced gradient of ``step`` from rank ``donor``, or gives its own to those that lack it.
-
-        Args:
-            step: which step.
-            donor: the rank that gives it, of this stage.
-            lacks: whether this worker has none.
-            is_committed: whether all stages have done the step.
-        """
+        """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
-                self.communicator.sums.broadcast(buffer, donor)
+                self.communicator.broadcast(buffer, donor)
         if lacks:
             self.payload, self.reduced = self._commit_payload(step), True
 
@@ -546,18 +517,18 @@ class StepRunner:
         self._incoming = {}
 
     def drop_reductions(self) -> None:
-        """Forgets the sums that were begun, once the connections of their generation are closed."""
+        """Forgets begun sums, once the connections of their generation are closed."""
         self._reduction.drop()
 
     def measure_links(self) -> None:
         """Measures the links to the neighbouring stages, if the run is profiled."""
-        rank, pair = self.client.rank, self.communicator.messages.exchange
+        rank, pair = self.client.rank, self.communicator.echo
         self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
 
     def await_peers(self) -> None:
         """Returns when all live workers of this stage have come here."""
         with self.client.waiting("peers"):
-            self.communicator.sums.all_reduce(torch.zeros(1))
+            self.communicator.all_reduce(torch.zeros(1))
 
     def serve(self, step: int) -> None:
         """Runs a step that this worker has applied, with the parameters of that step."""
@@ -584,14 +555,14 @@ class StepRunner:
                 data.handle.loader.read_ahead(data.handle)
                 self.attempt.place = (step, task.label)
         with self.client.waiting(f"rank {task.source}"):
-            value = self.communicator.messages.receive(self._incoming[task])
+            value = self.communicator.receive(self._incoming[task])
         if task.op.kind is OpKind.FORWARD and self._measurements.first is not None:
             self._measurements.first.received(value)
         return value
 
     def _measured(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
         """The context of an F, R, BW, B or W; ``inputs``: what the F is given."""
-        timed = self._measurements.timings.measure(kind, self._device, self.stretch_operation)
+        timed = self.timings.of[kind]
         first = self._measurements.first
         return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))
 
@@ -609,7 +580,3 @@ class StepRunner:
 def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _channel(op: Op) -> Channel:
-    return Channel.ACTIVATIONS if op.kind is OpKind.FORWARD else Channel.GRADIENTS

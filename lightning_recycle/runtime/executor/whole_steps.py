@@ -1,25 +1,14 @@
 """Steps that optimize by themselves, on each of a worker's micro-batches.
 
-Concept: what such a step is only the user's code knows, so it is no schedule's; the schedule says which micro-batches a
-worker has. There is one stage: every worker does the whole step, and all hold the same afterwards. A step is done on
-the parameters in place, with a copy of the whole state that it began with (:class:`StepState`). A failure rewinds it,
-and all do it again.
-
-Contract: for the protocol a worker is REDUCED when it has done its step, and holds the state before and after it.
-Before its losses are known, and before it votes for the commit, all workers have said that they are done (the last of
-the checks below). So when all losses are known, all live workers are REDUCED, and a recovery applies the step on all of
-them; otherwise it redoes it on all. No worker ever needs another's.
+Only the user's code knows what such a step is; the schedule says which micro-batches a worker has. There is one stage:
+every worker does the whole step, and all hold the same afterwards. A step is done on the parameters in place, with a
+copy of the whole state that it began with (:class:`StepState`). A failure rewinds it, and all do it again. For the
+protocol a worker is REDUCED when it has done its step, and holds the state before and after it. Before its losses are
+known, and before it votes for the commit, all workers have reported that they are done: no worker ever needs another's
+state.
 
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
 check that they have done the same so far: they end with an error instead of waiting for each other.
-
-The training steps of a worker's micro-batches compute in :class:`Lockstep`, and do some things together: they reduce
-their gradients, and step an optimizer once. :meth:`Lockstep.meet` is such a point. Each function runs until it calls
-it; when all of them have, what they do together is done once, by the thread that called :meth:`Lockstep.run`, with what
-each of them brought; and all go on with the answer. Never do two of them run at the same time, and their order is
-fixed. A single function runs in the caller's thread; several have a thread each, as Python can suspend a function that
-calls user's code no other way. Functions that take different ways (one meets where another ends) are an error. If one
-raises, or what is done together does, the others end where they met.
 """
 
 from __future__ import annotations
@@ -89,9 +78,6 @@ class WholeStepMicrobatch:
     """A micro-batch that a worker has in a step.
 
     Args:
-        index: its index in the global batch.
-        inputs: the arguments of the user's step.
-        samples: how many it has.
         counts: whether it contributes. A worker for which the schedule has nothing does another's work without
             contributing, as its optimizers must step like all others.
     """
@@ -106,11 +92,8 @@ class WholeStepRunner(StepRunner):
     """A runner whose steps are run by ``body``, with ``state`` kept before them.
 
     Args:
-        worker, grid, client, communicator, bundle, callbacks: as for
-            :class:`~lightning_recycle.runtime.executor.step_runner.StepRunner`; the bundle has no parameters.
         body: the user's step: (number, this worker's micro-batches, this runner for what the workers do together, the
             way) -> of each its loss (NaN if it has none), and what must reach all workers.
-        state: all that it may change.
     """
 
     def __init__(
@@ -156,9 +139,7 @@ class WholeStepRunner(StepRunner):
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
         mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
-        self._measurements.timings.add(
-            OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches)
-        )
+        self.timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
         self.reduced, self.payload = True, CommitPayload()
         way.add("the end of the step")
@@ -169,7 +150,7 @@ class WholeStepRunner(StepRunner):
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
         self._run_hooks(step, OpKind.STEP, None)
-        self.communicator.messages.end_step()
+        self.communicator.end_step()
 
     def _read(self, step: int) -> list[WholeStepMicrobatch]:
         """Reads this worker's micro-batches."""
@@ -191,7 +172,7 @@ class WholeStepRunner(StepRunner):
         return [task for task in self.program if task.op.kind is kind]
 
     def _run_hooks(self, step: int, after: OpKind, before: OpKind | None) -> None:
-        """Between two operations of the schedule; the user's step is the F of all micro-batches."""
+        """Runs the hooks between two kinds of operations."""
         for task in self._of_kind(after):
             for hook in self.after_operation:
                 hook(step, task.op)
@@ -212,7 +193,7 @@ class WholeStepRunner(StepRunner):
         started = time.perf_counter()
         try:
             with self.client.waiting("peers"):
-                self.communicator.sums.all_reduce(tensor)
+                self.communicator.all_reduce(tensor)
         except Exception as error:
             self._broken = error
             raise
@@ -266,7 +247,7 @@ _END = "the end of the step"
 
 
 class _Ended(BaseException):
-    """Ends a function at a meeting that will not take place; no ``except Exception`` of the user's stops it."""
+    """Ends a function where it met; no ``except Exception`` of the user's stops it."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +282,7 @@ class _Coroutine(Generic[_T]):
         self._thread.start()
 
     def resume(self, answer: Any) -> _Met | _Done[_T]:
-        """Lets it run with the answer of its meeting; returns at the next one, or at its end."""
+        """Lets it run with the answer of its meeting, to the next one or its end."""
         self._answers.put(answer)
         state = self._states.get()
         if isinstance(state, _Done):
@@ -345,7 +326,13 @@ _here = threading.local()
 
 
 class Lockstep:
-    """Functions that run in turns.
+    """Functions that run in turns and meet to do some things together.
+
+    Each function runs until it calls :meth:`meet`; when all have, what they do together is done once, by the thread
+    that called :meth:`run`; and all go on with the answer. Never do two of them run at the same time, and their order
+    is fixed. A single function runs in the caller's thread; several have a thread each, as Python can suspend a
+    function that calls user's code no other way. If one raises, or what is done together does, the others end where
+    they met.
 
     Args:
         places: what is entered while each function runs, one for each of several; what they do together is done in the
@@ -365,8 +352,6 @@ class Lockstep:
         """A point where all functions meet.
 
         Args:
-            what: names it; all must come to the same.
-            part: what this function brings.
             together: called once, with what each of them brought; one that calls it again is not met again.
 
         Returns:

@@ -1,36 +1,124 @@
 """NCCL's communicators of a generation, and a reserve for the next one.
 
-Concept: to begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
+To begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
 generation goes well its workers begin, in the background, what the next one may need: each pair once more, and each
 group once more, as it is and without any one of its members. When a generation ends, what of this *reserve* is complete
-is kept, as nothing was ever launched on it; all else is aborted together. The next generation uses what all members of
-a communicator have kept (:func:`kept_by_all`), and begins the rest.
+is kept, as nothing was ever launched on it; all else is aborted together, as an abort by itself would wait for what is
+on the device. The next generation uses what all members of a communicator have kept (:func:`kept_by_all`), and begins
+the rest.
 
-The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. Nobody waits
+The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. No worker waits
 for a communicator before all that are wanted are begun, as others may begin them in another order.
-
-Contract: one thread calls everything here. A reserve that fails harms nobody: it is aborted with all else, as an abort
-by itself would wait for what is on the device.
-
-Must not know: threads, sockets, what is sent.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
 
-from lightning_recycle.runtime.nccl.nccl_library import NcclComm, NcclError, NcclLibrary
-from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note
+import torch
+from torch import Tensor
+
+from lightning_recycle.runtime.nccl.nccl_library import UNIQUE_ID_BYTES, NcclComm, NcclError, NcclLibrary
 
 log = logging.getLogger(__name__)
 
 _PAIR = -1
 _WANTED, _RESERVED = 253, 252  # the channels of invitations
 _MOST_WITHOUT = 8  # members of a group that has a reserve for the loss of each
+
+
+@dataclass(eq=False)
+class PendingOp:
+    """``tensors`` that are launched one after the other, and live as long as this.
+
+    Each is launched when the one before has ended: a kernel behind one that waits for others would hold up what CUDA
+    puts into the same queue of the hardware, which may be what those wait for.
+
+    Args:
+        comm: the communicator. Each call may leave it in progress, and then nothing may be called.
+        launch: the call, with one of them.
+    """
+
+    comm: NcclComm
+    tensors: Sequence[Tensor]
+    launch: Callable[[Tensor], None]
+    stream: torch.cuda.Stream
+    launched: int = 0
+    end: torch.cuda.Event | None = None  # behind the newest of them
+
+    def proceed(self, library: NcclLibrary) -> bool:
+        """Launches what can be launched; returns whether the device has done all of it."""
+        while not library.in_progress(self.comm):  # what is in progress is not on the stream yet
+            if self.launched > 0:
+                self.end = self.end or self.stream.record_event()
+                if not self.end.query():
+                    return False
+            if self.launched == len(self.tensors):
+                return True
+            self.launch(self.tensors[self.launched])
+            self.launched, self.end = self.launched + 1, None
+        return False
+
+
+Key: TypeAlias = tuple[int, int]
+"""(channel, tag) of a payload. Only one under the same key is on its way from one worker to another. Of what a group
+does together: the number of the group is the tag; of an invitation: that of the communicator."""
+
+_NOTE = struct.Struct("=BBIQQ")
+
+
+class Kind(IntEnum):
+    """What a note says."""
+
+    OFFER = 1  # the sender has a payload
+    GO = 2  # the receiver has begun to receive it
+    READY = 3  # a member of a group has what the group is to do next
+    START = 4  # all members have
+    INVITE = 5  # the founder of a communicator has begun it; its unique id follows
+
+
+@dataclass(frozen=True)
+class Note:
+    """A message between workers about a payload, a collective or a communicator.
+
+    Args:
+        digest: tells its layout from others; all sides must mean the same.
+    """
+
+    kind: Kind
+    key: Key
+    number: int
+    digest: int
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        """The note as bytes."""
+        return _NOTE.pack(self.kind, *self.key, self.number, self.digest) + self.body
+
+    @classmethod
+    def decode_all(cls, data: bytearray) -> list[Note]:
+        """Takes the complete notes from the beginning of ``data``.
+
+        Raises:
+            ValueError: for bytes that are no note.
+        """
+        notes, start = [], 0
+        while len(data) - start >= _NOTE.size:
+            kind, channel, tag, number, digest = _NOTE.unpack_from(data, start)
+            end = start + _NOTE.size + (UNIQUE_ID_BYTES if kind == Kind.INVITE else 0)
+            if end > len(data):
+                break
+            notes.append(cls(Kind(kind), (channel, tag), number, digest, bytes(data[start + _NOTE.size : end])))
+            start = end
+        del data[:start]
+        return notes
 
 
 @dataclass(frozen=True, order=True)
@@ -69,7 +157,7 @@ def pair(sender: int, receiver: int) -> Place:
 
 
 def group_places(rosters: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Those of groups, by name; the same on all members, of which each knows its own groups."""
+    """The communicators of groups, by name; the same on all members."""
     count: Counter[tuple[int, ...]] = Counter()
     places = {}
     for name, roster in sorted(rosters.items()):
@@ -79,13 +167,7 @@ def group_places(rosters: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
 
 
 def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[int, ...]]) -> list[Place]:
-    """What worker ``rank`` may need in the next generation: if nobody is lost whom it has a group with, and if one is.
-
-    Args:
-        rank: of this worker.
-        peers: whom it exchanges payloads with.
-        rosters: its groups.
-    """
+    """Communicators that the next generation may need, with all workers or one less."""
     found = {place for peer in peers for place in (pair(rank, peer), pair(peer, rank))}
     found |= set(group_places(rosters).values())
     small = {name: roster for name, roster in rosters.items() if len(roster) <= _MOST_WITHOUT}
@@ -98,11 +180,9 @@ def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[in
 def kept_by_all(
     wanted: Iterable[Place], kept: Mapping[Place, Kept], told: Mapping[int, Mapping[str, int]]
 ) -> dict[Place, Kept]:
-    """What of ``kept`` all members have kept as well.
+    """The communicators of ``kept`` that all of their members have kept.
 
     Args:
-        wanted: what is needed.
-        kept: by this worker.
         told: the digests that each member, this one included, tells of what it has kept, by names of places.
     """
     return {
@@ -113,17 +193,10 @@ def kept_by_all(
 
 
 class _Batch:
-    """Communicators that are begun together.
+    """Communicators that are begun together."""
 
-    Args:
-        rank: of this worker.
-        library: NCCL.
-        channel: of the invitations.
-        tell: sends a note to a worker.
-    """
-
-    def __init__(self, rank: int, library: NcclLibrary, channel: int, tell: Callable[[int, Note], None]) -> None:
-        self._rank, self._library, self._channel, self._tell = rank, library, channel, tell
+    def __init__(self, rank: int, library: NcclLibrary, channel: int, send_note: Callable[[int, Note], None]) -> None:
+        self._rank, self._library, self._channel, self._send_note = rank, library, channel, send_note
         self._awaited: dict[int, Place] = {}  # to which somebody else will invite, by number
         self._invitations: dict[int, bytes] = {}  # that came too early
         self.comms: dict[Place, Kept] = {}
@@ -134,11 +207,7 @@ class _Batch:
         return not self._awaited
 
     def begin(self, places: Iterable[Place]) -> None:
-        """Begins those of ``places``, as their founders invite.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Begins those of ``places``, as their founders invite."""
         for place in places:
             number = _number(place)
             if place.founder == self._rank:
@@ -148,7 +217,7 @@ class _Batch:
             else:
                 self._awaited[number] = place
 
-    def hear(self, note: Note) -> None:
+    def take_note(self, note: Note) -> None:
         """Takes an invitation."""
         number = note.key[1]
         if number in self._awaited:
@@ -161,7 +230,7 @@ class _Batch:
         self._join(place, unique_id)
         key: Key = (self._channel, _number(place))
         for member in place.ranks[1:]:
-            self._tell(member, Note(Kind.INVITE, key, 0, 0, unique_id))
+            self._send_note(member, Note(Kind.INVITE, key, 0, 0, unique_id))
 
     def _join(self, place: Place, unique_id: bytes) -> None:
         comm = self._library.init(unique_id, len(place.ranks), place.ranks.index(self._rank))
@@ -172,11 +241,6 @@ class Comms:
     """The communicators of one worker in one generation.
 
     Args:
-        rank: of this worker.
-        library: NCCL.
-        tell: sends a note to a worker.
-        wanted: those that the generation uses.
-        kept: which of these there are already.
         outdated: what was kept and is not needed; it is aborted before anything is begun.
     """
 
@@ -184,17 +248,17 @@ class Comms:
         self,
         rank: int,
         library: NcclLibrary,
-        tell: Callable[[int, Note], None],
+        send_note: Callable[[int, Note], None],
         wanted: Collection[Place],
         kept: Mapping[Place, Kept],
         outdated: Iterable[Kept] = (),
     ) -> None:
         self._library = library
         self._outdated = [each.comm for each in outdated]
-        self._wanted = _Batch(rank, library, _WANTED, tell)
+        self._wanted = _Batch(rank, library, _WANTED, send_note)
         self._wanted.comms.update(kept)
         self._to_begin = [place for place in sorted(wanted) if place not in kept]
-        self._reserve = _Batch(rank, library, _RESERVED, tell)
+        self._reserve = _Batch(rank, library, _RESERVED, send_note)
         self._is_ready = self._has_begun = False
 
     def of(self, place: Place) -> NcclComm:
@@ -203,21 +267,13 @@ class Comms:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that are wanted can be used.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Whether all that are wanted can be used."""
         if not self._is_ready and self._has_begun and self._wanted.has_begun:
             self._is_ready = not any(self._library.in_progress(kept.comm) for kept in self._wanted.comms.values())
         return self._is_ready
 
     def begin(self) -> None:
-        """Begins those that are wanted, when called for the first time.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+        """Begins those that are wanted, when called for the first time."""
         if not self._has_begun:
             self._has_begun = True
             outdated, self._outdated = self._outdated, []
@@ -225,23 +281,15 @@ class Comms:
             self._wanted.begin(self._to_begin)
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Begins the reserve, in the background. Called once.
-
-        Raises:
-            RuntimeError: if the device is lost.
-        """
+        """Begins the reserve, in the background. Called once."""
         self._unharmed(lambda: self._reserve.begin(places))
 
-    def hear(self, note: Note) -> None:
-        """Takes an invitation.
-
-        Raises:
-            NcclError, RuntimeError: from NCCL.
-        """
+    def take_note(self, note: Note) -> None:
+        """Takes an invitation."""
         if note.key[0] == _WANTED:
-            self._wanted.hear(note)
+            self._wanted.take_note(note)
         else:
-            self._unharmed(lambda: self._reserve.hear(note))
+            self._unharmed(lambda: self._reserve.take_note(note))
 
     def _unharmed(self, begin: Callable[[], None]) -> None:
         try:
@@ -250,9 +298,7 @@ class Comms:
             log.debug("A communicator for the next generation cannot begin: %s", error)
 
     def abort(self) -> dict[Place, Kept]:
-        """Ends everything but what of the reserve is complete, which is returned. Returns when the device uses nothing
-        of the others any more.
-        """
+        """Ends all but the complete reserve, which is returned, once the device is done."""
         kept = {place: reserved for place, reserved in self._reserve.comms.items() if self._is_complete(reserved)}
         used = [each.comm for each in self._wanted.comms.values()]
         incomplete = [each.comm for place, each in self._reserve.comms.items() if place not in kept]
@@ -267,7 +313,7 @@ class Comms:
 
 
 def abort_together(library: NcclLibrary, comms: Iterable[NcclComm]) -> None:
-    """Aborts ``comms``. The end of one waits for the device, so the others must have been told to end before."""
+    """Aborts ``comms`` at once: the end of one waits for the kernels of all."""
     library.group_start()
     for comm in comms:
         library.abort(comm)

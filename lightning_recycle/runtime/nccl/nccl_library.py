@@ -1,30 +1,21 @@
 """NCCL's C library through ``ctypes``, and streams of a device and their events.
 
-Concept: to end a transfer in milliseconds, its communicator must be at hand. torch's ``ProcessGroupNCCL`` hides it
-behind a watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the library that
-torch has loaded, called directly, with communicators that never block.
+To end a transfer in milliseconds, its communicator must be at hand. torch's ``ProcessGroupNCCL`` hides it behind a
+watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the library that torch has
+loaded, called directly, with communicators that never block.
 
-Contract of :class:`NcclLibrary`: a communicator is created and used without blocking. A call on it may leave it *in
-progress*; until :meth:`NcclLibrary.in_progress` says otherwise nothing else may be called with it, and what was asked
-for is not on its stream yet. Only :meth:`NcclLibrary.abort` is allowed at any time. One thread calls at a time.
-Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``:
-the end of one waits for the device, and so for the kernels of those that are not aborted yet. None is destroyed: that
-waits for the others.
-
-What is enqueued on a stream runs in order. An event is *done* once all that was on its stream when it was recorded has
-run; asking does not block. An imitation of a device has the same three classes (tests/support/fake_nccl.py).
-
-Not tried: :class:`Libnccl` and :class:`CudaStreams` have never run with a device, as there was none. What is above them
-has run over an imitation.
-
-Must not know: who is at the other end, and why something is sent.
+A call on a communicator may leave it *in progress*; until :meth:`NcclLibrary.in_progress` denies that, nothing but
+:meth:`NcclLibrary.abort` may be called with it, and the request is not on its stream yet. One thread calls at a time.
+Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``. None
+is destroyed: that waits for the others. An imitation of a device has the same three classes
+(tests/support/fake_nccl.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,60 +23,6 @@ from torch import Tensor
 from lightning_recycle.errors import ConfigurationError
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Whether all before it has run; raises a RuntimeError ("CUDA error") if the device is lost."""
-
-
-class Stream(Protocol):
-    """Work of a device, in order."""
-
-    @property
-    def handle(self) -> int:
-        """The ``cudaStream_t``."""
-
-    def record(self) -> Event:
-        """An event behind all that is enqueued now."""
-
-
-class Streams(Protocol):
-    """The streams of one device."""
-
-    def use(self) -> None:
-        """Makes it the device of the calling thread, which owns streams of its own and computes nothing."""
-
-    @property
-    def current(self) -> Stream:
-        """The stream on which the calling thread computes."""
-
-    def create(self) -> Stream:
-        """A new stream, which waits for no other."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new tensor for the calling thread to compute with, whose memory nothing that is enqueued uses. Another
-        stream may write to it at once, if whoever makes it do so keeps the tensor meanwhile.
-        """
-
-    def check(self) -> None:
-        """Waits for all that is enqueued; raises a RuntimeError ("CUDA error") if the device is lost."""
-
-
-class CudaStream:
-    """A stream of CUDA."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    @property
-    def handle(self) -> int:
-        return int(self._stream.cuda_stream)
-
-    def record(self) -> Any:
-        return self._stream.record_event()
 
 
 class CudaStreams:
@@ -96,17 +33,24 @@ class CudaStreams:
         self._idle: torch.cuda.Stream | None = None
 
     def use(self) -> None:
+        """Makes it the device of the calling thread, which has streams of its own."""
         torch.cuda.set_device(self._device)
         ignore_recordings()
 
     @property
-    def current(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._device))
+    def current(self) -> torch.cuda.Stream:
+        """The stream on which the calling thread computes."""
+        return torch.cuda.current_stream(self._device)
 
-    def create(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device))
+    def create(self) -> torch.cuda.Stream:
+        """A new stream, which waits for no other."""
+        return torch.cuda.Stream(self._device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new tensor for the calling thread, whose memory nothing that is enqueued uses.
+
+        Another stream may write to it at once, if the caller keeps the tensor meanwhile.
+        """
         # torch gives memory out again as soon as nothing uses it that comes later on the stream that it was allocated
         # for, but what was enqueued before may. So this is allocated for a stream on which nothing runs; and torch
         # waits with memory that was used on another one until that is done.
@@ -118,17 +62,16 @@ class CudaStreams:
         return tensor
 
     def check(self) -> None:
+        """Waits for all that is enqueued; a lost device is a RuntimeError ("CUDA error")."""
         torch.cuda.synchronize(self._device)
 
 
 def ignore_recordings(path: str = "libcuda.so.1") -> bool:
-    """Lets the calling thread go on while another one records a CUDA graph; returns whether that could be done.
+    """Lets this thread go on while another records a CUDA graph; whether it can.
 
     By default ``torch.cuda.graph`` records in the mode "global", in which no thread may ask whether an event is done,
-    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same.
-
-    Args:
-        path: of the library of CUDA's driver.
+    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same. ``path`` is
+    that of CUDA's driver.
     """
     try:
         exchange = ctypes.CDLL(path).cuThreadExchangeStreamCaptureMode
@@ -157,47 +100,7 @@ SUMMED = frozenset(_TYPES)
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL, or something that it did in the background, failed: a peer or the network is gone."""
-
-
-class NcclLibrary(Protocol):
-    """What is needed of NCCL."""
-
-    def unique_id(self) -> bytes:
-        """The name of a new communicator, which one of its members makes and all must have."""
-
-    def init(self, unique_id: bytes, size: int, rank: int) -> NcclComm:
-        """Begins to connect member ``rank`` of ``size`` on the current device."""
-
-    def in_progress(self, comm: NcclComm) -> bool:
-        """Whether the last call on ``comm`` is not done yet.
-
-        Raises:
-            NcclError: if it, or anything else on this communicator, has failed.
-            RuntimeError: if the device is lost ("CUDA error").
-        """
-
-    def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
-        """Enqueues sending the contiguous ``tensor`` to member ``peer``. It must live until that is done."""
-
-    def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
-        """Enqueues filling the contiguous ``tensor`` by member ``peer``. It must live until that is done."""
-
-    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
-        """Enqueues replacing the contiguous ``tensor``, of a dtype of SUMMED, by its sum over all members, the same
-        bits on all of them. It must live until that is done.
-        """
-
-    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
-        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``. It must live until that is done."""
-
-    def group_start(self) -> None:
-        """What is called from now on happens together, at :meth:`group_end`."""
-
-    def group_end(self) -> None: ...
-
-    def abort(self, comm: NcclComm) -> None:
-        """Ends ``comm`` and all of its kernels; what they have received is incomplete."""
+    """A call of NCCL, or its work in the background, failed: a peer is gone."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -205,7 +108,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` of NCCL 2.14; later versions add fields, and fill those that an older version lacks."""
+    """``ncclConfig_t`` of NCCL 2.14; newer versions fill the fields that it lacks."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -215,11 +118,8 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Libnccl:
-    """NCCL as torch ships it.
-
-    Args:
-        path: of the library; by default the one that torch has loaded into this process.
+class NcclLibrary:
+    """NCCL as torch ships it; ``path``: by default the library that torch has loaded.
 
     Raises:
         ConfigurationError: if there is none, or one that cannot be relied on.
@@ -278,11 +178,13 @@ class Libnccl:
         raise NcclError(f"{call}: {text}. {last}")
 
     def unique_id(self) -> bytes:
+        """The name of a new communicator, made by one member and given to all."""
         found = _UniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(found)))
         return bytes(found)
 
     def init(self, unique_id: bytes, size: int, rank: int) -> NcclComm:
+        """Begins to connect member ``rank`` of ``size`` on the current device."""
         comm = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
         self._check(
@@ -294,44 +196,59 @@ class Libnccl:
         return comm
 
     def in_progress(self, comm: NcclComm) -> bool:
+        """Whether the last call on ``comm`` is not done yet.
+
+        Raises:
+            NcclError: if it, or anything else on this communicator, has failed.
+            RuntimeError: if the device is lost ("CUDA error").
+        """
         state = ctypes.c_int()
         self._check("ncclCommGetAsyncError", self._library.ncclCommGetAsyncError(comm, ctypes.byref(state)))
         self._check("an earlier call", state.value)
         return state.value == _IN_PROGRESS
 
-    def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+    def send(self, comm: NcclComm, tensor: Tensor, peer: int, stream: torch.cuda.Stream) -> None:
+        """Enqueues sending the contiguous ``tensor``, which must live until that is done."""
         self._exchange("ncclSend", comm, tensor, peer, stream)
 
-    def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+    def receive(self, comm: NcclComm, tensor: Tensor, peer: int, stream: torch.cuda.Stream) -> None:
+        """Enqueues filling the contiguous ``tensor``, which must live until that is done."""
         self._exchange("ncclRecv", comm, tensor, peer, stream)
 
-    def _exchange(self, call: str, comm: NcclComm, tensor: Tensor, peer: int, stream: Stream) -> None:
+    def _exchange(self, call: str, comm: NcclComm, tensor: Tensor, peer: int, stream: torch.cuda.Stream) -> None:
         assert tensor.is_contiguous()
         result = getattr(self._library, call)(
-            tensor.data_ptr(), tensor.nbytes, _BYTES, peer, comm, ctypes.c_void_p(stream.handle)
+            tensor.data_ptr(), tensor.nbytes, _BYTES, peer, comm, ctypes.c_void_p(stream.cuda_stream)
         )
         self._check(call, result)
 
-    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: Stream) -> None:
+    def all_reduce(self, comm: NcclComm, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Enqueues replacing ``tensor`` by its sum, the same bits on all members.
+
+        It is contiguous, of a dtype of SUMMED, and must live until that is done.
+        """
         assert tensor.is_contiguous()
         count = tensor.numel() * (2 if tensor.is_complex() else 1)
-        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.cuda_stream)
         result = self._library.ncclAllReduce(memory, memory, count, _TYPES[tensor.dtype], _SUM, comm, handle)
         self._check("ncclAllReduce", result)
 
-    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: Stream) -> None:
+    def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: torch.cuda.Stream) -> None:
+        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``."""
         assert tensor.is_contiguous()
-        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.handle)
+        memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.cuda_stream)
         result = self._library.ncclBroadcast(memory, memory, tensor.nbytes, _BYTES, root, comm, handle)
         self._check("ncclBroadcast", result)
 
     def group_start(self) -> None:
+        """What is called from now on happens together, at :meth:`group_end`."""
         self._check("ncclGroupStart", self._library.ncclGroupStart())
 
     def group_end(self) -> None:
         self._check("ncclGroupEnd", self._library.ncclGroupEnd())
 
     def abort(self, comm: NcclComm) -> None:
+        """Ends ``comm`` and all of its kernels; what they have received is incomplete."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(comm))
 
 

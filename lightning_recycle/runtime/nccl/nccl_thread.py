@@ -1,20 +1,9 @@
-"""The thread that owns NCCL in a worker: its operations, and the links for its notes.
+"""The thread that owns NCCL in a worker: its operations, and links for its notes.
 
-Concept: one thread per generation calls NCCL, hears and sends notes over plain connections to the neighbours and the
-leaders of groups, and launches what :class:`NcclOps` decides. So no call of NCCL is made by two threads at a time, a
-send leaves although the main thread is computing, and an abort is not held up by a wait of the main thread.
-
-:class:`NcclOps` is all that one worker does by NCCL in one generation: transfers between two workers, and what groups
-do together. Both use one table of communicators (:mod:`~lightning_recycle.runtime.nccl.nccl_comms`), begun and aborted
-together. What the next generation may need is begun while this one runs; nothing is launched on it. Its methods are
-called by the thread alone, :meth:`NcclOps.advance` again and again while it returns True. What was received or summed
-counts once it is *finished*, which happens after the device has said so, and never once :meth:`NcclOps.abort` was
-called. Tensors live as long as the device may use them.
-
-Contract: the main thread hands over what it wants, and waits until that is there. What an abort ends is not there,
-whatever the device says.
-
-Must not know: who agrees on what, and what a payload or a sum is for.
+One thread per generation calls NCCL, exchanges notes over plain connections with the neighbours and the leaders of
+groups, and launches what :class:`NcclOps` decides. So no call of NCCL is made by two threads at a time, a send leaves
+although the main thread is computing, and an abort is not held up by a wait of the main thread. The main thread hands
+over its requests and waits until they are done; what an abort ends counts as never done, whatever the device reports.
 """
 
 from __future__ import annotations
@@ -29,20 +18,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning_recycle.runtime.comm.groups import CommunicationError
-from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
-from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Place
-from lightning_recycle.runtime.nccl.nccl_library import Streams
-from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
-from lightning_recycle.runtime.nccl.pending_op import Kind, Note
+from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Kind, Note, Place
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams
+from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 
 class NcclOps:
     """The communicators of one worker in one generation, and what goes over them.
 
-    Args:
-        comms: the communicators.
-        pairs: transfers between two workers.
-        groups: what groups do together.
+    Called by the thread alone. Results count once they are *finished*, which the device has confirmed, and never after
+    :meth:`abort`. Tensors live as long as the device may use them.
     """
 
     def __init__(self, comms: Comms, pairs: Payloads, groups: GroupPayloads) -> None:
@@ -64,40 +49,27 @@ class NcclOps:
         self.pairs.lost.add(rank)
         self.groups.lost.add(rank)
 
-    def hear(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``.
-
-        Raises:
-            NcclError: if it makes no sense.
-        """
+    def take_note(self, peer: int, note: Note) -> None:
+        """Takes a note of worker ``peer``."""
         if note.kind is Kind.INVITE:
-            self._comms.hear(note)
+            self._comms.take_note(note)
         else:
-            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).hear(peer, note)
+            (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).take_note(peer, note)
 
     def advance(self) -> bool:
-        """Does what can be done now. Returns whether to call it again soon, since the device does not call.
-
-        Raises:
-            NcclError: if something has failed.
-            RuntimeError: if the device is lost.
-        """
+        """Does what can be done now; returns whether to call it again soon."""
         self._comms.begin()
         pairs, groups = self.pairs.advance(), self.groups.advance()
         return pairs or groups
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Begins communicators for the next generation, in the background. Called once.
-
-        Raises:
-            RuntimeError: if the device is lost.
-        """
+        """Begins communicators for the next generation, in the background. Called once."""
         self._comms.reserve(places)
 
     def abort(self) -> dict[Place, Kept]:
-        """Ends everything; returns when the device uses none of the tensors any more. Everybody aborts: a worker's
-        transfer with one that has aborted would otherwise never end. What it returns can be used in the next
-        generation.
+        """Ends everything once the device is done with it; returns the kept communicators.
+
+        All workers abort: a transfer with one that has aborted would otherwise never end.
         """
         if self._aborted:
             return {}
@@ -120,13 +92,8 @@ class NcclThread:
 
     Args:
         traffic: makes all that goes over them, given how it tells notes and that something has finished.
-        generation: the number of the generation.
-        streams: of the device.
-        links: the connections to the workers that it exchanges notes with.
-        cancelled: set when the generation is aborted.
 
     Attributes:
-        linked: those workers.
         kept: the communicators that the next generation can use; complete once it has ended.
     """
 
@@ -134,14 +101,14 @@ class NcclThread:
         self,
         traffic: Callable[[Callable[[int, Note], None], Callable[[], None]], NcclOps],
         generation: int,
-        streams: Streams,
+        streams: CudaStreams,
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
     ) -> None:
         self._generation, self._cancelled, self._streams = generation, cancelled, streams
         self.linked = frozenset(links)
         self._links = {peer: _Link(sock) for peer, sock in links.items()}
-        self._traffic = traffic(self._tell, self._notify)
+        self._traffic = traffic(self._send_note, self._notify)
         self.kept: dict[Place, Kept] = {}
         self._is_over = threading.Event()
         self._asked: deque[Callable[[], None]] = deque()  # by the main thread
@@ -177,12 +144,7 @@ class NcclThread:
         self._ask(lambda: self._traffic.pairs.send(sending))
 
     def receive(self, receiving: Receiving) -> None:
-        """Returns when ``receiving`` is there.
-
-        Raises:
-            CommunicationError: if the generation was aborted, or the sender is gone.
-            RuntimeError: if the device is lost.
-        """
+        """Returns when ``receiving`` is there."""
         self._ask(lambda: self._traffic.pairs.receive(receiving))
         self.wait_for(lambda: receiving.finished, (receiving.peer,))
 
@@ -203,7 +165,7 @@ class NcclThread:
     def wait_for(
         self, condition: Callable[[], bool], peers: Collection[int] = (), timeout: float | None = None
     ) -> None:
-        """Waits for ``condition``, as long as it can come to be: workers ``peers`` must be there for it.
+        """Waits for ``condition``, for which workers ``peers`` must stay connected.
 
         Raises:
             CommunicationError: if the generation is aborted, or one of them is gone.
@@ -285,15 +247,17 @@ class NcclThread:
                 continue
             link = self._links[key.data]
             for note in link.notes():
-                self._traffic.hear(key.data, note)
+                self._traffic.take_note(key.data, note)
             if link.ended:
                 self._selector.unregister(link.socket)
                 self._traffic.lose(key.data)
                 self._notify()
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """What has come, after ``timeout`` seconds at most. epoll counts milliseconds; ``select`` does not, and takes
-        the epoll instance for one descriptor, if that has a small number.
+        """Ready connections, after ``timeout`` seconds at most.
+
+        epoll counts milliseconds; ``select`` does not, and takes the epoll instance for one descriptor, if that has a
+        small number.
         """
         descriptor = self._selector.fileno()
         if timeout >= 1e-3 or descriptor >= _MOST_SELECTED:
@@ -301,7 +265,7 @@ class NcclThread:
         select.select([descriptor], [], [], timeout)
         return self._selector.select(0)
 
-    def _tell(self, peer: int, note: Note) -> None:
+    def _send_note(self, peer: int, note: Note) -> None:
         self._links[peer].put(note)
 
 
@@ -318,7 +282,7 @@ class _Link:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what it can. What is left is sent with the next look, since notes never fill a connection for long."""
+        """Sends what it can; the rest leaves with the next look."""
         if not self._outgoing or self.ended:
             return
         try:

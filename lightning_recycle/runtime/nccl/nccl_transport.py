@@ -1,22 +1,12 @@
 """Payloads, sums and broadcasts from device to device, by NCCL; experimental.
 
-"gloo", the default transport, is Gloo on every device. "nccl" is NCCL between CUDA devices, tried in each generation
-before anything depends on it. Pairs and groups of workers where it does not work use Gloo, and the log says why.
-Nothing else of this room is used from outside.
-
-Concept: a thread per generation (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`) owns everything of NCCL. The main
-thread hands over what it wants, and waits on the processor until that is there: nothing that an aborted transfer has
-left behind is ever computed with.
-
-Contract: as :class:`~lightning_recycle.runtime.comm.transports.Transport`. Two workers use NCCL if each has a device of
-its own, a link leads from one to the other, and something has gone over all of their communicators; a group does if
-that holds for all members. Else Gloo does it. All sides decide that from what all have published. So they do about the
-communicators that an earlier generation has begun for this one: one is used if all of its members have kept it. If
-these turn out not to work all connect once more, without them.
+NCCL is tried in each generation before anything depends on it. Two workers use it if each has a device of its own, a
+link leads from one to the other, and something has gone over all of their communicators; a group does if that holds for
+all members. Else Gloo does it, and the log says why. All sides decide that from what all have published. A communicator
+that an earlier generation has begun for this one is used if all of its members have kept it; if these turn out not to
+work all connect once more, without them. Nothing else of this room is used from outside.
 
 Not tried with a device: see docs/gpu.md.
-
-Must not know: schedules, and what a payload or a sum is for.
 """
 
 from __future__ import annotations
@@ -28,7 +18,6 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,18 +25,12 @@ from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.runtime.comm.groups import CommunicationError, Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.transports import (
-    Channel,
-    CommunicationOptions,
-    HostMemory,
-    Rosters,
-    Transport,
-)
-from lightning_recycle.runtime.comm.wire import ValueLayout
-from lightning_recycle.runtime.nccl.group_payloads import Collective, GroupPayloads
+from lightning_recycle.runtime.comm.transports import CommunicationOptions, Rosters, Transport
+from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Comms,
     Kept,
+    Note,
     Place,
     abort_together,
     group_places,
@@ -55,10 +38,9 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
     pair,
     successors,
 )
-from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, Libnccl, NcclLibrary, Streams, device_name
+from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, NcclLibrary, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
-from lightning_recycle.runtime.nccl.payloads import Payloads, Receiving, Sending
-from lightning_recycle.runtime.nccl.pending_op import Note
+from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +56,6 @@ class _Agreement:
     """What a worker does by NCCL in a generation.
 
     Args:
-        rank: of this worker.
-        neighbours: the workers that it exchanges payloads with.
-        rosters: of its groups, by name.
         obstacles: why not with others.
         kept: the digests of what each worker has kept of the generation before, by rank and name of a place.
     """
@@ -108,14 +87,9 @@ class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
     Args:
-        rank: of this worker.
-        device: where payloads are received.
         library: NCCL; a text that says why this worker has none.
-        streams: of the device.
         name: of the device; no two workers have one of the same name if each has its own.
-        gloo: for workers that cannot be reached by NCCL.
         required: whether that is an error instead.
-        reserves: whether communicators for the next generation are begun while one goes well.
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
@@ -125,14 +99,13 @@ class NcclTransport(Transport):
         rank: int,
         device: torch.device,
         library: NcclLibrary | str,
-        streams: Streams,
+        streams: CudaStreams,
         name: str,
-        gloo: Transport,
         required: bool = False,
         reserves: bool = True,
     ) -> None:
         self._rank, self._device, self._library, self._streams = rank, device, library, streams
-        self._name, self._gloo, self._required, self._reserves = name, gloo, required, reserves
+        self._name, self._required, self._reserves = name, required, reserves
         self._has_explained = False
         self._lock = threading.Lock()
         self._thread: NcclThread | None = None
@@ -153,7 +126,6 @@ class NcclTransport(Transport):
         rendezvous: Rendezvous,
         cancelled: threading.Event,
     ) -> None:
-        self._gloo.connect(generation, rosters, groups, rendezvous, cancelled)
         links = groups.get(_LINKS, Group()).links
         rosters = {name: roster for name, roster in rosters.items() if len(roster) > 1}
         neighbours = {rank for channel in Channel for rank in groups.get(channel.value, Group()).places} - {self._rank}
@@ -205,9 +177,9 @@ class NcclTransport(Transport):
         assert not isinstance(library, str)
         groups = {_number(name): place for name, place in agreed.groups.items()}
 
-        def traffic(tell: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
-            comms = Comms(self._rank, library, tell, agreed.places, used, outdated)
-            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, tell, on_change)
+        def traffic(send_note: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
+            comms = Comms(self._rank, library, send_note, agreed.places, used, outdated)
+            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, send_note, on_change)
             return NcclOps(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
 
         thread = NcclThread(traffic, generation, self._streams, links, cancelled)
@@ -248,13 +220,7 @@ class NcclTransport(Transport):
         """Connects; returns why it does not work, if Gloo can do it instead.
 
         Args:
-            thread: which connects.
             uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
-            cancelled: set if the generation is aborted.
-
-        Raises:
-            CommunicationError: if the generation is aborted, or all should connect again.
-            RuntimeError: if the device is lost.
         """
         try:
             if uses_kept or not self._required:
@@ -277,8 +243,9 @@ class NcclTransport(Transport):
     def _decide(
         self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
     ) -> None:
-        """What goes by NCCL, now that all have tried it: what works for all who take part in it. A worker for which it
-        does not work does not try again in later generations.
+        """Uses NCCL where it works for all who take part, now that all have tried it.
+
+        A worker for which it does not work does not try again in later generations.
         """
         is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
         mine = "" if failure is None else str(failure)
@@ -303,33 +270,28 @@ class NcclTransport(Transport):
 
     # what is carried
 
-    def _thread_to(self, peer: int) -> NcclThread | None:
-        return self._thread if peer in self._usable.neighbours else None
+    @property
+    def _connected(self) -> NcclThread:
+        assert self._thread is not None, "it carries and takes only while there is one"
+        return self._thread
 
     def packed_bytes(self, peer: int) -> int:
-        return self._gloo.packed_bytes(peer) if self._thread_to(peer) is None else _PACKED_BYTES
+        return _PACKED_BYTES if self.carries(peer) else super().packed_bytes(peer)
 
     def carries(self, peer: int) -> bool:
-        return self._thread_to(peer) is not None
+        return self._thread is not None and peer in self._usable.neighbours
 
     def send(
         self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
-    ) -> list[tuple[Any, Tensor]]:
-        thread = self._thread_to(destination)
-        if thread is None:
-            return self._gloo.send(channel, layout, tensors, destination, tag)
+    ) -> None:
         payload = [tensor.to(self._device).contiguous() for tensor in tensors if tensor.numel() > 0]
-        ready = self._streams.current.record()
-        thread.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
-        return []  # the thread keeps them
+        ready = self._streams.current.record_event()
+        self._connected.send(Sending(destination, (_CHANNELS[channel], tag), _digest(layout), payload, ready))
 
     def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
-        thread = self._thread_to(source)
-        if thread is None:
-            return self._gloo.receive(channel, layout, source, tag)
         tensors = layout.empty(self._streams.empty)
         payload = [tensor for tensor in tensors if tensor is not None and tensor.numel() > 0]
-        thread.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
+        self._connected.receive(Receiving(source, (_CHANNELS[channel], tag), _digest(layout), payload))
         return tensors
 
     @property
@@ -342,9 +304,8 @@ class NcclTransport(Transport):
         return roster in self._usable.rosters and is_here and large and tensor.dtype in SUMMED
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
-        thread = self._thread
-        assert thread is not None, "it is taken only while there is one"
-        collective = Collective(_number(roster), tensor, root, self._streams.current.record())
+        thread = self._connected
+        collective = Collective(_number(roster), tensor, root, self._streams.current.record_event())
         thread.begin(collective)
         return thread, collective
 
@@ -376,7 +337,6 @@ class NcclTransport(Transport):
         if thread is not None:
             thread.end()
             self._kept |= thread.kept
-        self._gloo.close()
 
     def end(self) -> None:
         self.close()
@@ -387,7 +347,7 @@ class NcclTransport(Transport):
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where this worker and ``others`` tell each other something, in a generation."""
+    """Exchanges between this worker and ``others``, in a generation."""
 
     generation: int
     rank: int
@@ -403,7 +363,7 @@ class _Meeting:
 
 
 def _obstacle(cards: Mapping[int, Any], ranks: Sequence[int], hub: int, linked: Sequence[int]) -> str:
-    """Why workers ``ranks`` cannot have a communicator, or an empty text. ``hub`` must have links to ``linked``."""
+    """Why ``ranks`` cannot have a communicator; ``hub`` needs links to ``linked``."""
     without = [rank for rank in ranks if cards[rank]["device"] is None]
     if without:
         return f"worker {without[0]}: {cards[without[0]]['why']}"
@@ -424,15 +384,8 @@ def _digest(layout: ValueLayout) -> int:
     return zlib.crc32(layout.header(packed=False))
 
 
-TIMEOUT_SECONDS = 1800.0  # of any single message
-
-
 def check_transport(option: str, device: torch.device) -> None:
-    """Whether ``CommunicationOptions(transport=option)`` is possible with a device.
-
-    Raises:
-        ConfigurationError: if it is not.
-    """
+    """Whether ``CommunicationOptions(transport=option)`` is possible with a device."""
     if option == "nccl" and device.type != "cuda":
         raise ConfigurationError(
             "CommunicationOptions(transport='nccl') carries tensors of CUDA devices, and this run is on"
@@ -447,17 +400,14 @@ def transport_for(options: CommunicationOptions, rank: int, device: torch.device
         ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
     """
     check_transport(options.transport, device)
-    gloo = Transport(timedelta(seconds=TIMEOUT_SECONDS), HostMemory(device))
     if options.transport == "gloo":
-        return gloo
-    library = Libnccl()
+        return Transport()
+    library = NcclLibrary()
     return NcclTransport(
         rank,
         device,
         library,
         CudaStreams(device),
         device_name(device),
-        gloo,
-        required=False,
         reserves=options.standby_connections,
     )

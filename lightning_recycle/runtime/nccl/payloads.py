@@ -1,40 +1,30 @@
 """Payloads between two workers, on devices: the order of their launches.
 
-Concept: NCCL has no tags, a transfer occupies its stream until both sides are in it, and one whose other side never
-comes occupies it until it is aborted. So nothing is launched before it is certain that the other side does the same.
-The sender *offers* a payload once the device has computed it. The receiver, which knows from the header what comes and
-has memory for it, answers with a *go*, one at a time, and launches its receive; the sender launches payloads in
-the order in which it is told to. Offers and goes are notes of some bytes between processors.
+NCCL has no tags, and a transfer occupies its stream until both sides are in it. So nothing is launched before it is
+certain that the other side does the same. The sender *offers* a payload once the device has computed it. The receiver,
+which knows from the header what comes and has memory for it, answers with a *go*, one at a time, and launches its
+receive; the sender launches payloads in the order of the goes. Offers and goes are notes of some bytes between
+processors.
 
-Why nobody waits in a circle: a worker has one receive under way, which is at the head of its stream, and one send, to
-a worker whose receive is under way. So each send that was launched ends, and after it the one behind it in the queue.
-Streams of their own for several receives would not do: each kernel occupies one, and CUDA may put two streams in one
-queue of the hardware.
-
-Why the order is the same on both sides: each directed pair of workers has a communicator of its own, and on it both
-sides follow the receiver's goes. One communicator for both directions would not do: it runs its kernels in the order of
-their launches, and a send of each side would wait for the receive behind the other's.
-
-Contract: one thread calls :meth:`Payloads.advance` and everything else here, again and again while it returns True.
-What was received counts once :attr:`Receiving.finished` is set, which happens after the device has said that it is
-there. Tensors live as long as the device may use them; :meth:`Payloads.drop` lets go of them once all communicators
-are aborted (:mod:`~lightning_recycle.runtime.nccl.nccl_thread`).
-
-Must not know: threads, sockets, CUDA, what a payload is for.
+Why no workers wait in a circle: a worker has one receive under way, at the head of its stream, and one send, to a
+worker whose receive is under way. So each send that was launched ends, and after it the one behind it. Streams of their
+own for several receives would not do: CUDA may put two streams in one queue of the hardware. The order is the same on
+both sides, as each directed pair of workers has a communicator of its own; one for both directions would run its
+kernels in the order of their launches, and a send of each side would wait for the receive behind the other's.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl.nccl_comms import Comms, pair
-from lightning_recycle.runtime.nccl.nccl_library import Event, NcclError, NcclLibrary, Streams
-from lightning_recycle.runtime.nccl.pending_op import Key, Kind, Note, PendingOp
+from lightning_recycle.runtime.nccl.nccl_comms import Comms, Key, Kind, Note, PendingOp, Place, pair
+from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclError, NcclLibrary
 
 _SENDER, _RECEIVER = 0, 1  # ranks in the communicator of a directed pair
 _FIRST: Key = (255, 0)  # of the payload by which a pair is connected
@@ -48,13 +38,13 @@ class Sending:
     key: Key
     digest: int
     tensors: Sequence[Tensor]
-    ready: Event
+    ready: torch.cuda.Event
     number: int = -1
 
 
 @dataclass(eq=False)
 class Receiving:
-    """A payload to receive: into ``tensors``, contiguous, whose memory nothing that is enqueued uses."""
+    """A payload to receive into contiguous ``tensors``, whose memory nothing uses yet."""
 
     peer: int
     key: Key
@@ -64,18 +54,7 @@ class Receiving:
 
 
 class Payloads:
-    """The payloads of one worker in one generation.
-
-    Args:
-        rank: of this worker.
-        generation: which generation.
-        library: NCCL.
-        streams: of the device.
-        comms: its communicators, among them those of pairs.
-        peers: whom it may send to and receive from.
-        device: where tensors are.
-        tell: sends a note to a worker.
-        on_change: called when something has finished.
+    """The payloads of one worker in one generation, driven by one thread.
 
     Attributes:
         connected: whether something has gone over every communicator, so that the next payload finds it connected.
@@ -87,15 +66,15 @@ class Payloads:
         rank: int,
         generation: int,
         library: NcclLibrary,
-        streams: Streams,
+        streams: CudaStreams,
         comms: Comms,
         peers: Collection[int],
         device: torch.device,
-        tell: Callable[[int, Note], None],
+        send_note: Callable[[int, Note], None],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._generation = rank, generation
-        self._library, self._tell, self._on_change = library, tell, on_change
+        self._library, self._send_note, self._on_change = library, send_note, on_change
         self.connected = False
         self.lost: set[int] = set()
         self._streams = streams
@@ -124,12 +103,8 @@ class Payloads:
         """Receives a payload when its sender has it."""
         self._wanted[receiving.peer, receiving.key] = receiving
 
-    def hear(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``.
-
-        Raises:
-            NcclError: if it makes no sense.
-        """
+    def take_note(self, peer: int, note: Note) -> None:
+        """Takes a note of worker ``peer``."""
         if note.kind is Kind.OFFER and (peer, note.key) not in self._offers:
             self._offers[peer, note.key] = note
             return
@@ -141,12 +116,7 @@ class Payloads:
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now. Returns whether to call it again soon, since the device does not call.
-
-        Raises:
-            NcclError: if something has failed.
-            RuntimeError: if the device is lost.
-        """
+        """Does what can be done now; returns whether to call it again soon."""
         if not self.connected:
             self._connect()
         self._offer()
@@ -165,7 +135,7 @@ class Payloads:
             self._first = []
             for peer in self._peers:
                 value = torch.tensor([self._generation, self._rank], device=self._device)
-                self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record()))
+                self.send(Sending(peer, _FIRST, 0, [value], self._streams.current.record_event()))
             for peer in self._peers:
                 self._first.append(Receiving(peer, _FIRST, 0, [self._streams.empty((2,), torch.int64)]))
                 self.receive(self._first[-1])
@@ -184,7 +154,7 @@ class Payloads:
         while self._computing and self._computing[0].ready.query():
             sending = self._computing.popleft()
             self._offered[sending.peer, sending.number] = sending
-            self._tell(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
+            self._send_note(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
 
     def _next_offer(self) -> tuple[int, Key] | None:
         """The oldest offer of something that is wanted."""
@@ -201,7 +171,7 @@ class Payloads:
             return
         note, receiving = self._offers.pop(place), self._wanted.pop(place)
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
-        self._tell(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
+        self._send_note(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
         comm, library, stream = self._comms.of(pair(receiving.peer, self._rank)), self._library, self._receive_stream
         launched = PendingOp(
             comm, receiving.tensors, lambda tensor: library.receive(comm, tensor, _SENDER, stream), stream
@@ -234,5 +204,225 @@ class Payloads:
     # the end
 
     def drop(self) -> None:
-        """Lets go of what the device may have been using until its communicators were aborted."""
+        """Releases the tensors, once the communicators were aborted."""
         self._sending = self._receiving = None
+
+
+_GROUPS = 254  # the channel of notes about groups
+_TRIAL_NUMBERS = 1 << 18  # summed to connect a group: NCCL connects what it uses for sums of about this size (1 MiB)
+
+
+@dataclass(eq=False)
+class Collective:
+    """Replaces ``tensor``, contiguous, once ``ready`` is done.
+
+    Args:
+        tensor: what is replaced: by the sum over all members, if ``root`` is None, else by that of rank ``root``.
+    """
+
+    group: int
+    tensor: Tensor
+    root: int | None
+    ready: torch.cuda.Event
+    finished: bool = False
+    number: int = -1
+
+    @property
+    def digest(self) -> int:
+        """What all members must mean alike."""
+        return zlib.crc32(repr((self.root, self.tensor.numel(), self.tensor.dtype)).encode())
+
+
+@dataclass
+class _State:
+    """What a worker knows of a group."""
+
+    begun: int = 0  # collectives that it was asked for
+    told: int = 0  # those for which it has said that it is ready
+    may_start: int = 0  # those that all members are ready for
+    ready: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Of the leader: number of a collective -> rank of a member that is ready for it -> digest."""
+
+
+class GroupPayloads:
+    """The collectives of one worker in one generation; an aborted sum is undefined.
+
+    A collective occupies a member's device until all members are in it, and does so for ever if one never comes. NCCL
+    has no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it
+    is *ready* for its next one, once its device has computed what it contributes; the leader, once all are, tells them
+    to *start*, and all launch. The order of a group is that in which its members were asked, the same for all of them.
+
+    Why no workers wait in a circle: a worker is ready only for what it was asked for first, and what follows that in
+    the same group. All workers are asked in orders that agree with one order of all collectives, so the first of these
+    that has not ended becomes ready everywhere, and every member launches it, or has done so. Transfers between two
+    workers are on other streams, and each that was launched ends without any collective. The device needs room for
+    three of NCCL's kernels at a time: a send, a receive and a collective. NCCL's documentation asks for one order of
+    all operations of all communicators, because kernels that wait for others may leave no room for those ("Using
+    multiple NCCL communicators concurrently"); between pipelines there is no such order that does not make transfers
+    wait for sums. A kernel takes one multiprocessor per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not
+    been tried on a device.
+
+    The same bits everywhere: NCCL adds each part of a tensor in one place, and passes the sum on (rings, trees, and
+    sums within a switch). It would add in several places only in memory that is registered as a symmetric window, which
+    none is.
+
+    Args:
+        groups: which of these each of its groups has, by number; who founds that leads the group.
+
+    Attributes:
+        lost: workers that can be told nothing any more; nothing is launched with them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        generation: int,
+        library: NcclLibrary,
+        streams: CudaStreams,
+        comms: Comms,
+        groups: Mapping[int, Place],
+        device: torch.device,
+        send_note: Callable[[int, Note], None],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rank, self._generation = rank, generation
+        self._library, self._streams, self._device = library, streams, device
+        self._send_note, self._on_change = send_note, on_change
+        self._stream = streams.create()
+        self._comms, self._groups = comms, dict(groups)
+        self._states = {group: _State() for group in groups}
+        self._first: list[Collective] | None = None
+        self._asked: deque[Collective] = deque()
+        self._under_way: PendingOp | None = None  # the first of those
+        self.connected = False
+        self.lost: set[int] = set()
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return self._groups[group].ranks
+
+    # what is asked for
+
+    def begin(self, collective: Collective) -> None:
+        """Has ``collective`` done when it is its turn, and all members are ready."""
+        state = self._states[collective.group]
+        collective.number = state.begun
+        state.begun += 1
+        self._asked.append(collective)
+
+    def take_note(self, peer: int, note: Note) -> None:
+        """Takes a note of worker ``peer``."""
+        group = note.key[1]
+        members = self._groups.get(group)
+        if members is None or peer not in members.ranks or note.key[0] != _GROUPS:
+            raise NcclError(f"Worker {peer} tells worker {self._rank} of {note}, whose group it is not in.")
+        if note.kind is Kind.READY and self._rank == members.founder:
+            self._note_ready(group, peer, note.number, note.digest)
+        elif note.kind is Kind.START and peer == members.founder:
+            self._states[group].may_start = note.number + 1
+        else:
+            raise NcclError(f"Worker {peer} tells worker {self._rank} of {note}, which does not lead.")
+
+    # what follows
+
+    def advance(self) -> bool:
+        """Does what can be done now; returns whether to call it again soon."""
+        if not self.connected:
+            self._connect()
+        self._proceed()
+        is_computing = not self._report_ready()
+        return self._under_way is not None or is_computing or self._first is None
+
+    def _connect(self) -> None:
+        if self._first is None:
+            if not self._comms.is_ready:
+                return
+            self._first = []
+            # The order of the numbers is one of all groups.
+            for group in sorted(self._groups):
+                value = self._trial_value(1)
+                self._first.append(Collective(group, value, None, self._streams.current.record_event()))
+                self.begin(self._first[-1])
+        if all(collective.finished for collective in self._first):
+            for collective in self._first:
+                ranks = self._groups[collective.group].ranks
+                if not torch.equal(collective.tensor, self._trial_value(len(ranks))):
+                    raise NcclError(
+                        f"A communicator of workers {ranks} does not sum, in generation {self._generation}."
+                    )
+            self.connected = True
+            self._on_change()
+
+    def _trial_value(self, times: int) -> Tensor:
+        value = torch.full((_TRIAL_NUMBERS,), float(times), device=self._device)
+        value[0] *= self._generation
+        return value
+
+    def _report_ready(self) -> bool:
+        """Reports readiness for the first collectives of a group, as far as computed.
+
+        Returns whether the device has computed all of those.
+        """
+        for collective in self._asked:
+            state = self._states[collective.group]
+            if collective.group != self._asked[0].group:
+                break
+            if collective.number < state.told:
+                continue
+            if not collective.ready.query():
+                return False
+            state.told += 1
+            leader = self._groups[collective.group].founder
+            if self._rank == leader:
+                self._note_ready(collective.group, self._rank, collective.number, collective.digest)
+            else:
+                key: Key = (_GROUPS, collective.group)
+                self._send_note(leader, Note(Kind.READY, key, collective.number, collective.digest))
+        return True
+
+    def _note_ready(self, group: int, rank: int, number: int, digest: int) -> None:
+        """A member is ready; the last one starts all, if each of them can be told."""
+        members, state = self._groups[group], self._states[group]
+        ready = state.ready[number]
+        ready[rank] = digest
+        if len(set(ready.values())) > 1:
+            raise NcclError(f"Workers {members.ranks} have begun different collectives (sizes, dtypes, or kinds).")
+        if len(ready) < len(members.ranks) or not self.lost.isdisjoint(members.ranks):
+            return
+        del state.ready[number]
+        for member in members.ranks[1:]:
+            self._send_note(member, Note(Kind.START, (_GROUPS, group), number, digest))
+        state.may_start = number + 1
+
+    def _proceed(self) -> None:
+        while self._asked:
+            self._report_ready()
+            first = self._asked[0]
+            if self._under_way is None:
+                if first.number >= self._states[first.group].may_start:
+                    return
+                self._under_way = self._begin(first)
+            if not self._under_way.proceed(self._library):
+                return
+            self._under_way = None
+            self._asked.popleft()
+            first.finished = True
+            self._on_change()
+
+    def _begin(self, collective: Collective) -> PendingOp:
+        comm, library, stream = self._comms.of(self._groups[collective.group]), self._library, self._stream
+
+        def launch(tensor: Tensor) -> None:
+            if collective.root is None:
+                library.all_reduce(comm, tensor, stream)
+            else:
+                library.broadcast(comm, tensor, self._groups[collective.group].ranks.index(collective.root), stream)
+
+        return PendingOp(comm, [collective.tensor], launch, stream)
+
+    # the end
+
+    def drop(self) -> None:
+        """Releases the tensors, once the communicators were aborted."""
+        self._under_way = None
+        self._asked.clear()

@@ -3,28 +3,18 @@
 Inside :class:`intercept_linear` every product with a trainable leaf weight (``F.linear``, or ``torch.addmm`` as in
 Hugging Face's ``Conv1D``) becomes an autograd function that, while a :class:`WeightGradQueue` is active, returns only
 the input gradient and queues the weight and bias gradients. The weight may be a part of a leaf, as the packed
-projections of ``nn.MultiheadAttention`` are where query, key and value differ. Under autocast the product is that of
-the cast tensors, as torch's own would be. Parameters that are not captured get their gradient from autograd at once, so
-every module stays correct; the values are bit-identical either way, because the queued computation is the one autograd
-would have done.
+projections of ``nn.MultiheadAttention`` are. Under autocast the product is that of the cast tensors. Other parameters
+get their gradient from autograd at once, so every module stays correct; the values are bit-identical either way. The
+active queue is global to the process, not thread-local: autograd runs the backward of a device's operations in its own
+threads.
 
-The active queue is global to the process, not thread-local: autograd runs the backward of a device's operations in
-its own threads.
-
-Inside ``torch.compile`` the compiled backward asks at run time whether a weight gradient can wait. It is a fixed graph,
-of which the gradients of all weights are outputs. So two operations take part in it that no compiler looks into
-(``torch.library.custom_op``, :func:`define_linear`). ``linear`` is the product. ``offer``, in its backward, either
-computes the gradients of weight and bias, or lets them be computed later and returns zeros in their place, which
-autograd adds. Both are opaque, so a graph needs no break (``fullgraph=True``).
-
-What waits are copies of the layer's input and of the gradient of its output: the compiler may use their memory for
-something else as soon as the operation has returned. The zeros are negative ones, which change nothing that they are
-added to, not even a negative zero.
-
-``offer`` has an effect that a compiler does not know of. So each call in a graph has a number, as two calls with the
-same arguments would be made once (common subexpressions); and it is left out of CUDA graphs, which would repeat what
-the device did and not what this operation did. torch without a way to say the latter (before 2.8, by
-that tag) has no such product: its compiled backwards compute all gradients.
+Inside ``torch.compile`` the compiled backward is a fixed graph, of which the gradients of all weights are outputs. So
+two opaque operations take part in it (``torch.library.custom_op``, :func:`define_linear`): ``linear`` is the product;
+``offer``, in its backward, either computes the gradients of weight and bias, or queues them and returns zeros in their
+place, which autograd adds. They are negative zeros, which change not even a negative zero. Copies of the layer's input
+and of the gradient of its output wait: the compiler may reuse their memory. As a compiler does not know of the effect
+of ``offer``, each call in a graph has a number, or two with the same arguments would be made once; and it is left out
+of CUDA graphs. torch before 2.8 cannot do the latter: its compiled backwards compute all gradients.
 """
 
 from __future__ import annotations
@@ -124,7 +114,7 @@ class _ViewPart(NamedTuple):
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same part of ``tensor``, which is contiguous and has the shape of the parameter."""
+        """The same part of the contiguous ``tensor``, of the shape of the parameter."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -182,17 +172,17 @@ class WeightGradQueue:
         self._pending.append(_Queued(parameter, part, compute, widened))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the queued computations hold, as far as they are variables of the functions."""
+        """The tensors that the queued computations hold as variables of their functions."""
         cells = (cell for queued in self._pending for cell in getattr(queued.compute, "__closure__", None) or ())
         return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients wait, once for each gradient."""
+        """The parameters whose gradients wait, once for each gradient."""
         return [queued.parameter for queued in self._pending]
 
     @torch.no_grad()
     def flush(self, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """Computes every queued gradient, in the order of the backward, and adds it to ``parameter.grad``.
+        """Adds every queued gradient to ``parameter.grad``, in the order of the backward.
 
         Gradients of the same parameter, or of the same part of it, are summed first, as in autograd: the bits depend on
         the order. ``done`` is called with each parameter as soon as it has all of them.
@@ -220,7 +210,7 @@ class WeightGradQueue:
 
 
 def _accumulate(parameter: nn.Parameter, part: _ViewPart | None, grad: Tensor) -> None:
-    """Adds ``grad``, whose dtype may be that of autocast, to the gradient of ``parameter``."""
+    """Adds ``grad``, perhaps in autocast's dtype, to the gradient of ``parameter``."""
     if parameter.grad is None:
         if part is None:
             parameter.grad = grad.to(parameter.dtype)
@@ -273,7 +263,7 @@ def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | 
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` whose backward offers the weight and bias gradients to :func:`defer_weight_grad`.
+    """``F.linear`` that offers weight and bias gradients to :func:`defer_weight_grad`.
 
     ``x`` is (..., in), ``weight`` (out, in); they and ``bias`` are cast to the dtype of ``x``, as by autocast.
     """
@@ -304,7 +294,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _Addmm(torch.autograd.Function):
-    """The same for ``torch.addmm(bias, x, weight)``: ``x`` is (rows, in), ``weight`` (in, out), ``bias`` (out,)."""
+    """``torch.addmm(bias, x, weight)`` that does the same.
+
+    ``x`` is (rows, in), ``weight`` (in, out), ``bias`` (out,).
+    """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -338,7 +331,10 @@ _is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def _deferrable(parameter: Tensor | None) -> bool:
-    """Whether a gradient of ``parameter`` may be added behind autograd's back: an unobserved leaf, or a part of one."""
+    """Whether a gradient of ``parameter`` may be added behind autograd's back.
+
+    Of an unobserved leaf, or a part of one.
+    """
     if parameter is None:
         return True
     leaf: Any = parameter
@@ -356,7 +352,7 @@ def _deferrable(parameter: Tensor | None) -> bool:
 
 
 def _as_computed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``input`` in the dtype in which the product is computed; None if that is not for us to say."""
+    """``input`` in the dtype in which the product is computed; None if undecided here."""
     dtype = input.dtype
     if not _is_cast() or not torch.is_autocast_enabled(device := input.device.type):
         return input if dtype is weight.dtype and (bias is None or dtype is bias.dtype) else None
@@ -417,7 +413,7 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
-    """``torch.addmm``, through :class:`_Addmm` where it is a layer: a bias, an input, a weight. Not compiled."""
+    """``torch.addmm``, through :class:`_Addmm` where it is a layer. Not compiled."""
     is_plain = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _is_transformed()
     if len(args) == 3 and not options and is_plain:
         bias, input, weight = args
@@ -440,7 +436,7 @@ _deferrable_linear.__name__, _deferrable_addmm.__name__ = _linear.__name__, _add
 
 
 class intercept_linear:
-    """Within the block, ``torch.nn.functional.linear`` and ``torch.addmm`` on trainable parameters are deferrable.
+    """The context in which ``F.linear`` and ``torch.addmm`` are deferrable.
 
     The functions are replaced in their modules, where ``nn.Linear``, ``nn.MultiheadAttention`` and ``Conv1D`` look them
     up at each call; code that imported one by name is not intercepted, but still correct. A ``TorchFunctionMode`` would

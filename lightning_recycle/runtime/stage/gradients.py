@@ -1,30 +1,22 @@
-"""Gradients of a stage: those that parameters hold, and flat buffers in which a step adds them up.
+"""Gradients of a stage: those of parameters, and flat buffers that a step adds up.
 
-Outside of the operations of a step ``parameter.grad`` is the truth, as on one device: it holds what hooks, the
-optimizer and earlier batches left. When a step begins that is *put aside*, and backward accumulates into a buffer, of
-which each ``parameter.grad`` is a view; nothing is copied. Once the sum over all workers is there, what was put aside
-comes back, the user's zeroing changes it or not, and the sum is added to it as autograd adds: so gradients accumulate
-over batches, and what an override of ``optimizer_zero_grad`` leaves counts, on every worker of the stage alike. A
-failure costs one batch, however many are accumulated; what earlier batches have added is held by all peers.
+Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. When a step begins that is *put
+aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. Once the
+sum over all workers is there, what was put aside comes back, the user's zeroing changes it or not, and the sum is added
+to it as autograd adds: so gradients accumulate over batches, and what an override of ``optimizer_zero_grad`` leaves
+counts.
 
 A bucket is a part of a buffer, with whole gradients: those of the last layers are the first bucket, since a backward
-completes them first. What several stages hold is in buckets of its own, which are laid out alike in all of them. Behind
-its gradients a bucket has a number for each of them: in how many workers a backward wrote it. A parameter that no
-micro-batch used has no gradient (None), as on one device, so an optimizer leaves it alone.
+completes them first. Weights of several stages are in buckets of their own, which are laid out alike in all of them.
+Behind its gradients a bucket has a number for each of them: in how many workers a backward wrote it. A parameter that
+no micro-batch used has no gradient (None), as on one device. Beside gradients there are *statistics*: tensors of
+floating-point numbers to which each micro-batch adds, summed as gradients are. Of a DTensor the buffers hold the
+gradient of this process's shard.
 
 There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
 the next begins, so a peer that lost its part of an all-reduce can adopt it. That is so with a single stage, too: its
-workers do not wait for each other between REDUCE and the next step, so the first backward of step t+1 may write to the
-buffers of a worker while a peer still lacks the sum of step t, and then loses the worker that was to pass it on.
-
-Which parameters there are, and which require a gradient, may change between two steps. Each set is laid out for the
-step that begins in it, so the older one is still what peers expect.
-
-Beside gradients a set has *statistics*: tensors of floating-point numbers to which each micro-batch adds, summed over
-the workers of the stage as gradients are.
-
-Of a parameter that is a DTensor the buffers hold the gradient of this process's shard, which may be empty, and
-``parameter.grad`` is a DTensor over it.
+workers do not wait for each other between REDUCE and the next step. Each set is laid out for the step that begins in
+it, as parameters may change between two steps.
 """
 
 from __future__ import annotations
@@ -32,8 +24,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from operator import add
 from types import MappingProxyType
 from typing import Any
@@ -42,8 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.planning.grid import OpKind
+from lightning_recycle.planning.program import Task
+from lightning_recycle.runtime.comm.communicator import Communicator, Reduction
+from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import foreach_add_, foreach_norm, version_of
+from lightning_recycle.torch_internals import foreach_add_, foreach_norm, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +55,6 @@ class Share:
 
     Args:
         batches: the number of batches by which the sum of their gradients is divided.
-        begins: whether it is the first of them.
-        ends: whether the optimizer steps after it.
     """
 
     batches: int = 1
@@ -66,11 +63,9 @@ class Share:
 
 
 class Bucket:
-    """The gradients of some parameters: a part of a flat buffer, and a view into it for each.
+    """The gradients of some parameters: a part of a flat buffer, and views into it.
 
     Attributes:
-        buffer: the part.
-        parameters: the parameters; none where there are statistics alone.
         views: their gradients, of sharded ones this process's part; each knows how often it was written.
         grads: the same, of sharded ones as DTensors.
         stages: those that hold the parameters, if not this one alone. The sum is over all of their workers.
@@ -84,6 +79,7 @@ class Bucket:
         begin = sum(_aligned(view.numel()) for view in views)
         self._counts = buffer[begin : begin + len(views)]
         self._clean: list[int] = []
+        self._has_shards = any(grad is not view for grad, view in zip(self.grads, self.views, strict=True))
 
     @property
     def is_in_place(self) -> bool:
@@ -96,9 +92,9 @@ class Bucket:
         return sum(self._versions())
 
     def _versions(self) -> list[int]:
-        # An operation of a DTensor counts as a write of that alone, others write to the shard. Of plain tensors both
-        # are the same object.
-        return [*map(add, map(version_of, self.grads), map(version_of, self.views))]
+        # An operation of a DTensor counts as a write of that alone, others write to the shard.
+        versions = versions_of(self.grads)
+        return [*map(add, versions, versions_of(self.views))] if self._has_shards else versions
 
     def clear(self) -> None:
         """Empties it; no gradient is written."""
@@ -106,7 +102,7 @@ class Bucket:
         self._clean = self._versions()
 
     def count(self) -> None:
-        """Notes behind the gradients which of them backwards have written, before they are summed."""
+        """Notes behind the gradients which of them were written, before they are summed."""
         written = [version > clean for version, clean in zip(self._versions(), self._clean, strict=True)]
         self._counts.copy_(torch.tensor(written, dtype=self._counts.dtype))
 
@@ -116,8 +112,9 @@ class Bucket:
 
 
 class _Set:
-    """Gradients of ``parameters`` in one flat buffer per dtype, and per set of stages that hold them. A bucket has up
-    to ``bucket_bytes``, or one of them. Statistics lie in the bucket that is complete last.
+    """Gradients in one flat buffer per dtype, and per set of stages that hold them.
+
+    A bucket has up to ``bucket_bytes``, or one gradient. Statistics lie in the bucket that is complete last.
     """
 
     def __init__(
@@ -157,17 +154,15 @@ class _Set:
         # Each is complete once its first parameter is, which a backward reaches last.
         place = {id(parameter): number for number, parameter in enumerate(ordered)}
         self.buckets = sorted(buckets, key=lambda b: (b.stages, -place[id(b.parameters[0])] if b.parameters else 1))
+        # Each parameter with its gradient, and this process's part of that.
+        self.pairs = [pair for b in self.buckets for pair in zip(b.parameters, b.grads, b.views, strict=True)]
 
-    def pairs(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Each parameter with its gradient, and this process's part of that."""
+    def written(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter that some micro-batch used, with its summed gradient."""
+        found: list[tuple[nn.Parameter, Tensor]] = []
         for bucket in self.buckets:
-            yield from zip(bucket.parameters, bucket.grads, bucket.views, strict=True)
-
-    def written(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter that some micro-batch used, with its gradient, once they are summed."""
-        for bucket in self.buckets:
-            pairs = zip(bucket.parameters, bucket.grads, strict=True)
-            yield from itertools.compress(pairs, bucket.written())
+            found += itertools.compress(zip(bucket.parameters, bucket.grads, strict=True), bucket.written())
+        return found
 
 
 def _layout(parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -186,7 +181,7 @@ def _views(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
-    """Cuts the list of ``sizes`` from its end, into ranges (first, end) that add up to ``most`` or have one item."""
+    """Cuts ``sizes`` from the end into ranges (first, end) of at most ``most``."""
     end, total = len(sizes), 0
     for index in range(len(sizes) - 1, -1, -1):
         if total and total + sizes[index] > most:
@@ -198,23 +193,17 @@ def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
 
 
 class GradientBuffers:
-    """Gradients of those of ``parameters`` that require one when a step begins, in buckets of ``bucket_bytes``.
+    """Gradients of the parameters that require one when a step begins, in buckets.
 
     After a failure others may want the reduced gradient of a step that this worker has applied. So where hooks or the
     optimizer change gradients in place, they get copies.
 
     Args:
-        parameters: the parameters.
-        device: their device.
-        bucket_bytes: the size of a bucket.
         lends_copies: whether gradients may be changed in place. If a change is seen, copies are lent from then on.
         holders: for each parameter that other stages hold as well, all stages that do; in the same order in all of
             them.
         statistics: returns tensors of the shapes and dtypes of the statistics, when a step begins; the same on all
             workers of the stage.
-
-    Attributes:
-        parameters: the parameters; those that require a gradient when a step begins get one.
     """
 
     def __init__(
@@ -246,23 +235,21 @@ class GradientBuffers:
         return self._sets[step % 2].buffers
 
     def buckets(self, step: int) -> list[Bucket]:
-        """The buckets of ``step``; none if nothing is trained. Those of this stage alone come first, in the order in
-        which a backward completes them.
-        """
+        """The buckets of ``step``; those of this stage alone first, as completed."""
         return self._sets[step % 2].buckets
 
     def statistics(self, step: int) -> list[Tensor]:
-        """The sums of the statistics of ``step``: of this worker's micro-batches, and once reduced of all."""
+        """The statistics of ``step``: of this worker's micro-batches, once reduced of all."""
         return self._sets[step % 2].statistics
 
     def renew(self, step: int) -> None:
-        """Takes other memory for the gradients of ``step``, since a sum may still write to what they have."""
+        """Takes other memory for ``step``, as a sum may still write to the old."""
         self._sets[step % 2] = self._like(self._sets[step % 2])
 
     def _like(self, chosen: _Set) -> _Set:
         """Other memory of the same layout."""
-        held = {id(p) for p, _, _ in chosen.pairs()}
-        ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs())) if id(p) in held]
+        held = {id(p) for p, _, _ in chosen.pairs}
+        ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs)) if id(p) in held]
         return self._empty(list(dict.fromkeys(ordered)), chosen.statistics)
 
     def tensors(self) -> list[Tensor]:
@@ -275,16 +262,14 @@ class GradientBuffers:
     def _own(self) -> set[int]:
         """The ids of gradients that lie in buffers."""
         sets = self._sets if self._lent is None else [*self._sets, self._lent]
-        return {id(grad) for each in sets for _, grad, _ in each.pairs()}
+        return {id(grad) for each in sets for _, grad, _ in each.pairs}
 
     # ------------------------------------------------------------------ in a step
 
     def begin(self, step: int) -> None:
-        """Puts aside what parameters hold, empties the buffers of ``step`` and makes each ``parameter.grad`` a view
-        into them.
-        """
+        """Puts gradients aside, and makes ``parameter.grad`` views of empty buffers."""
         if self._left is None:
-            for parameter, grad, _ in self._sets[step % 2].pairs():
+            for parameter, grad, _ in self._sets[step % 2].pairs:
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
                     parameter.grad = grad.clone()
             self._left = {parameter: parameter.grad for parameter in self.parameters}
@@ -296,12 +281,12 @@ class GradientBuffers:
         chosen = self._sets[step % 2]
         for bucket in chosen.buckets:
             bucket.clear()
-        for parameter, grad, _ in chosen.pairs():
+        for parameter, grad, _ in chosen.pairs:
             parameter.grad = grad
 
     def check(self, step: int) -> None:
-        """Raises UnsupportedFeatureError if a gradient left its buffer, as a hook has replaced it."""
-        for parameter, grad, _ in self._sets[step % 2].pairs():
+        """Raises UnsupportedFeatureError if a gradient has left its buffer."""
+        for parameter, grad, _ in self._sets[step % 2].pairs:
             if parameter.grad is not grad:
                 kind = "None" if parameter.grad is None else f"a separate {parameter.grad.layout} tensor"
                 raise UnsupportedFeatureError(
@@ -325,14 +310,14 @@ class GradientBuffers:
 
     @torch.no_grad()
     def add(self, step: int, share: Share) -> None:
-        """Adds the sum of ``step`` to what parameters hold, as a backward of the whole batch does on one device."""
+        """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._own() if held else set()
         for parameter, grad in held:
             if id(grad) in own:  # the next steps write to its memory
                 parameter.grad = grad.clone()
         chosen = self._handed_over(step)
-        found = list(chosen.written())
+        found = chosen.written()
         known = [(p.grad, grad) for p, grad in found if p.grad is not None]
         if known:
             sums, parts = ([local_part(each) for each in column] for column in zip(*known, strict=True))
@@ -343,7 +328,7 @@ class GradientBuffers:
         self._versions = [bucket.version for bucket in chosen.buckets]
 
     def _handed_over(self, step: int) -> _Set:
-        """The gradients of ``step`` for hooks and the optimizer: copies, where they may be changed."""
+        """The gradients of ``step`` for the optimizer; copies if they are changed."""
         chosen = self._sets[step % 2]
         if not self._lends_copies:
             return chosen
@@ -354,15 +339,15 @@ class GradientBuffers:
         return self._lent
 
     def hand_over_again(self, step: int) -> None:
-        """Gives parameters that held nothing before the gradients of ``step`` again, with what was changed of them."""
+        """Gives parameters that held nothing before the gradients of ``step`` once more."""
         chosen = self._lent if self._lends_copies and self._lent is not None else self._sets[step % 2]
         for parameter in self.parameters:
             parameter.grad = None
         for parameter, grad in chosen.written():
             parameter.grad = grad
 
-    def look_for_changes(self, step: int) -> None:
-        """If the gradients of ``step`` have been changed since they were added, copies are handed over from now on."""
+    def protect_lent(self, step: int) -> None:
+        """Hands over copies from now on, if gradients of ``step`` were changed in place."""
         if self._lends_copies or not self._versions:
             return
         if self._versions != [bucket.version for bucket in self.buckets(step)]:
@@ -373,19 +358,20 @@ class GradientBuffers:
 
     def by_parameter(self, step: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter, with its gradient in ``step``, or this process's part of it."""
-        return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs())
+        return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs)
 
     @torch.no_grad()
     def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:
-        """The sum of squares of the gradients that an optimizer gets if it steps after ``step``, except those of the
-        parameters ``without``. What an override of ``optimizer_zero_grad`` leaves does not count.
+        """The squared norm of the optimizer's gradients, but of ``without``.
+
+        What an override of ``optimizer_zero_grad`` leaves does not count.
         """
         counted = self._after(step, share, without)
         return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
 
     @torch.no_grad()
     def is_finite(self, step: int, share: Share, without: Collection[nn.Parameter] = ()) -> bool:
-        """Whether the gradients that an optimizer gets if it steps after ``step`` are finite."""
+        """Whether the gradients that an optimizer gets after ``step`` are finite."""
         counted = self._after(step, share, without)
         return not counted or bool(torch.stack([torch.isfinite(grad).all() for grad in counted]).all())
 
@@ -396,3 +382,216 @@ class GradientBuffers:
             part = local_part(grad)
             found[parameter] = part + found[parameter] if parameter in found else part
         return [value for parameter, value in found.items() if id(parameter) not in left_out]
+
+
+_COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
+
+
+class BucketedReduction:
+    """The reduction of one worker, step after step.
+
+    A worker's last W (or BW) of a step completes one gradient after the other, those of the last layers first. A bucket
+    whose gradients are all complete is summed over its *group* in the background, while the next ones are computed;
+    REDUCE begins the rest and waits for all. The group is the workers of the stage, or of all stages that hold those
+    weights. In a W the queue of weight gradients knows what it holds; everything else is complete. In a BW autograd
+    reports each gradient that it has added, and it may add several to one parameter (reentrant activation
+    checkpointing). So only those parameters count as complete before the end that got exactly one in each backward
+    before, and none does where the user's code runs the backward. Weights of several stages are complete once the last
+    operation has ended that adds to what these stages hold in common; whether that holds is seen in the first step, as
+    a loss may use the parameters of a layer that its micro-batch was not run through here.
+
+    There is no circle of waits: the buckets and their order follow from the parameters alone, so all workers of a group
+    begin the same ones in the same order, and no worker waits before it has begun all of its own. Buckets of several
+    stages follow the numbers of the stages; where groups wait for each other (NCCL), they come last. An attempt that
+    ended before :meth:`BucketedReduction.finish` is dropped: its sums are computed again, in other memory if a sum may
+    still write to it. Where some of several stages have finished an attempt before, and others have not, nothing is
+    summed: one that has it gives the sum.
+
+    With one bucket, or without peers, all of it is in REDUCE.
+    """
+
+    def __init__(
+        self, sums: Communicator, gradients: GradientBuffers, stage: Stage, may_begin: Callable[[], bool]
+    ) -> None:
+        self._sums, self._gradients, self._stage, self._may_begin = sums, gradients, stage, may_begin
+        self._step = 0
+        self._givers: Mapping[tuple[int, ...], int] = {}
+        self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
+        self._at_once: Tensor | None = None  # what is summed otherwise
+        self._apart: list[Bucket] = []  # what is in none of these
+        self._last: Task | None = None  # the operation that completes the gradients
+        self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
+        self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
+        self._begun: list[Reduction] = []
+        self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
+        self._bucket_of: dict[int, Bucket] = {}
+        self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
+        self._seen: dict[Bucket, int] = {}  # the same of what could have begun, where it is not known yet
+        self._grows_later: dict[tuple[int, ...], bool] = {}  # by stages: whether others added to it after all
+        self._times: dict[nn.Parameter, int] = {}  # the most gradients that each got in one of the backwards watched
+
+    def begin(
+        self,
+        step: int,
+        program: Sequence[Task],
+        givers: Mapping[tuple[int, ...], int] = MappingProxyType({}),
+        adds_to_all: Task | None = None,
+    ) -> None:
+        """Empties the gradients of ``step``, at which an attempt begins.
+
+        Args:
+            program: what this worker runs in it; nothing if nothing may leave before REDUCE.
+            givers: by the stages that hold weights in common, the rank that gives the sum of an attempt before.
+            adds_to_all: an operation that adds to all gradients, whatever it runs.
+        """
+        self._gradients.begin(step)
+        self._step, self._givers, self._last = step, givers, None
+        self._ends, self._versions, self._bucket_of = {}, {}, {}
+        self._seen, self._expected = {}, {}
+        has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
+        own = [bucket.buffer for bucket in buckets if not bucket.stages]
+        self._at_once = torch.zeros(1) if not own else None
+        if len(own) == 1 and self._sums.sums_at_once(own[0]):
+            self._at_once = own[0]
+        alone = [bucket for bucket in buckets if not bucket.stages and has_peers and self._at_once is None]
+        self._apart = [] if alone else [bucket for bucket in buckets if not bucket.stages]
+        common = [bucket for bucket in buckets if bucket.stages]
+        in_one_order = self._sums.sums_in_one_order
+        self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
+        # Statistics alone are complete when the last operation begins: no forward comes after it.
+        self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in alone + common}
+        adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
+        if adding and (common or len(alone) > 1):
+            self._last = adding[0]
+            self._ends = dict.fromkeys(alone, self._last)
+            for stages in {bucket.stages for bucket in common}:
+                held = set().union(*(self._missing[bucket] for bucket in common if bucket.stages == stages))
+                end = next((t for t in adding if t is adds_to_all or held - self._stage.untouched(t.index)), None)
+                self._expected[stages] = end
+                end = self._last if self._grows_later.get(stages, True) else end
+                self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
+
+    def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
+        """The callback of the W of ``task``, for each complete parameter, or None."""
+        if task is not self._last:
+            return None
+        self._expect(self._stage.waiting_parameters(task.index))
+        return self._complete
+
+    def during_backward(self, task: Task) -> AbstractContextManager[None]:
+        """The context of the BW of ``task``."""
+        return self._watched() if task is self._last and self._stage.differentiates_itself else nullcontext()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        trained = [p for bucket in self._missing if self._ends[bucket] is self._last for p in bucket.parameters]
+        self._expect(trained)
+        times: Counter[nn.Parameter] = Counter()
+
+        def added(parameter: nn.Parameter) -> None:
+            times[parameter] += 1
+            if self._bucket_of[id(parameter)] not in self._missing:
+                raise UnsupportedFeatureError(
+                    f"A parameter of shape {tuple(parameter.shape)} got several gradients in a backward, and one in"
+                    " those of earlier steps, so its bucket was reduced too early. Use activation checkpointing with"
+                    " use_reentrant=False, or a bucket_cap_mb that is larger than the stage."
+                )
+            if self._times.get(parameter) == 1:
+                self._complete(parameter)
+
+        hooks = [parameter.register_post_accumulate_grad_hook(added) for parameter in trained]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._times.update({p: max(count, self._times.get(p, 0)) for p, count in times.items()})
+
+    def _expect(self, parameters: Collection[nn.Parameter]) -> None:
+        """The gradients of ``parameters`` are not complete; all others are."""
+        waiting = set(map(id, parameters))
+        for bucket, missing in self._missing.items():
+            missing &= waiting if self._ends[bucket] is self._last else set()
+        self._bucket_of = {key: bucket for bucket, missing in self._missing.items() for key in missing}
+        self._begin_complete()
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is not None:
+            self._missing[bucket].discard(id(parameter))
+            self._begin_complete()
+
+    def completed(self, task: Task) -> None:
+        """``task``, a W or BW, has ended, and its gradients are where they belong."""
+        if self._last is None:
+            return
+        for bucket in self._missing:
+            if bucket.stages and self._expected[bucket.stages] in (task, None):
+                self._seen.setdefault(bucket, bucket.version)
+        for bucket, missing in self._missing.items():
+            if self._ends[bucket] in (task, None):
+                missing.clear()
+        self._begin_complete()
+
+    def _begin_complete(self) -> None:
+        for queue in self._queues:
+            while queue and not self._missing[queue[0]] and self._may_begin():
+                if not queue[0].is_in_place:
+                    return  # an error, which REDUCE raises
+                if self._ends[queue[0]] is not self._last:
+                    self._versions[queue[0]] = queue[0].version
+                self._begin(queue.popleft())
+
+    def _begin(self, bucket: Bucket) -> None:
+        self._missing.pop(bucket, None)
+        giver = self._givers.get(bucket.stages)
+        if giver is None:
+            bucket.count()
+            self._begun.append(self._sums.begin_all_reduce(bucket.buffer, bucket.stages))
+        else:
+            self._begun.append(self._sums.begin_broadcast(bucket.buffer, bucket.stages, giver))
+
+    def finish(self) -> None:
+        """Returns when all gradients are summed over their groups.
+
+        A stage that trains nothing waits for its peers, too: no worker gets further ahead of them.
+
+        Raises:
+            UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.
+        """
+        self._gradients.check(self._step)
+        if any(bucket.version != version for bucket, version in self._versions.items()):
+            raise UnsupportedFeatureError(
+                "A layer that two stages share got a gradient from a micro-batch that runs it on the other one, which"
+                " in the first step of this layout none did: the loss, or another layer, uses its parameters now. Use"
+                " RecoveryOptions(rebalance='never'), or a layout in which no stage shares that layer."
+            )
+        for bucket, version in self._seen.items():
+            grows = bucket.version != version
+            self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
+        for bucket in chain(*self._queues):
+            self._begin(bucket)
+        for bucket in self._apart:
+            bucket.count()
+        if self._at_once is not None:
+            self._sums.all_reduce(self._at_once)
+        self._end()
+
+    def give(self, step: int) -> None:
+        """Gives the sums of a finished attempt at ``step`` to stages that lack them."""
+        for bucket in self._gradients.buckets(step):
+            if bucket.stages in self._givers:
+                self._begin(bucket)
+        self._end()
+
+    def _end(self) -> None:
+        for reduction in self._begun:
+            self._sums.end_all_reduce(reduction)
+        self._begun = []
+
+    def drop(self) -> None:
+        """Forgets begun sums, once the connections of their generation are closed."""
+        begun, self._begun = self._begun, []
+        are_free = [self._sums.abandon(reduction) for reduction in begun]
+        if not all(are_free):
+            self._gradients.renew(self._step)

@@ -1,24 +1,17 @@
 """One pipeline stage: layers, run as F, R, B, W or BW on micro-batches.
 
 The stage holds what a micro-batch needs between its operations: after F the inputs and the graph (or, if R will make
-the graph, the inputs alone), after B the queued weight gradients.
-
-Where a forward is computed again (R), its first run is a usual one, with autograd, so the output is the same and knows
-whether it needs a gradient; but whatever autograd saves in it is dropped at once. The second run begins with what the
-first one began with (:class:`SavedInput`):
-
-- *the input*: the first run gets copies of the tensors, as layers may write into their inputs;
-- *randomness*, autocast and the values that layers change (running statistics, the vectors of spectral norm) are the
-  caller's: they follow from the micro-batch, not from the moment.
-
-Hooks of layers run twice, as with ``torch.utils.checkpoint``.
-
-Must not know: schedules, peers, failures.
+the graph, the inputs alone), after B the queued weight gradients. Where a forward is computed again (R), its first run
+is a usual one, with autograd, so the output is the same; but whatever autograd saves is dropped at once. The second run
+begins with the same *input* (:class:`SavedInput`: the first run gets copies, as layers may write into their inputs);
+*randomness*, autocast and the values that layers change follow from the micro-batch. Hooks of layers run twice, as with
+``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
@@ -27,11 +20,62 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_recycle.devices import default_generator
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.stage.fully_sharded import FullyShardedLayers
 from lightning_recycle.tensor_memory import whole
+from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_root
+
+
+def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Those of ``modules`` and their submodules that ``fully_shard`` was called for."""
+    kind = _fsdp_module()
+    if kind is not None:
+        found = dict.fromkeys(part for module in modules for part in module.modules())
+        yield from (module for module in found if isinstance(module, kind))
+
+
+def unsharded_class(kind: type[Any]) -> type[Any]:
+    """The class of an object of ``kind`` before ``fully_shard`` changed it."""
+    bases = kind.__bases__
+    return bases[1] if len(bases) == 2 and bases[0] is _fsdp_module() else kind
+
+
+def _fsdp_module() -> type[Any] | None:
+    """FSDP's class of sharded modules, if it was imported; importing it takes long."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def can_be_reset() -> bool:
+    """Whether this torch can begin a step again after an aborted one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+class FullyShardedLayers:
+    """The modules in ``layers`` that are sharded by FSDP2; true if there are any.
+
+    Such a layer gathers its parameters before its forward and its backward, and sums their gradients over the members
+    of the position at the end of each backward. An attempt that is aborted leaves parameters gathered, which later
+    changes of the shards do not reach, and gradients that the next backward would add to its own. ``reset_iter_state``
+    is there from torch 2.13 on.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._modules = list(fully_sharded_modules(layers))
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def reset(self) -> None:
+        """Drops gathered parameters, and the rest of a forward or backward."""
+        for module in self._modules:
+            if is_fsdp_root(module):  # known from the first forward on
+                module.reset_iter_state()
+            drop_unsharded_gradients(module)
+
 
 Value = Tensor | tuple[Tensor | None, ...]
 Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
@@ -78,18 +122,9 @@ class Stage:
     """The layers of one stage.
 
     Args:
-        layers: the stage's layers, in order.
-        first_layer: index of the first of them in the whole model.
-        seed: seed of the run.
-        device: device of the layers.
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
-        forward_context: context entered around every forward (from the precision plugin).
         evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
-        forward_layers: what :meth:`run` runs instead of ``layers``, likewise.
-        loss_name: the user's function that computes the loss, for errors.
-        loss_backward: the user's backward of the loss, if there is one.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
-        scale_loss: what makes of a loss the one that is differentiated.
         takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
             the target elsewhere.
         sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
@@ -132,6 +167,7 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._generator = default_generator(device)
         self._fully_sharded = FullyShardedLayers(self._layers)
 
     @property
@@ -145,8 +181,9 @@ class Stage:
 
     @contextmanager
     def as_in_training(self) -> Iterator[None]:
-        """Within the block, gradients are on and the modules are in the recorded modes: a training step can be redone
-        during validation.
+        """The context with gradients on and the modules in their recorded modes.
+
+        A training step can be redone during validation.
         """
         now = [(module, module.training) for module, _ in self._modes]
         self._set_modes(self._modes)
@@ -178,12 +215,8 @@ class Stage:
         """F: runs the layers on ``value`` and keeps the graph.
 
         Args:
-            step: optimizer step, for the randomness.
-            microbatch: global index of the micro-batch.
             value: input of the first layer, or the message of the previous stage; the gradient of what requires one
                 there is sent back.
-            target: of the micro-batch, on the last stage.
-            split_backward: whether weight gradients will be computed in a separate W.
             recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
 
         Returns:
@@ -236,15 +269,12 @@ class Stage:
                 )
 
     def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:
-        """Runs the layers on ``value`` without gradients and keeps nothing; arguments as for :meth:`forward`."""
+        """Runs the layers without gradients; arguments as of :meth:`forward`."""
         with self._forward_context():
             return self._without_backward(self._evaluation_layers, step, microbatch, value, target)
 
     def run(self, step: int, draw: int, value: Any, target: Any = None) -> Value:
-        """Runs the layers on ``value`` for a hook of the user's: in the context of the caller, as on one device.
-
-        Arguments as for :meth:`forward`; ``draw`` stands for the micro-batch.
-        """
+        """Runs the layers for a hook of the user's, in the context of the caller."""
         return self._without_backward(self._forward_layers, step, draw, value, target, is_one=False)
 
     def _without_backward(
@@ -259,12 +289,12 @@ class Stage:
     def _run(
         self, layers: Sequence[nn.Module], step: int, microbatch: int, inputs: tuple[Any, ...], is_one: bool = True
     ) -> Any:
-        """Runs those of ``layers`` that ``microbatch`` runs here; of a whole batch all micro-batches do the same."""
+        """Runs the layers that ``microbatch`` runs here; not ``is_one``: all of them."""
         value: Any = inputs
         first = self._first_layer
         if self._sharing is not None:
             layers, first = self._sharing(layers, microbatch if is_one else None)
-        with self._randomness(step, microbatch) as draw_for:
+        with microbatch_randomness(self._generator, self.seed, step, microbatch) as draw_for:
             try:
                 for index, layer in enumerate(layers, first):
                     draw_for(index)
@@ -276,11 +306,8 @@ class Stage:
                 raise
         return value
 
-    def _randomness(self, step: int, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
-        return microbatch_randomness(self._device, self.seed, step, microbatch)
-
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
-        """Computes the loss of a micro-batch on the last stage and ends the graph with its share of the mean.
+        """Computes a micro-batch's loss and ends the graph with its share of the mean.
 
         Returns:
             The micro-batch's loss, detached, a 0-dimensional tensor; zero if it has none.
@@ -289,7 +316,7 @@ class Stage:
             ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
         """
         assert self._loss is not None
-        with self._forward_context(), self._randomness(step, microbatch) as draw_for:
+        with self._forward_context(), microbatch_randomness(self._generator, self.seed, step, microbatch) as draw_for:
             draw_for(self._first_layer + len(self._layers))
             loss = whole(self._loss(output, target))
         if loss is None and self._loss_is_optional:
@@ -311,23 +338,21 @@ class Stage:
         return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
-        """BW: the fused backward.
-
-        Args:
-            grads: gradients of the outputs from the next stage; None on the last stage.
+        """BW: the fused backward; ``grads``: of the outputs, None on the last stage.
 
         Returns:
             Gradients of the inputs, for the previous stage; None on the first stage.
         """
         held = self._in_flight.pop(microbatch)
-        with self._randomness(held.step, microbatch):  # activation checkpointing runs layers again
+        # Activation checkpointing runs layers again.
+        with microbatch_randomness(self._generator, self.seed, held.step, microbatch):
             self._differentiate(held, grads)
         return self._input_grads(held)
 
     def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
-        """B: gradients of the inputs; weight gradients that can wait are queued for :meth:`backward_weight`."""
+        """B: gradients of the inputs; those of weights wait for :meth:`backward_weight`."""
         held = self._in_flight[microbatch]
-        with held.queue.collecting(), self._randomness(held.step, microbatch):
+        with held.queue.collecting(), microbatch_randomness(self._generator, self.seed, held.step, microbatch):
             self._differentiate(held, grads)
         result = self._input_grads(held)
         held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
@@ -338,7 +363,7 @@ class Stage:
         self._in_flight.pop(microbatch, None)
 
     def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """W: the weight gradients that B queued; ``done`` is called with each parameter that has its own."""
+        """W: the queued weight gradients; ``done`` is called with each complete parameter."""
         self._in_flight.pop(microbatch).queue.flush(done)
 
     def waiting_parameters(self, microbatch: int) -> list[nn.Parameter]:
@@ -346,7 +371,7 @@ class Stage:
         return self._in_flight[microbatch].queue.parameters()
 
     def untouched(self, microbatch: int) -> set[int]:
-        """The ids of the parameters of those layers that a neighbouring stage runs ``microbatch`` through instead."""
+        """Ids of parameters whose layers a neighbour runs for ``microbatch`` instead."""
         if self._sharing is None:
             return set()
         run, _ = self._sharing(self._layers, microbatch)
@@ -355,7 +380,7 @@ class Stage:
 
     @property
     def differentiates_itself(self) -> bool:
-        """Whether no other code runs the backward of a micro-batch, which is then one pass of autograd."""
+        """Whether a micro-batch's backward is autograd's, and not the user's."""
         return self._loss_backward is None
 
     @property
@@ -395,19 +420,20 @@ class Stage:
             if output is not None and grad is not None and output.requires_grad
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            outputs, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, gradients)
 
     def _input_grads(self, held: _InFlight) -> Value | None:
         return tuple(held.input_grads) if self._first_layer > 0 else None
 
 
 def _detached(item: Tensor | None) -> Tensor | None:
-    """The tensors that leave the graph of this stage; they require a gradient if that is wanted back."""
+    """A tensor out of this stage's graph; it may want its gradient back."""
     return None if item is None else item.detach().requires_grad_(item.requires_grad)
 
 
 class SavedInput:
-    """The input that one micro-batch keeps, to be computed again: tensors in whatever Lightning moves to a device."""
+    """The input that one micro-batch keeps, to be computed again."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

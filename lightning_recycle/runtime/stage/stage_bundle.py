@@ -1,17 +1,11 @@
-"""A stage's layers, parameters, gradients and ties, replaced as a unit when layers move.
+"""A stage's layers, parameters, gradients and ties, replaced as a unit.
 
 Layers that a worker gets from other stages, at a step boundary, lie beside those that it has until the coordinator has
-decided: see :mod:`~lightning_recycle.control.protocol.step_commit`. :class:`LayerKeeper` knows what a layer is, and
-what belongs to it; :class:`LayerMoves` knows which worker gives it to which, and what is decided.
-
-A *tie* is a weight that several stages hold (:mod:`~lightning_recycle.model.weights`). Its gradient is one sum over the
-workers of all stages that hold it (:mod:`~lightning_recycle.runtime.stage.gradient_reduction`): the same bits
-everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage may be *ahead*: REDUCED in an
-attempt before, with the sum of that attempt. It gives that sum to the others, which take it unchanged, so the copies
-stay equal.
-
-The *shadow* has the parameters of the previous version, with which a stage that is ahead computes while others redo a
-step. Only parameters: such a stage has already applied the step and will not step its optimizer again.
+decided: see :mod:`~lightning_recycle.control.protocol.step_commit`. A *tie* is a weight that several stages hold
+(:mod:`~lightning_recycle.model.layers`). Its gradient is one sum over the workers of all stages that hold it: the same
+bits everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage that is *ahead*, REDUCED in
+an attempt before, gives that sum to the others, so the copies stay equal. The *shadow* has the parameters of the
+previous version, with which a stage that is ahead computes while others redo a step.
 """
 
 from __future__ import annotations
@@ -28,9 +22,9 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.model.weights import Tie
+from lightning_recycle.model.layers import Tie
+from lightning_recycle.planning.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layouts.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
@@ -44,10 +38,6 @@ class StageBundle:
     """The parts of a worker that change when it gets other layers.
 
     Args:
-        stage: runs the layers.
-        parameters: their parameters.
-        gradients: the gradients of these.
-        ties: weights that several stages hold.
         left: the gradients that parameters from other workers held there.
         replicated: those of the parameters that another member of the position holds, too, and counts.
     """
@@ -71,8 +61,6 @@ class StageTies:
 
     Args:
         ties: those of its stage at least, in the same order on all workers of their stages.
-        stage: of this worker.
-        parameters: this stage's, by name.
     """
 
     ties: tuple[Tie, ...] = ()
@@ -86,7 +74,7 @@ class StageTies:
 
     @property
     def holders(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """For each of this stage's parameters that other stages hold as well, all stages that do."""
+        """All stages that hold each of this stage's shared parameters."""
         return {
             self.parameters[name]: tie.stages for tie in self.ties for stage, name in tie.copies if stage == self.stage
         }
@@ -99,24 +87,22 @@ class StageTies:
         )
 
     def givers(self, ahead: Collection[int]) -> dict[tuple[int, ...], int]:
-        """For the stages of each tie of this stage that some of them, which are ``ahead``, have summed already, and
-        others have not: the stage that gives them the sum.
-        """
+        """The stages that give others a tie's sum, by stages: those ``ahead`` have it."""
         of_ties = {tie.stages for tie in self.ties if self.stage in tie.stages}
         partly = [stages for stages in of_ties if not set(stages) <= set(ahead)]
         return {stages: min(have) for stages in partly if (have := set(stages).intersection(ahead))}
 
 
 class Shadow:
-    """A copy of ``parameters``, one version old; nothing before the first :meth:`update`.
+    """A copy of ``parameters``, one version old; empty before :meth:`update`.
 
     Args:
-        parameters: parameters of the stage.
         on_host: whether the copy is kept in host instead of device memory, at the cost of a transfer per step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
         self._parameters = list(parameters)
+        self._has_shards = any(map(is_sharded, parameters))
         parts = self._parts()
         pinned = on_host and any(is_accelerator(part.device) for part in parts)
         self._copies: list[Tensor] = [
@@ -125,7 +111,7 @@ class Shadow:
 
     def _parts(self) -> list[Tensor]:
         """The parameters, of sharded ones the shards of this process."""
-        return [local_part(p).detach() for p in self._parameters]
+        return [local_part(p).detach() for p in self._parameters] if self._has_shards else [*self._parameters]
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The copies that are in the memory of ``device``."""
@@ -175,15 +161,13 @@ class LayerKeeper(Protocol):
         """The layout whose layers this worker has."""
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        """The stages that hold the same weights under the layout ``cuts``, also without this worker's."""
+        """The stages that hold the same weights under ``cuts``, also without this one."""
 
     def give(self, layers: Iterable[int]) -> Any:
         """These layers, to be sent to another worker."""
 
     def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
-        """From now on this worker has the layers of its stage under ``cuts``: those of them that it has, and those that
-        others have ``given``.
-        """
+        """Takes over the layers of its stage under ``cuts``: its own, and those ``given``."""
 
 
 @dataclass(frozen=True)
@@ -195,16 +179,7 @@ class _NewLayers:
 
 
 class LayerMoves:
-    """The changes of one worker's layers.
-
-    Args:
-        keeper: has them; None if they stay.
-        tied: the stages that hold the same weights, if they stay.
-        grid: the grid of the run.
-        worker: the worker's position.
-        client: the connection to the coordinator.
-        communicator: the connection to the other workers.
-    """
+    """The changes of one worker's layers; without ``keeper`` they stay."""
 
     def __init__(
         self,
@@ -242,12 +217,7 @@ class LayerMoves:
         return {other for one in transfers for other in (one.donor, one.receiver) if other != rank}
 
     def exchange(self, resume: Resume) -> None:
-        """Gives others the layers that they lack of the layout ``resume.becomes``, and gets those that this worker
-        lacks.
-
-        Raises:
-            CommunicationError: if the generation is aborted.
-        """
+        """Exchanges layers with other workers, for the layout ``resume.becomes``."""
         given = []
         with self._client.waiting("layers of other stages"):
             for transfer in self._transfers(resume.becomes, resume.roster):
@@ -258,15 +228,16 @@ class LayerMoves:
         self._held = _NewLayers(resume.becomes, tuple(given))
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
-        """Those of this worker when the workers ``roster`` change from its layout to ``becomes``."""
+        """This worker's transfers when ``roster`` changes from its layout to ``becomes``."""
         rank = self._client.rank
         if not becomes:
             return []
         return [one for one in transfers(self._grid, roster, self.cuts, becomes) if rank in (one.donor, one.receiver)]
 
     def decided(self, cuts: Cuts) -> StageBundle | None:
-        """All have the layout ``cuts`` from now on; what this worker has changed to, if it has. Who joins gets the
-        layers of its donor instead.
+        """Takes up the layout ``cuts``, if it differs.
+
+        A worker that joins takes its donor's.
         """
         held, self._held = self._held, None
         cuts = cuts or self._start

@@ -1,0 +1,506 @@
+"""Results of a run: packed in its workers, taken into the Trainer and its module.
+
+Each worker delivers its stage's part of the model, and the leader the common part. Where weights stay in the workers, a
+note is kept until weights are loaded into the module. The module's own ``configure_optimizers`` makes optimizers for
+the whole model, which get the workers' states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_recycle.control.payload import unpack
+from lightning_recycle.errors import ConfigurationError, ReCycleError, UnsupportedFeatureError
+from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
+from lightning_recycle.model.chain_parts import parts_of
+from lightning_recycle.model.layers import AbsentLayer, set_tensors_beside, set_weights, tensors_beside, weights_of
+from lightning_recycle.runtime.executor.device_memory import tensor_bytes
+from lightning_recycle.session import lightning_internals as internals
+from lightning_recycle.session.configuration import Gathering, ResultRoute
+from lightning_recycle.session.object_attributes import is_own
+from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
+from lightning_recycle.session.optimizer_states import (
+    Copies,
+    complete_state,
+    group_names,
+    merge_optimizer_states,
+    merged_names,
+)
+from lightning_recycle.session.session import Session
+from lightning_recycle.session.user_objects import (
+    CallbackList,
+    process_anchors,
+    streams_among,
+    weights_by_name,
+    weights_for,
+)
+from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
+from lightning_recycle.tensor_memory import merge_shards, to_cpu
+from lightning_recycle.torch_internals import tree_leaves, version_of
+
+log = logging.getLogger(__name__)
+
+StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
+"""Of each optimizer of a stage the state dict, and the names of the parameters by group."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """Result of a stage, or of one member of its position.
+
+    Args:
+        stage: which.
+        state: its weights; None if they stay in the workers.
+        optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
+            stage does not train, or writes checkpoints of its own because the whole is too large for one place.
+        objects: its layers, with what they keep outside of state dicts.
+        beside: its parameters and buffers that state dicts do not hold.
+        member: the number of the member of its position that it is of; it has that one's shards.
+    """
+
+    stage: int
+    state: dict[str, Tensor] | None
+    optimizers: StageOptimizers | None
+    objects: CarriedObjects
+    beside: dict[str, Tensor]
+    member: int = 0
+
+    @classmethod
+    def merged(cls, members: Sequence[StageResult]) -> StageResult:
+        """The result of a stage from those of the members of a position, in order."""
+        first = members[0]
+        states = [part.state for part in members if part.state is not None]
+        optimizers = [part.optimizers for part in members if part.optimizers is not None]
+        return replace(
+            first,
+            state=merge_shards(states) if len(states) == len(members) else None,
+            optimizers=merge_shards(optimizers) if len(optimizers) == len(members) else None,
+            beside=merge_shards([part.beside for part in members]),
+        )
+
+
+@dataclass(frozen=True)
+class StageResultFile:
+    """A :class:`StageResult` in a file of this machine."""
+
+    path: Path
+
+    def read(self) -> StageResult:
+        """The part, mapped from the file, which may be deleted.
+
+        Weights are copied into a module; states of optimizers stay mapped, so they take room on the disk as long as
+        they live.
+        """
+        part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
+        assert isinstance(part, StageResult)
+        return part
+
+
+@dataclass(frozen=True)
+class CarriedObjects:
+    """The user's objects on their way to the launching process; weights are names.
+
+    ``whole``: the module is carried with its parameters, buffers and submodules; ``shared``: so is what is no module;
+    ``trained``: whether each parameter requires a gradient.
+    """
+
+    pack: ObjectPack
+    whole: bool
+    trained: dict[str, bool]
+    shared: bool
+
+
+class UserObjects:
+    """The user's objects that a worker and the launching process have in common.
+
+    As the run finds them at its beginning. With ``keeps_large``, large data is noted, to tell later what has changed.
+    """
+
+    def __init__(self, call: TrainerCall, keeps_large: bool = False) -> None:
+        self._trainer = call.trainer
+        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
+        self._data = call.data
+        modules = {"": call.arguments["model"]}
+        self._large = LargeData(self._graph(modules, whole=True, shared=True).large if keeps_large else {})
+
+    def _graph(
+        self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
+    ) -> ObjectGraph:
+        """The graph of ``modules`` by name, or of the ``whole`` module.
+
+        If ``shared``, with callbacks, data and the profiler.
+        """
+        trainer, data = self._trainer, self._data
+        callbacks = {f"callback {i}": callback for i, callback in enumerate(self._callbacks)}
+        others = {**data, "profiler": getattr(trainer, "profiler", None)}
+        roots: dict[str, Any] = {f"module {n}": m for n, m in modules.items() if not isinstance(m, AbsentLayer)}
+        if shared:
+            roots |= {name: value for name, value in callbacks.items() if not is_own(value)}
+            roots |= {**others, "callbacks": CallbackList(trainer.callbacks)}  # type: ignore[attr-defined]
+        loaders = {name: tree_leaves(value) for name, value in data.items() if name.endswith("loaders")}
+        anchors = {
+            **({} if whole else {f"module {n}": module for n, module in trainer.lightning_module.named_modules()}),
+            **callbacks,
+            **others,
+            **process_anchors(trainer),
+            **streams_among({f"{name} {i}": one for name, leaves in loaders.items() for i, one in enumerate(leaves)}),
+        }
+        return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
+
+    def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
+        """Packs the submodules for which ``wanted``, or with None the whole module.
+
+        ``shared``: what is no module is carried, too; ``most_bytes`` of large data that the data module did not have at
+        the beginning.
+        """
+        module = self._trainer.lightning_module
+        names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
+        modules = {"": module} if wanted is None else {n: m for n, m in module.named_modules() if wanted(n)}
+        graph, skipped = self._graph(modules, wanted is None, shared), set[str]()
+        unchanged = self._large.unchanged() if graph.large else {}  # arrays are read for it
+        while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
+            if sum(value.nbytes for value in new.values()) <= most_bytes:
+                break
+            skipped.update(".".join(re.split(r"[.\[]", path)[:2]) for path in new)
+            graph = self._graph(modules, wanted is None, shared, skipped)
+        for path in sorted(skipped):
+            log.info("%s stays in the workers, as it is large.", path)
+        trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
+
+    def take(self, brought: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
+        """Updates this process's objects; ``weights`` are for what its module lacks."""
+        module = self._trainer.lightning_module
+        modules = {"": module} if brought.whole else dict(module.named_modules())
+        graph = self._graph(modules, brought.whole, brought.shared)
+        given = {n: nn.Parameter(w, brought.trained[n]) if n in brought.trained else w for n, w in weights.items()}
+        graph.update(brought.pack, torch.device("cpu"), {**graph.large, **weights_for(module, given)})
+
+
+@dataclass(frozen=True)
+class LeaderResult:
+    """Common part of a result, which the leader delivers.
+
+    ``trainer`` has attributes of the Trainer and its parts by path, ``loaders`` states of the DataLoaders of each loop,
+    ``objects`` those of the user outside of stages, ``copies`` the parameters that are a copy of another stage's, by
+    stage and name.
+    """
+
+    returned: Any
+    trainer: dict[str, dict[str, Any]]
+    loops: dict[str, dict[str, Any]]
+    loaders: dict[str, list[dict[str, Any]]]
+    objects: CarriedObjects
+    schedulers: list[dict[str, Any]]
+    copies: dict[tuple[int, str], str]
+    precision: dict[str, Any]
+
+
+def result_route(session: Session, gathering: Gathering) -> ResultRoute:
+    """How the result of the run comes home: all workers ask, and are answered alike."""
+    if not gathering.depends_on_size:
+        return gathering.way(0)
+    return gathering.way(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _size(session))))
+
+
+def _size(session: Session) -> int:
+    optimizers = session.trainer.optimizers if _brings_optimizers(session) else []
+    states = [list(optimizer.state.values()) for optimizer in optimizers]
+    return tensor_bytes([*weights_of(session.module).values(), states])
+
+
+def _brings_optimizers(session: Session) -> bool:
+    return session.trainer.state.fn == TrainerFn.FITTING and not session.checkpoints.sharded
+
+
+def stage_result(
+    session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
+) -> StageResult | StageResultFile:
+    """The part of this worker's stage: for a message, or in a new file of ``folder``."""
+    if way is ResultRoute.FILES and folder is not None:
+        path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            torch.save(_part(session, user, way, copies=False), path)
+            return StageResultFile(path)
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
+            log.warning("The result comes home in a message instead of a file: %s", error)
+            with contextlib.suppress(OSError):  # there may be nothing to delete
+                path.unlink()
+    return _part(session, user, way, copies=True)
+
+
+def _part(session: Session, user: UserObjects, way: ResultRoute, copies: bool) -> StageResult:
+    state, optimizers, beside = None, None, {}
+    if way is not ResultRoute.STAYS:
+        module = session.module
+        state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
+        if _brings_optimizers(session):
+            states = [(complete_state(each), group_names(module, each)) for each in session.trainer.optimizers]
+            optimizers = [(to_cpu(state, copies), names) for state, names in states]
+    layers, member = user.pack(_carried_layers(session), shared=False), session.run.positions.member(session.place.rank)
+    return StageResult(session.worker.stage, state, optimizers, layers, beside, member)
+
+
+def _carried_layers(session: Session) -> Callable[[str], bool]:
+    """The submodules that are delivered as objects; none that a mesh divides."""
+    return session.parts.is_of_layer if session.mesh is None else lambda name: False
+
+
+def leader_result(
+    session: Session, user: UserObjects, way: ResultRoute, most_bytes: float, returned: Any
+) -> LeaderResult:
+    """The common part, from this worker, the leader."""
+    trainer, is_of_layer = session.trainer, session.parts.is_of_layer
+    whole = session.grid.stages == 1 and way is not ResultRoute.STAYS and session.mesh is None
+    # What makes layers parallel stays: it belongs to the mesh of this position.
+    is_carried = (lambda name: not is_of_layer(name)) if session.mesh is None else (lambda name: not name)
+    objects = user.pack(None if whole else is_carried, True, most_bytes)
+    return LeaderResult(
+        returned=to_cpu(returned),
+        trainer={
+            path: {name: to_cpu(value) for name, value in settings.items()}
+            for path, settings in internals.final_settings(trainer).items()
+        },
+        loops=internals.loop_states(trainer),
+        loaders=internals.loader_states(trainer),
+        objects=objects,
+        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        copies=dict(session.checkpoints.copies),
+        precision=trainer.precision_plugin.state_dict(),
+    )
+
+
+WEIGHTS_STAY = (
+    "they stay in the workers (CheckpointOptions(gather_result=...)), and in the checkpoints that these have written"
+)
+"""Why a process has no trained weights."""
+
+
+class MissingWeights:
+    """Note that ``module`` lacks the trained weights, or is but ``one_stage``."""
+
+    def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
+        self._module = weakref.ref(module)
+        self._one_stage = one_stage
+        self._versions = _versions(module)
+
+    def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
+        """Refuses to run ``module`` as if it were trained.
+
+        Raises:
+            UnsupportedFeatureError: if ``module`` is to run as if it were trained.
+        """
+        if module is not self._module() or _versions(module) != self._versions:
+            return
+        if self._one_stage:
+            raise UnsupportedFeatureError(
+                f"After fit this {type(module).__name__} is one stage of the model, and the trained weights are not in"
+                f" this process: {WEIGHTS_STAY}. Make a new one and give ckpt_path=..., or use"
+                " CheckpointOptions(gather_result=True)."
+            )
+        if ckpt_path is None:
+            raise UnsupportedFeatureError(
+                f"The trained weights of this {type(module).__name__} are not in this process: {WEIGHTS_STAY}. Give"
+                " ckpt_path='best', 'last' or a path, load weights into it, or use"
+                " CheckpointOptions(gather_result=True)."
+            )
+
+
+def _versions(module: pl.LightningModule) -> int:
+    """A number that changes when something is written to the parameters."""
+    return sum(version_of(parameter) for parameter in module.parameters())
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+STAY_IN_THE_WORKERS = (
+    "with save_distributed_checkpoint=True, where workers are started by hand, and where the weights stay in the"
+    " workers, their states do, too"
+)
+"""Why the launching process may have no optimizers."""
+
+
+def make_optimizers(
+    module: pl.LightningModule,
+    stages: Sequence[StageOptimizers],
+    copies: Copies,
+    schedulers: Sequence[dict[str, Any]],
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """The optimizers and schedulers of the whole model, from those of all stages.
+
+    Raises:
+        ConfigurationError: if the module cannot make them here.
+    """
+    try:
+        optimizers, configs = internals.init_optimizers(module)
+    except Exception as error:  # the user's: it may need what exists in the workers only
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
+            f" in the workers: {type(error).__name__}: {error}"
+        ) from error
+    of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
+    load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in of_stages])
+    swap_schedules(module.trainer, optimizers, configs)
+    if len(configs) != len(schedulers):
+        raise ConfigurationError(
+            f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
+            f" the workers have {len(schedulers)}"
+        )
+    for optimizer, (states, names) in zip(optimizers, of_stages, strict=True):
+        optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
+    for config, state in zip(configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    return optimizers, configs
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
+    """Puts the workers' results, by rank, into the Trainer and its module.
+
+    Empties ``results``: model and optimizers may be large. Returns the function's return value.
+    """
+    trainer = call.trainer
+    state: dict[str, torch.Tensor] = {}
+    parts: list[StageResult] = []
+    extras: LeaderResult | None = None
+    for rank in sorted(results):
+        part, found = unpack(results.pop(rank))
+        parts.append(part.read() if isinstance(part, StageResultFile) else part)
+        extras = found or extras
+    assert extras is not None
+    parts.sort(key=lambda part: (part.stage, part.member))
+    parts = [StageResult.merged(list(members)) for _, members in groupby(parts, key=lambda part: part.stage)]
+    here = all(part.state is not None for part in parts)
+    call.attach_data()
+    user = UserObjects(call)
+    if here:
+        for part in parts:
+            state.update(part.state or {})
+        trained = {name: flag for part in parts for name, flag in part.objects.trained.items()}
+        reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, trained)
+        _take_weights(trainer, state, reshape)
+    _restore_trainer(trainer, extras)
+    trainer.precision_plugin.load_state_dict(extras.precision)
+    for part in parts if here else []:
+        user.take(part.objects, state)
+        set_tensors_beside(trainer.lightning_module, part.beside)
+    user.take(extras.objects, state)
+    if trainer.state.fn == TrainerFn.FITTING:
+        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
+        _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
+    if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
+        several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
+        internals.set_predictions(trainer, extras.returned if several else [extras.returned])
+    return extras.returned
+
+
+def _take_weights(
+    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], reshape: Callable[[Mapping[str, torch.Tensor]], None]
+) -> None:
+    """Makes the module of ``trainer`` the trained one.
+
+    ``reshape`` makes it a module that has these weights.
+
+    Raises:
+        ReCycleError: if its weights do not fit into it; they are in a file then.
+    """
+    module = trainer.lightning_module
+    try:
+        parts_of(module).build()
+        take_pruned_form(module, state)
+        if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
+            module.configure_model()  # has run in the workers only
+            take_pruned_form(module, state)
+        if _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
+            reshape(state)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
+                tensor.data = tensor.data.to(state[name].dtype)
+        set_weights(module, state)
+    except Exception as error:
+        raise ReCycleError(
+            f"The trained weights do not fit into the {type(module).__name__} of this process: {error} They are in"
+            f" {_kept(trainer, state)}: load that with torch.load() and put them into a module that is built as in the"
+            " workers. Make modules and buffers in __init__() or configure_model() instead of other hooks, to get them"
+            " back in the module."
+        ) from error
+
+
+def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
+    """Adds weights that hooks have given to modules which this process has.
+
+    ``trained``: whether each parameter requires a gradient, by name.
+    """
+    module = trainer.lightning_module
+    modules, here = dict(module.named_modules()), _forms(weights_of(module))
+    for name, tensor in state.items():
+        owner, _, attribute = name.rpartition(".")
+        if here.get(name) == tensor.shape or owner not in modules:
+            continue
+        if name in trained:
+            modules[owner].register_parameter(attribute, torch.nn.Parameter(tensor.clone(), trained[name]))
+        else:
+            modules[owner].register_buffer(attribute, tensor.clone())
+
+
+def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]:
+    return {name: None if is_lazy(weight) else weight.shape for name, weight in weights.items()}
+
+
+def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
+    for folder in (trainer.default_root_dir, tempfile.gettempdir()):
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="trained_weights_", suffix=".pt", dir=folder)
+            with os.fdopen(descriptor, "wb") as file:
+                torch.save(dict(state), file)
+            return path
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
+            log.warning("The trained weights could not be written in %s: %s", folder, error)
+    return "no file, as none could be written"
+
+
+def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
+    internals.restore_settings(trainer, extras.trainer)
+    for name, loop_state in extras.loops.items():
+        internals.load_progress(getattr(trainer, name), loop_state)
+    internals.restore_loaders(trainer, extras.loaders)
+
+
+def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:
+    strategy = cast(ConfiguredStrategy, trainer.strategy)
+    known = [stage for stage in stages if stage is not None]
+    strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(known) < len(stages) else None
+    if strategy.missing_optimizers is None:
+        try:
+            strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(
+                trainer.lightning_module, known, extras.copies, extras.schedulers
+            )
+        except ConfigurationError as error:  # most scripts do not need them here; who does is told
+            strategy.missing_optimizers = str(error)
+            log.info("The launching process has no optimizers: %s", error)

@@ -1,1 +1,0 @@
-"""Exact planners: mixed-integer and constraint models in a separate process."""

@@ -1,1 +1,0 @@
-"""The list-scheduling heuristic: a good plan for any failures, immediately."""

@@ -1,0 +1,392 @@
+"""Search for the best layout after failures: layers and workers of each stage.
+
+There are three ways to go on, of which each needs more state to be sent than the one before:
+
+- ``reroute``: nothing moves; the peers of the dead run their micro-batches;
+- ``layers``: stages that lost workers give layers to their neighbours;
+- ``both``: workers change their stage, too (failure normalization).
+
+Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage.
+A load is only a bound, so of each way the layouts with the least lower bounds are planned, and the period of the real
+schedule decides. The result is never worse than re-routing by its own figures; a way that is impossible is refused in
+one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from typing import TypeAlias
+
+from lightning_recycle.arguments import at_least
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
+from lightning_recycle.planning.cuts import (
+    Bounds,
+    Cut,
+    Stages,
+    are_whole,
+    check_cuts,
+    fastest_cut,
+    held_ranges,
+    shares,
+    smooth_counts,
+)
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
+from lightning_recycle.planning.layout_candidates import (
+    LEAST_GAIN,
+    Candidate,
+    Judge,
+    Judgement,
+    Layout,
+    LayoutPlan,
+    Way,
+    chosen_of,
+    is_better,
+    judged,
+    shown,
+)
+from lightning_recycle.planning.normalization import (
+    distribution_of,
+    normalized_failures,
+    roles,
+)
+from lightning_recycle.planning.problem import Problem, lower_bound
+
+_TRIED = 4  # layouts of a way that are planned, with layers that stages share and without
+_SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
+_SHARED_SLACK = 0.005  # of the least bottleneck: with a slightly larger load, stages may share fewer layers
+_SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
+
+
+def plan_layout(
+    problem: Problem,
+    layers: LayerCosts,
+    cuts: Sequence[float],
+    *,
+    next_change: float,
+    switch: float = 0.0,
+    least_gain: float = LEAST_GAIN,
+    fixed: str = "",
+    whole: str = "",
+    ways: Collection[Way] = ("layers", "both"),
+    judge: Judge = judged,
+) -> LayoutPlan:
+    """The best layout for the workers that are left.
+
+    Args:
+        problem: grid, failed (vacant) and slow workers, technique, and limit in flight. Its costs and memory are not
+            used: those of a layout follow from ``layers``.
+        layers: what single layers cost.
+        cuts: bounds of the stages now.
+        next_change: seconds expected until the next change, e.g. of
+            :meth:`~lightning_recycle.planning.layout_candidates.FailureRecord.next_change`.
+        switch: seconds that all stand still at a change, without copies: agreement, new communicators, optimizers that
+            are built again.
+        least_gain: the smallest part of a period that a layout must save.
+        fixed: why layers cannot move, e.g. "layer 3 has no LayerSpec"; empty if they can.
+        whole: why neighbouring stages cannot share a layer; empty if they can.
+        ways: what to consider besides re-routing.
+        judge: plans a problem; by default the heuristic, on large grids by lanes.
+
+    Raises:
+        ConfigurationError: when the cuts are none of these layers.
+        PlanningError: when there is no plan that moves nothing.
+    """
+    change = next_change, at_least("", "switch", switch), at_least("", "least_gain", least_gain)
+    search = _LayoutSearch(problem, layers, check_cuts(cuts, layers.layers), *change, judge, not whole)
+    found = [search.first]
+    for way in ways:
+        try:
+            found.append(search.cut(way, fixed))
+        except PlanningError as error:
+            found.append(search.refused(way, str(error)))
+    return LayoutPlan(chosen_of(found), tuple(found), next_change)
+
+
+class _LayoutSearch:
+    """The candidates of one call."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        layers: LayerCosts,
+        cuts: Bounds,
+        next_change: float,
+        switch: float,
+        least_gain: float,
+        judge: Judge,
+        shares_layers: bool,
+    ) -> None:
+        self.problem, self.layers, self.cuts, self.shares_layers = problem, layers, cuts, shares_layers
+        self.next_change, self.switch, self.least_gain, self.judge = next_change, switch, least_gain, judge
+        self.grid, self.live = problem.grid, problem.live_counts()
+        self.split_backward = problem.technique.split_backward
+        if len(cuts) != self.grid.stages + 1:
+            raise ConfigurationError(f"cuts={cuts!r}: the grid {self.grid} has {self.grid.stages} stages.")
+        stays = self.at(cuts, problem.failed)
+        step = self.judged(cuts, stays)
+        layout = Layout(cuts, self.live)
+        self.first = Candidate("reroute", layout, stays.failed, step.period, judgement=step, problem=stays)
+        """Nothing moves."""
+
+    # -- candidates -----------------------------------------------------------------------------------------------
+
+    def cut(self, way: Way, fixed: str) -> Candidate:
+        """Layers move; with ``both``, workers too."""
+        if fixed:
+            return self.refused(way, f"layers do not move: {fixed}")
+        if self.layers.layers == self.grid.stages:
+            return self.refused(way, f"{self.layers.layers} layers on as many stages: there is one cut only")
+        if way == "both" and not self.problem.failed:
+            return self.refused(way, "no worker has failed")
+        if way == "both" and self.problem.worker_factors:
+            return self.refused(way, "workers of unequal speed keep their stages")
+        rivals: dict[tuple[Bounds, tuple[int, ...]], None] = {}
+        for spare in _spares(self.grid) if self.layers.memory_limit is not None else (_HARD,):
+            goals = [self.live]
+            if way == "both":
+                best = fastest_cut(self.stages(self.tables, spare))
+                if best is None:
+                    continue
+                goals = [self.spread(best, spare), self.live, *self.smooth]
+            for goal in dict.fromkeys(goals):
+                for cuts in self.cuts_for(goal, spare, near=goal == goals[0]):
+                    if cuts != self.cuts or goal != self.live:
+                        rivals[cuts, self.without(goal)] = None
+        if not rivals and self.layers.memory_limit is not None:
+            free = fastest_cut(self.stages(self.tables if way == "both" else self.fixed(self.live), None))
+            if free is not None and free.cuts != self.cuts:
+                return self.refused(way, "no faster cut leaves room for one micro-batch on a worker of every stage")
+        return self.best(way, list(rivals))
+
+    def cuts_for(self, goal: tuple[int, ...], spare: float, *, near: bool) -> Iterator[Bounds]:
+        """Cuts for these numbers of workers in the stages.
+
+        They are the fastest in which stages share layers, and if ``near`` those of whole layers that move the fewest
+        bytes, or are the most even, within a little more than the least bottleneck.
+        """
+        options = self.fixed(goal)
+        whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)
+        best = fastest_cut(whole) if near else None
+        if best is not None:
+            yield best.cuts
+            prices = (
+                lambda stage, begin, end: self.moved(goal[stage], stage, begin, end),
+                lambda stage, begin, end: whole.load(stage, begin, end, goal[stage]) ** 2,
+            )
+            for slack, price in product(_SLACKS, prices):
+                found = whole.within(best.bottleneck * (1 + slack), price)
+                if found is not None:
+                    yield found.cuts
+        best = fastest_cut(sharing) if self.shares_layers else None
+        if best is not None:
+            found = sharing.within(best.bottleneck * (1 + _SHARED_SLACK))
+            assert found is not None
+            yield found.cuts
+
+    @cached_property
+    def tables(self) -> list[Options]:
+        """Any number of workers for each stage."""
+        return [list(enumerate(self.shares))[1:]] * self.grid.stages
+
+    def fixed(self, goal: tuple[int, ...]) -> list[Options]:
+        """One number of workers for each stage; those of now have their speeds."""
+        if goal != self.live:
+            return [[(count, self.shares[count])] for count in goal]
+        factors = (sorted(self.problem.live_factors(stage), reverse=True) for stage in range(self.grid.stages))
+        return [[(len(each), shares(self.grid.global_microbatches, each)[-1])] for each in factors]
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The micro-batches of the busiest of each number of workers of equal speed."""
+        return shares(self.grid.global_microbatches, (1.0,) * self.grid.lanes)
+
+    @cached_property
+    def smooth(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of workers that suit stages that share layers."""
+        return smooth_counts(self.shares, self.grid.stages, sum(self.live)) if self.shares_layers else ()
+
+    def best(self, way: Way, rivals: list[tuple[Bounds, tuple[int, ...]]]) -> Candidate:
+        """The candidate that saves most, of the few with the least bounds."""
+        ranked = []
+        refused = ""
+        for cuts, distribution in rivals:
+            failed = self.failed(distribution)
+            try:
+                ranked.append((lower_bound(self.at(cuts, failed, distribution)), cuts, distribution))
+            except PlanningError as error:
+                refused = str(error)
+        if not ranked:
+            return self.refused(way, refused or "the present cut has the least load")
+        ranked.sort()
+        goal = self.first.period * (1 - self.least_gain)
+        if ranked[0][0] >= goal:
+            return self.refused(way, f"no cut is faster: {_at_least(ranked[0][0], self.first)}")
+        few = 1 if worth_compacting(self.problem, COMPACT_FROM) else _TRIED
+        kinds = [[each for each in ranked if are_whole(each[1]) is whole] for whole in (True, False)]
+        best: Candidate | None = None
+        refused = ""
+        for bound, cuts, distribution in (each for kind in kinds for each in kind[:few]):
+            if best is not None and bound > best.period:
+                continue
+            try:
+                found = self.candidate(way, cuts, distribution)
+            except PlanningError as error:
+                refused = str(error)
+                continue
+            if best is None or is_better(found, best, _SHARING_GAIN * self.least_gain):
+                best = found
+        return self.refused(way, refused) if best is None else best
+
+    def judged(self, cuts: Bounds, problem: Problem) -> Judgement:
+        """A step of ``problem``, which has the mean costs under these cuts."""
+        return self.judge(problem, self.layers.variation(cuts, self.grid, split_backward=self.split_backward))
+
+    def candidate(self, way: Way, cuts: Bounds, distribution: tuple[int, ...]) -> Candidate:
+        """A layout with its plan, traffic and savings; refused if it saves nothing."""
+        taken = self.roles(distribution)
+        problem = self.at(cuts, self.failed(distribution), distribution)
+        judgement = self.judged(cuts, problem)
+        state = self.layers.state_bytes
+        sent = traffic(layer_moves(self.grid, self.problem.failed, self.cuts, cuts, taken, state), state)
+        stall = self.switch + judgement.fill + sent.seconds(self.layers.bandwidth, self.layers.latency)
+        gain = 1.0 - judgement.period / self.first.period
+        saved = gain * self.next_change - stall
+        refused = ""
+        if gain < self.least_gain:
+            refused = f"its step of {shown(judgement.period)} is not shorter than {shown(self.first.period)}"
+        elif saved <= 0:
+            refused = (
+                f"a step is {100 * gain:.1f} % shorter, which in {shown(self.next_change)} does not pay for a stall "
+                f"of {shown(stall)}"
+            )
+        return Candidate(
+            way,
+            Layout(cuts, self.without(distribution)),
+            problem.failed,
+            judgement.period,
+            tuple(sorted((worker, place) for worker, place in taken.items() if worker != place)),
+            sent.total,
+            sent.busiest,
+            stall,
+            saved,
+            refused,
+            judgement=judgement,
+            problem=problem,
+        )
+
+    def refused(self, way: Way, reason: str) -> Candidate:
+        """A way that is not gone."""
+        return Candidate(way, Layout(self.cuts, self.live), self.problem.failed, 0.0, refused=reason)
+
+    # -- what they are made of -------------------------------------------------------------------------------------
+
+    def at(self, cuts: Bounds, failed: frozenset[Worker], distribution: tuple[int, ...] | None = None) -> Problem:
+        """The problem under a layout; its costs are the mean of all micro-batches."""
+        factors = dict(self.problem.worker_factors)
+        if factors and distribution is not None and distribution != distribution_of(self.grid, self.problem.failed):
+            taken = self.roles(distribution)
+            factors = {taken.get(worker, worker): factor for worker, factor in factors.items()}
+        return replace(
+            self.problem,
+            costs=self.layers.costs(cuts, split_backward=self.split_backward),
+            failed=failed,
+            memory=self.layers.memory(cuts),
+            worker_factors=tuple(factors.items()),
+        )
+
+    def without(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The failures of each stage by its live workers, or the other way round."""
+        return tuple(self.grid.lanes - count for count in counts)
+
+    def failed(self, distribution: tuple[int, ...]) -> frozenset[Worker]:
+        """The vacant positions; those of now if each stage keeps its workers."""
+        if distribution == distribution_of(self.grid, self.problem.failed):
+            return self.problem.failed
+        return normalized_failures(self.grid, distribution)
+
+    def roles(self, distribution: tuple[int, ...]) -> Mapping[Worker, Worker]:
+        """The positions of the live workers; empty if all stay."""
+        if distribution == distribution_of(self.grid, self.problem.failed):
+            return {}
+        return roles(self.grid, self.problem.failed, distribution)
+
+    def stages(self, options: list[Options], spare: float | None, *, shares_layers: bool = False) -> Stages:
+        """Possible stages, with memory for ``spare`` times 1F1B's micro-batches.
+
+        There is room for one at least. None: memory does not count.
+        """
+        layers = self.layers
+        return Stages(
+            layers.work(split_backward=self.split_backward),
+            tuple(map(sum, zip(layers.reduce, layers.optimizer, strict=True))),
+            options,
+            sum(self.live),
+            None if spare is None else self.fits(spare),
+            shares_layers,
+        )
+
+    def fits(self, spare: float) -> Callable[[int, float, float], bool] | None:
+        """Whether the layers between two bounds fit into a worker, with micro-batches."""
+        layers, limit = self.layers, self.layers.memory_limit
+        if limit is None:
+            return None
+        state, held = [0.0], [0.0]
+        for own, each in zip(layers.state_bytes, layers.held_bytes, strict=True):
+            state.append(state[-1] + own)
+            held.append(held[-1] + each)
+        stages = self.grid.stages
+
+        def of_microbatches(bound: float) -> float:
+            layer = math.floor(bound)
+            return held[layer] + (bound - layer) * (layers.held_bytes[layer] if bound > layer else 0.0)
+
+        def fits(stage: int, begin: float, end: float) -> bool:
+            most = max(1.0, spare * min(stages - stage, self.grid.global_microbatches))
+            first, last = math.floor(begin), math.ceil(end)
+            needed = state[last] - state[first] + most * (of_microbatches(end) - of_microbatches(begin))
+            needed += layers.held_bytes[first] if begin > first else 0.0
+            needed += layers.held_bytes[last - 1] if end < last else 0.0
+            return needed <= limit * (1 + 1e-9)
+
+        return fits
+
+    def spread(self, cut: Cut, spare: float) -> tuple[int, ...]:
+        """Workers of each stage: all live ones, as many as possible where they are."""
+        stages = self.stages(self.tables, spare)
+        counts = [max(need, live) for need, live in zip(cut.workers, self.live, strict=True)]
+        for _ in range(sum(counts) - sum(self.live)):
+            givers = [stage for stage, need in enumerate(cut.workers) if counts[stage] > need]
+            # The stage whose load stays least gives one.
+            giver = min(
+                givers, key=lambda s: (stages.load(s, cut.cuts[s], cut.cuts[s + 1], counts[s] - 1), counts[s], s)
+            )
+            counts[giver] -= 1
+        return tuple(counts)
+
+    def moved(self, workers: int, stage: int, begin: float, end: float) -> float:
+        """Bytes that the workers of a stage get for these whole layers."""
+        state, held = self.layers.state_bytes, held_ranges(self.cuts)[stage]
+        layers = range(int(begin), int(end))
+        lacking = sum(state[layer] for layer in layers if layer not in held)
+        return self.live[stage] * lacking + max(0, workers - self.live[stage]) * sum(state[layer] for layer in layers)
+
+
+Options: TypeAlias = list[tuple[int, float]]
+"""Numbers of workers of a stage, each with the micro-batches of the busiest one."""
+
+_HARD = 0.0
+
+
+def _spares(grid: Grid) -> tuple[float, ...]:
+    """Room for micro-batches that a cut leaves, relative to 1F1B, the least first."""
+    return (_HARD, 1.0, 1.5, 2.0) if grid.stages > 1 else (_HARD,)
+
+
+def _at_least(bound: float, first: Candidate) -> str:
+    return f"at least {shown(bound)} a step, re-routing takes {shown(first.period)}"

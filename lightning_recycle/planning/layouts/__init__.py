@@ -1,1 +1,0 @@
-"""Layouts: layers and workers of each stage, chosen anew after failures."""

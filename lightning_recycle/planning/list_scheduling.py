@@ -1,0 +1,368 @@
+"""List scheduling under a priority rule, and the fixed patterns 1F1B and ZB-H1.
+
+*List scheduling*: a free worker takes an operation that is ready there: a forward, a backward or a weight gradient,
+older micro-batches first. The rule decides which kind goes first, from the number of micro-batches that the worker
+holds. A backward that may be split is run as B at once and W later, or as BW where B would take more memory than there
+is. A worker that expects a backward soon may stay idle until it arrives. A schedule never holds more than the
+limit, nor more bytes than the problem's memory, and never deadlocks: the last stage can always finish its
+micro-batches (BW takes no memory), so it takes new ones, so the stage before it does too, and so on.
+
+*Fixed patterns*, without failures: in 1F1B (PipeDream-Flush, arXiv 2006.09503) stage s first runs S - s forwards, then
+alternates one backward, one forward, and drains. ZB-H1 (arXiv 2401.10241) is the same with a split backward, in which a
+weight gradient waits until its memory is needed; with S micro-batches held it takes 3M + S - 1 slots at equal costs. No
+stage warms up further than the one before it, which would deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning.costs import Memory
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, assemble, best_timing, interleave
+
+
+@dataclass(frozen=True, slots=True)
+class Express:
+    """Operations that nothing may delay.
+
+    They are the first gradient, without which stages with little memory are idle, and the way of the last micro-batches
+    to the last stage and back, after which the step is over.
+
+    Args:
+        first_backwards: how many of the first backwards are waited for, whatever else could begin.
+        last_backwards: the same for the last ones.
+        forward_first: how many of the last F go before any B.
+        awaited: how many of the last F are waited for where they would go before what could begin instead, if that
+            costs less than ``patience`` times what they would wait.
+        patience: see ``awaited``.
+    """
+
+    first_backwards: int = 0
+    last_backwards: int = 0
+    forward_first: int = 0
+    awaited: int = 0
+    patience: float = 0.0
+
+
+NO_EXPRESS = Express()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Priorities among the operations that are ready.
+
+    Args:
+        ages: per micro-batch, numbered d * M + m; lower goes first.
+        forward_first: per stage; with fewer micro-batches than this between their F and their B, an F goes before a B,
+            as does a W that makes room for it. A stage that lets them become few has nothing but W to do at the end,
+            between its last F and the gradient of that F.
+        patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
+            what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
+        express: what is not to wait at all, at the beginning and at the end.
+    """
+
+    ages: Sequence[int]
+    forward_first: tuple[int, ...]
+    patience: tuple[float, float] = (0.0, 0.0)
+    express: Express = NO_EXPRESS
+
+
+def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
+    """One list schedule: the order of its operations, and the sum of the peaks held.
+
+    ``limit``: per stage, the most micro-batches that a worker holds.
+
+    Raises:
+        PlanningError: when micro-batches differ and a worker has no room for one of them.
+    """
+    state = _Play(codes, rule, limit)
+    state.run()
+    return state.sequence, sum(state.peak)
+
+
+class _Play:
+    """An iteration that is played forward in time; workers by rank."""
+
+    def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
+        stages, n, workers = codes.stages, codes.n, range(codes.problem.grid.num_workers)
+        self.codes, self.stages, self.n, self.last = codes, stages, n, stages - 1
+        self.communication = codes.problem.costs.communication
+        # Ready operations, as n * age + micro-batch: older micro-batches go first.
+        self.forwards: list[list[int]] = [[] for _ in workers]
+        self.backwards: list[list[int]] = [[] for _ in workers]
+        self.weights: list[list[int]] = [[] for _ in workers]
+        self.tickets = [age * n + number for number, age in enumerate(rule.ages)]
+        self.busy = [False] * len(workers)
+        self.held, self.peak = [0] * len(workers), [0] * len(workers)
+        self.waiting = [0] * len(workers)  # between F and B
+        self.forward_first, self.limit = rule.forward_first, limit
+        positive = [time for row in codes.times for time in set(row) if time > 0.0]
+        self.together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
+        memory = codes.problem.memory
+        self.room = None if memory is None else _Room(codes, memory)
+        is_patient = any(rule.patience) or rule.express != NO_EXPRESS
+        self.arrivals = _Arrivals(codes, rule, self.together) if is_patient else None
+        # An operation ends (its code), or its result arrives at the next stage (code + size).
+        self.events: list[tuple[float, int]] = []
+        self.awake: set[int] = set()  # workers that may begin an operation
+        self.now = 0.0
+        self.sequence: list[int] = []
+
+    def run(self) -> None:
+        """Play until no operation is left."""
+        events, awake, size, together = self.events, self.awake, self.codes.size, self.together
+        for number, rank in enumerate(self.codes.ranks[FORWARD]):
+            heappush(self.forwards[rank], self.tickets[number])
+            awake.add(rank)
+        while True:
+            for rank in awake:
+                if not self.busy[rank]:
+                    self._begin_next(rank)
+            awake.clear()
+            if not events:
+                if any(self.forwards):
+                    raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
+                return
+            self.now = events[0][0]
+            while events and events[0][0] <= self.now + together:
+                self.now, event = heappop(events)
+                if event < size:
+                    self._end(event)
+                else:
+                    self._arrive(event - size)
+
+    def _begin_next(self, rank: int) -> None:
+        """Begin an operation on an idle worker, if one is ready and not to wait."""
+        stage, n = rank % self.stages, self.n
+        forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
+        fits = self.held[rank] < self.limit[stage]
+        if self.room is not None:
+            fits = fits and self.room.has_for_forward(rank, stage, forwards[0] % n if forwards else None)
+        urgent = self.waiting[rank] < self.forward_first[stage]
+        if self.arrivals is not None:
+            urgent = urgent or self.arrivals.is_last_forward(rank)
+        if forwards and urgent and (fits or weights):
+            kind, ready = (FORWARD, forwards) if fits else (WEIGHT, weights)
+        elif backwards:
+            kind, ready = BACKWARD, backwards
+            if self.room is not None and not self.codes.fused:
+                kind = self.room.backward(rank, stage, backwards[0] % n)
+        elif forwards and fits:
+            kind, ready = FORWARD, forwards
+        elif weights:
+            kind, ready = WEIGHT, weights
+        else:
+            return
+        seconds = self.codes.times[kind * self.stages + stage][ready[0] % n]
+        if self.arrivals is not None:
+            takes_forward = fits and (kind == WEIGHT or (urgent and kind != FORWARD))
+            if self.arrivals.are_worth_waiting_for(rank, kind, self.now, seconds, takes_forward):
+                return
+        self._begin(rank, kind, heappop(ready) % n, seconds)
+
+    def _begin(self, rank: int, kind: int, number: int, seconds: float) -> None:
+        stage, end = rank % self.stages, self.now + seconds
+        if kind == FORWARD:
+            self.waiting[rank] += 1
+            self.held[rank] += 1
+            self.peak[rank] = max(self.peak[rank], self.held[rank])
+        elif kind != WEIGHT:
+            self.waiting[rank] -= 1
+        if self.room is not None:
+            self.room.take(rank, kind, stage, number)
+        if self.arrivals is not None:
+            self.arrivals.begin(rank, kind, number, end + self.communication)
+        self.busy[rank] = True
+        code = self.codes.code(kind, stage, number)
+        self.sequence.append(code)
+        heappush(self.events, (end, code))
+
+    def _end(self, code: int) -> None:
+        key, number = divmod(code, self.n)
+        kind, stage = divmod(key, self.stages)
+        rank = self.codes.ranks[key][number]
+        self.busy[rank] = False
+        self.awake.add(rank)
+        if kind == BACKWARD and not self.codes.fused:
+            heappush(self.weights[rank], self.tickets[number])
+        elif kind != FORWARD:
+            self.held[rank] -= 1
+        elif stage == self.last:
+            heappush(self.backwards[rank], self.tickets[number])
+        if kind == WEIGHT or stage == (self.last if kind == FORWARD else 0):
+            return
+        if self.communication > 0.0:
+            heappush(self.events, (self.now + self.communication, code + self.codes.size))
+        else:
+            self._arrive(code)
+
+    def _arrive(self, code: int) -> None:
+        """The result of an operation arrives at the next or previous stage."""
+        key, number = divmod(code, self.n)
+        kind, stage = divmod(key, self.stages)
+        is_forward = kind == FORWARD
+        rank = self.codes.ranks[stage + 1 if is_forward else stage - 1][number]
+        if self.arrivals is not None:
+            self.arrivals.arrive(rank, is_forward)
+        heappush((self.forwards if is_forward else self.backwards)[rank], self.tickets[number])
+        self.awake.add(rank)
+
+
+class _Room:
+    """Bytes that are free on each worker, and changes of them by operations."""
+
+    def __init__(self, codes: Codes, memory: Memory) -> None:
+        self.changes = codes.bytes_of(memory)
+        self.usual = memory.after_forward
+        self.free = [memory.room(rank % codes.stages) for rank in range(codes.problem.grid.num_workers)]
+
+    def has_for_forward(self, rank: int, stage: int, number: int | None) -> bool:
+        """Whether F of a micro-batch, by default of the mean one, fits."""
+        size = self.usual[stage] if number is None else self.changes[FORWARD][stage][number]
+        return size <= self.free[rank]
+
+    def backward(self, rank: int, stage: int, number: int) -> int:
+        """BACKWARD if what its W needs fits, else FUSED."""
+        left = self.free[rank] - self.changes[BACKWARD][stage][number]
+        return FUSED if left < min(0.0, self.free[rank]) else BACKWARD
+
+    def take(self, rank: int, kind: int, stage: int, number: int) -> None:
+        """An operation begins; memory that it frees counts as free from then on."""
+        self.free[rank] -= self.changes[kind][stage][number]
+
+
+class _Arrivals:
+    """Results that are under way to each worker, for which it may stay idle."""
+
+    def __init__(self, codes: Codes, rule: Rule, together: float) -> None:
+        self.codes, self.express, self.patience, self.together = codes, rule.express, rule.patience, together
+        workers = range(codes.problem.grid.num_workers)
+        self.forwards: list[list[float]] = [[] for _ in workers]
+        self.backwards: list[list[float]] = [[] for _ in workers]
+        self.forwards_left, self.backwards_left, self.backwards_begun = ([0] * len(workers) for _ in range(3))
+        for row in codes.ranks[: codes.stages]:
+            for rank in row:
+                self.forwards_left[rank] += 1
+                self.backwards_left[rank] += 1
+
+    def is_last_forward(self, rank: int) -> bool:
+        """Whether the next F is one of the last, which go before any B."""
+        return self.forwards_left[rank] <= self.express.forward_first
+
+    def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
+        """Whether to stay idle instead of beginning an operation that takes ``seconds``.
+
+        ``takes_forward``: whether an F would go first if it were here.
+        """
+        forwards, backwards = self.forwards[rank], self.backwards[rank]
+        if takes_forward and forwards and self.forwards_left[rank] <= self.express.awaited:
+            idle = forwards[0] - now
+            if idle < self.express.patience * (seconds - idle) - self.together:
+                return True
+        if not backwards or kind not in (FORWARD, WEIGHT):
+            return False
+        most = self.patience[kind == WEIGHT]
+        if kind == FORWARD and self.is_last_forward(rank):
+            most = 0.0
+        elif (
+            self.backwards_begun[rank] < self.express.first_backwards
+            or self.backwards_left[rank] <= self.express.last_backwards
+        ):
+            most = inf
+        idle = backwards[0] - now
+        left = seconds - idle
+        return left > self.together and idle < most * left
+
+    def begin(self, rank: int, kind: int, number: int, arrival: float) -> None:
+        """An operation begins, whose result arrives at ``arrival``."""
+        stages = self.codes.stages
+        stage = rank % stages
+        if kind == FORWARD:
+            self.forwards_left[rank] -= 1
+            if stage < stages - 1:
+                heappush(self.forwards[self.codes.ranks[stage + 1][number]], arrival)
+        elif kind != WEIGHT:
+            self.backwards_begun[rank] += 1
+            self.backwards_left[rank] -= 1
+            if stage:
+                heappush(self.backwards[self.codes.ranks[stage - 1][number]], arrival)
+
+    def arrive(self, rank: int, is_forward: bool) -> None:
+        """A result of the neighbour's F or B is there."""
+        heappop((self.forwards if is_forward else self.backwards)[rank])
+
+
+def one_f_one_b(problem: Problem) -> Schedule:
+    """The 1F1B schedule of a problem without failures, with fused backwards.
+
+    Where memory holds fewer than S - s the warm-up is shortened.
+
+    Raises:
+        PlanningError: when a worker has failed.
+    """
+    if problem.failed:
+        failed = ", ".join(map(str, sorted(problem.failed)))
+        raise PlanningError(f"1F1B cannot handle failures, but {failed} failed: use the planner 'heuristic'.")
+    if problem.grid.lanes != problem.grid.pipelines:
+        raise PlanningError(f"1F1B runs each pipeline on a lane of its own, not {problem.grid}: use 'heuristic'.")
+    problem = replace(problem, technique=replace(problem.technique, split_backward=False))
+    grid = problem.grid
+    codes = Codes(problem, reroute(grid, ()), fused=True)
+    programs: dict[int, list[int]] = {}
+    limit = problem.counted().in_flight_limit
+    warmup = grid.microbatches
+    for stage in range(grid.stages):
+        warmup = min(warmup, grid.stages - stage)
+        if limit is not None:
+            warmup = min(warmup, limit[stage])
+        for pipeline in range(grid.pipelines):
+            first = pipeline * grid.microbatches
+            forwards = [codes.code(FORWARD, stage, first + m) for m in range(grid.microbatches)]
+            backwards = [codes.code(BACKWARD, stage, first + m) for m in range(grid.microbatches)]
+            program = forwards[:warmup]
+            for m, backward in enumerate(backwards):
+                program.append(backward)
+                program += forwards[warmup + m : warmup + m + 1]
+            programs[pipeline * grid.stages + stage] = program
+    sequence = interleave(codes, programs)
+    return assemble(codes, sequence, best_timing(codes, sequence))
+
+
+def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
+    """The operations of ZB-H1 in an order that respects their dependencies.
+
+    ``held`` is the most micro-batches that a worker may hold, per stage.
+    """
+    grid = codes.problem.grid
+    programs: dict[int, list[int]] = {}
+    most = grid.microbatches
+    for stage in range(grid.stages):
+        most = min(most, grid.stages - stage, held[stage])  # no further than the stage before, which would deadlock
+        order = _pattern(grid.microbatches, most, held[stage])
+        for pipeline in range(grid.pipelines):
+            first = pipeline * grid.microbatches
+            programs[pipeline * grid.stages + stage] = [codes.code(kind, stage, first + m) for kind, m in order]
+    return interleave(codes, programs)
+
+
+def _pattern(microbatches: int, warmup: int, held: int) -> list[tuple[int, int]]:
+    """(kind, micro-batch) in the order of one stage."""
+    order = [(FORWARD, m) for m in range(warmup)]
+    forwards, weights = warmup, 0
+    for m in range(microbatches):
+        order.append((BACKWARD, m))
+        if weights <= m and (forwards - weights == held or forwards == microbatches):
+            order.append((WEIGHT, weights))
+            weights += 1
+        if forwards < microbatches:
+            order.append((FORWARD, forwards))
+            forwards += 1
+    order += [(WEIGHT, m) for m in range(weights, microbatches)]
+    return order

@@ -1,0 +1,413 @@
+"""Mixed-integer model of a :class:`TimeIndexedProblem` for CBC, HiGHS and Gurobi.
+
+The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
+whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
+best plan known: T below the bound is excluded, T from that plan's on is known. Asking for one T at a time keeps
+the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
+Models that are large are first asked for a plan in a *corridor*: with the routes of the best plan, and the k-th start
+of each operation at most some slots away from where it is there. Such a model is small, but its answer is no proof.
+
+Sets
+    f, g, w, t   families of m[f] micro-batches; their routes; workers; slots
+    o            operations: the k of route g at stage s, on its worker w(o), with duration p[o], and the source a(o)
+                 whose result they need after a lag
+Variables
+    n[g]         how many micro-batches of its family take route g (integer)
+    N[o,t]       how many of them have started o by slot t (integer): start times and order in one; outside the window
+                 of o it is 0 or n[g]
+    begun[s,t]   with the staggered optimizer: whether stage s has begun its iteration by slot t (binary)
+Constraints
+    routing       sum over the routes of family f of n[g] = m[f]
+    time          N[o,t-1] <= N[o,t]
+    dependencies  N[o,t] <= N[a(o), t - lag - p[a(o)]]
+    no overlap    sum over o of worker w of N[o,t] - N[o, t - p[o]] <= 1
+    memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= L[s]
+    period        part of the windows: every W ends before the stage's REDUCE and STEP fit into T
+    staggered     N[F,t] <= m[f] begun[s,t];   n[g] - N[W, t + T - r[s] - p[W]] <= m[f] (1 - begun[s,t])
+                  a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
+Objective
+    the smallest T, and for one T none
+
+Contract: runs in the solver's process (see :mod:`exact_planner`); every call of the solver is reported.
+
+Must not know: costs in seconds, how the caller uses the result.
+
+Source: ReCycle (arXiv 2405.14009), section 4, for the problem; step variables of time-indexed scheduling as in
+Artigues (Operations Research Letters 45, 2017), merged over identical jobs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import mip
+
+from lightning_recycle.planning.child_process import Report, UnavailableError
+from lightning_recycle.planning.planner import SolverTask
+from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
+from lightning_recycle.planning.timing import FORWARD
+
+_NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
+_REMEDIES = {
+    "cbc": "pip install --force-reinstall mip",
+    "highs": "pip install 'highsbox>=1.10'",
+    "gurobi": "install Gurobi and set GUROBI_HOME",
+}
+_FIRST_SHARE = 0.5  # of the remaining time for one length; if undecided then, the search turns to longer ones
+_SMALL = 2_500  # variables of a model that is usually decided in seconds
+_GOOD = 1.25  # times the lower bound: plans up to this length are worth looking around
+_REACH = 2  # mean operations: the first corridor around the known plan; each next one is wider by a half
+_CORRIDOR_SECONDS = 25.0  # at most, for one length
+
+
+class _InfeasibleError(Exception):
+    """A constraint without variables is violated."""
+
+
+def solve(task: SolverTask, report: Report) -> None:
+    """Find a shorter period; solutions and bounds are reported as they are found."""
+    deadline = time.monotonic() + task.time_limit
+    problem, search = task.problem, _MilpSearch(task, report)
+    length, known = search.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
+    if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
+        fine = problem.refined()  # periods can be fractions of a slot
+        search.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
+
+
+@dataclass
+class _MilpSearch:
+    task: SolverTask
+    report: Report
+
+    def shorten(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, list[Placement]]:
+        """Decide lengths from the bottom up; first around a known plan that is good.
+
+        Returns:
+            The smallest length, None if that is not decided; and the best plan.
+        """
+        good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
+        if good and problem.variables(low) <= _SMALL:
+            half = (time.monotonic() + deadline) / 2
+            length, low, high, known = self._prove(problem, low, high, known, half)
+            if length is not None:
+                return length, known
+        if good:
+            high, known = self._descend(problem, low, high, known, deadline)
+        length, _, _, known = self._prove(problem, low, high, known, deadline)
+        return length, known
+
+    def _prove(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int | None, int, int, list[Placement]]:
+        """Decide lengths from ``low`` to below ``high``.
+
+        Returns:
+            The smallest feasible length (the given ``high``: none; None: undecided); the smallest one that is not
+            excluded, the length of the best plan, and that plan.
+        """
+        proven, undecided = low, False  # no length below ``proven`` has a schedule
+        length, step = low, 1
+        while length < high:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
+                return None, proven, high, known
+            share = remaining if length == high - 1 else max(_FIRST_SHARE * remaining, min(5.0, remaining))
+            found = self._ask(problem, length, time.monotonic() + share)
+            if found:
+                high, known, step = length, found, 1
+            elif found is None:
+                low, undecided = length + 1, True
+            else:  # then no shorter length has a schedule either
+                proven = low = length + 1
+                undecided = False
+                self.report("bound", problem.bound(proven))
+            # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
+            length, step = min(low + step - 1, max(low, high - 1)), 2 * step
+        return None if undecided else proven, proven, high, known
+
+    def _descend(
+        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
+    ) -> tuple[int, list[Placement]]:
+        """Look for shorter plans in corridors around the best one, on its routes.
+
+        Returns:
+            The length of the best plan, and the plan.
+        """
+        reach = float(_REACH * problem.mean_duration)
+        while high > low and reach <= high:
+            until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
+            found = self._ask(problem, high - 1, until, known, int(reach))
+            if found:
+                high, known = high - 1, found
+            elif found is None:
+                break
+            else:
+                reach *= 1.5
+        return high, known
+
+    def _ask(
+        self,
+        problem: TimeIndexedProblem,
+        length: int,
+        deadline: float,
+        known: list[Placement] | None = None,
+        reach: int = 0,
+    ) -> list[Placement] | None:
+        """Look for a plan of this length; empty if there is none, None if time is up."""
+        try:
+            model = _MilpModel(problem, length, self.task, known, reach)
+        except _InfeasibleError:
+            return []
+        feasible = self._optimize(model, deadline)
+        if not feasible:
+            return None if feasible is None else []
+        found = model.placements()
+        self.report("solution", found)
+        return found
+
+    def _optimize(self, model: _MilpModel, deadline: float) -> bool | None:
+        """Whether the model has a solution; None when time is up."""
+        self.report("call", 1)
+        started = time.monotonic()
+        status = model.mip.optimize(max_seconds=max(0.0, deadline - started))
+        self.report("seconds", time.monotonic() - started)
+        if status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+            return True
+        if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
+            return False
+        return None
+
+
+def _empty_model(task: SolverTask) -> Any:
+    """A model of the solver that the task names.
+
+    Raises:
+        UnavailableError: when python-mip cannot load the solver.
+    """
+    # A model that is collected while cffi parses a declaration waits forever for cffi's lock, which this thread
+    # holds: so the automatic collector is off while models are built and solved, and old ones are collected here.
+    gc.disable()
+    gc.collect()
+    try:
+        model = mip.Model(solver_name=_NAMES[task.backend])
+    except (ImportError, OSError, mip.exceptions.MipBaseException) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+        found = ", ".join(f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.backend == "highs")
+        remedy = _REMEDIES[task.backend]
+        raise UnavailableError(
+            f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
+        ) from error
+    model.verbose = 0
+    model.threads = task.threads
+    model.seed = 0
+    return model
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "is not installed"
+
+
+@dataclass
+class _MilpModel:
+    """The model for one length.
+
+    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on. With ``known``, a plan, it is a corridor: routes
+    are those of the plan, and an operation is the k-th of its route up to ``reach`` slots earlier or later than there.
+    """
+
+    problem: TimeIndexedProblem
+    length: int
+    task: SolverTask
+    known: list[Placement] | None = None
+    reach: int = 0
+    mip: Any = field(init=False)
+    sizes: list[Any] = field(init=False)
+    counts: list[dict[Step, list[Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mip = _empty_model(self.task)
+        self.routes = self.problem.routes()
+        self.windows = [self.problem.windows(route, self.length) for route in self.routes]
+        self.near = None if self.known is None else self._starts_of(self.known)
+        self._routing()
+        self.counts = [self._counts(g) for g in range(len(self.routes))]
+        self._time_and_dependencies()
+        for rank in self.problem.workers:
+            self._worker(rank)
+        if self.problem.staggered:
+            self._stages()
+
+    def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
+        """The starts of a plan, by route and step."""
+        rows = self.problem.in_whole_slots(known)
+        host = {(number, stage): rank for _, stage, number, rank, _ in rows}
+        found: list[dict[Step, list[int]]] = [{step: [] for step in self.problem.steps} for _ in self.routes]
+        place = {(route.family, route.hosts): starts for route, starts in zip(self.routes, found, strict=True)}
+        family = {number: f for f, each in enumerate(self.problem.families) for number in each.microbatches}
+        for kind, stage, number, _, start in rows:
+            hosts = tuple(host[number, s] for s in range(self.problem.stages))
+            place[family[number], hosts][kind, stage].append(start)
+        return found
+
+    def _duration(self, g: int, step: Step) -> int:
+        return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
+
+    def _count(self, g: int) -> int:
+        """m[f]."""
+        return len(self.problem.families[self.routes[g].family].microbatches)
+
+    def _routing(self) -> None:
+        """n[g], and their sums; what is known is no variable."""
+        self.sizes = []
+        for g in range(len(self.routes)):
+            most = self._count(g)
+            for step, (first, last) in self.windows[g].items():
+                lasts = self._duration(g, step)
+                most = max(0, min(most, (last - first) // lasts + 1 if lasts else most if last >= first else 0))
+            size = None if self.near is None else len(self.near[g][FORWARD, 0])
+            if size is None and self.problem.families[self.routes[g].family].one_route:
+                size = self._count(g)
+            if size is not None and size > most:
+                raise _InfeasibleError
+            self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER) if size is None else size)
+        for f, family in enumerate(self.problem.families):
+            sizes = [size for size, route in zip(self.sizes, self.routes, strict=True) if route.family == f]
+            if not isinstance(sizes[0], int):
+                self.mip.add_constr(mip.xsum(sizes) == len(family.microbatches))
+
+    def _counts(self, g: int) -> dict[Step, list[Any]]:
+        """N[o,t] of a route."""
+        found: dict[Step, list[Any]] = {}
+        known = isinstance(self.sizes[g], int)
+        count = self.sizes[g] if known else self._count(g)
+        for step, (first, last) in self.windows[g].items():
+            row = found[step] = []
+            lasts = self._duration(g, step)
+            for t in range(first, last):
+                most = min(count, (t - first) // lasts + 1) if lasts else count
+                least = max(0, count + (t - last) // lasts) if lasts and known else 0
+                if self.near is not None:
+                    most = min(most, sum(start - self.reach <= t for start in self.near[g][step]))
+                    least = max(least, sum(start + self.reach <= t for start in self.near[g][step]))
+                if least > most:
+                    raise _InfeasibleError
+                row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
+        return found
+
+    def _started(self, g: int, step: Step, t: int) -> Any:
+        """N[o,t]."""
+        first, last = self.windows[g][step]
+        if t < first:
+            return 0
+        return self.sizes[g] if t >= last else self.counts[g][step][t - first]
+
+    def _at_most(self, left: Any, right: Any) -> None:
+        difference = _minus(left, right)
+        if isinstance(difference, mip.LinExpr) and difference.expr:
+            self.mip.add_constr(difference <= 0)
+        elif (difference.const if isinstance(difference, mip.LinExpr) else difference) > 1e-9:
+            raise _InfeasibleError
+
+    def _time_and_dependencies(self) -> None:
+        for g, windows in enumerate(self.windows):
+            for step, (first, last) in windows.items():
+                source = self.problem.source(step)
+                for t in range(first, last + 1):
+                    now = self._started(g, step, t)
+                    if t > first:
+                        self._at_most(self._started(g, step, t - 1), now)
+                    if source is not None:
+                        before, lag = source
+                        self._at_most(now, self._started(g, before, t - lag - self._duration(g, before)))
+
+    def _worker(self, rank: int) -> None:
+        """No overlap and memory of a worker."""
+        problem, stage = self.problem, rank % self.problem.stages
+        ops = [
+            (g, step, self._duration(g, step))
+            for g, route in enumerate(self.routes)
+            if route.hosts[stage] == rank
+            for step in problem.steps
+            if step[1] == stage
+        ]
+        begin = min((self.windows[g][step][0] for g, step, _ in ops), default=0)
+        end = max((self.windows[g][step][1] + lasts for g, step, lasts in ops), default=-1)
+        for t in range(begin, end + 1):
+            self._at_most(self._running(ops, t), 1)
+            for g, step, lasts in ops:
+                if lasts == 0:  # it may not start in the middle of another operation
+                    starting = _minus(self._started(g, step, t), self._started(g, step, t - 1))
+                    self._at_most(starting + self._count(g) * self._running(ops, t, since=1), self._count(g))
+            if problem.limits is not None:
+                forwards = mip.xsum(self._started(g, step, t) for g, step, _ in ops if step[0] == FORWARD)
+                released = mip.xsum(
+                    self._started(g, step, t - lasts) for g, step, lasts in ops if step[0] == problem.release
+                )
+                self._at_most(forwards - released, problem.most_held(rank))
+
+    def _running(self, ops: list[tuple[int, Step, int]], t: int, since: int = 0) -> Any:
+        """Operations that run during slot t and have started by ``t - since``."""
+        return mip.xsum(
+            _minus(self._started(g, step, t - since), self._started(g, step, t - lasts))
+            for g, step, lasts in ops
+            if lasts > since
+        )
+
+    def _stages(self) -> None:
+        """The staggered optimizer: a stage ends at most ``length`` after its start."""
+        problem, groups = self.problem, range(len(self.routes))
+        for stage in range(problem.stages):
+            forward, release = (FORWARD, stage), (problem.release, stage)
+            begin = min(self.windows[g][forward][0] for g in groups)
+            end = max(self.windows[g][forward][1] for g in groups)
+            earlier: Any = 0
+            for t in range(begin, end + 1):
+                begun = 1 if stage == 0 else self.mip.add_var(var_type=mip.BINARY)
+                self._at_most(earlier, begun)
+                due = t + self.length - problem.closing[stage]
+                for g in groups:
+                    self._at_most(self._started(g, forward, t), self._count(g) * begun)
+                    done = self._started(g, release, due - self._duration(g, release))
+                    self._at_most(_minus(self.sizes[g], done), self._count(g) * (1 - begun))
+                earlier = begun
+
+    def placements(self) -> list[Placement]:
+        """The solution, with starts in the unit of the costs."""
+        starts = [{step: self._starts(g, step) for step in windows} for g, windows in enumerate(self.windows)]
+        found: list[Placement] = []
+        for f, family in enumerate(self.problem.families):
+            groups = [g for g, route in enumerate(self.routes) if route.family == f]
+            members: dict[int, list[int]] = {g: [] for g in groups}
+            arrivals = sorted((t, g) for g in groups for t in starts[g][FORWARD, 0])
+            for number, (_, g) in zip(family.microbatches, arrivals, strict=True):
+                members[g].append(number)
+            found += [
+                (*step, number, self.routes[g].hosts[step[1]], self.problem.slot * t)
+                for g in groups
+                for step, times in starts[g].items()
+                for number, t in zip(members[g], times, strict=True)
+            ]
+        return found
+
+    def _starts(self, g: int, step: Step) -> list[int]:
+        """The starts of the micro-batches of a route, in ascending order."""
+        times: list[int] = []
+        first, last = self.windows[g][step]
+        for t in range(first, max(first, last) + 1):
+            count = self._started(g, step, t)
+            times += [t] * ((count if isinstance(count, int) else round(count.x)) - len(times))
+        return times
+
+
+def _minus(left: Any, right: Any) -> Any:
+    """The difference; python-mip turns x - x into -1 x."""
+    return 0 if left is right else left - right

@@ -1,0 +1,379 @@
+"""Auto: at every change the way to go on that trains most until the next one.
+
+The ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the planner
+that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). Of each way, the training until
+the next change is
+
+    (seconds until the next change - seconds of the stop - risk) / seconds of a step
+
+The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
+expected from the prior and the failures so far
+(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
+
+Assumptions:
+
+- Detection, agreement and communicators as for all policies; states are copied in the same stop, each worker what it
+  lacks, over its own link. At most a few seconds, they are not worth a stop of their own.
+- Whatever is copied goes to the workers that lack least of it.
+- A failure loses the step in progress. A node that comes back is taken in at the end of a step, if that pays.
+- With all workers there, the grid is the fault-free one: its shape is the user's choice. Each worker has its first
+  place then.
+- When no live worker holds some layer, training restarts from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from lightning_recycle.errors import PlanningError
+from lightning_recycle.planning import (
+    FailureRecord,
+    Problem,
+    Technique,
+    even_cuts,
+    normalized_failures,
+    plan_layout,
+)
+from lightning_recycle.planning.cuts import Bounds, held_ranges
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.problem import lower_bound
+from lightning_recycle.simulation.policy import (
+    Configuration,
+    Context,
+    Policy,
+    Reaction,
+    Trigger,
+    is_covered,
+    stopped,
+)
+from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
+from lightning_recycle.simulation.training_model import TrainingModel
+
+_DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
+_LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
+
+Range = tuple[int, int]  # first layer, last + 1
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to go on: the layers of each worker (``slots``), and the step."""
+
+    choice: str
+    slots: tuple[Range, ...]
+    step: Judgement
+    cuts: Bounds
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _PolicyState:
+    """Memory of the policy: way in force, slots of workers, failures so far."""
+
+    way: _Way | None
+    held: tuple[tuple[int, int], ...]
+    record: FailureRecord
+    time: float
+
+    def ranges(self) -> dict[int, Range]:
+        """The layers of each worker."""
+        return {} if self.way is None else {worker: self.way.slots[slot] for worker, slot in self.held}
+
+
+@dataclass(frozen=True)
+class Auto(Policy):
+    """The best way at every change. Takes the arguments of ``Policy``, and:
+
+    Args:
+        schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
+    """
+
+    schedule: ScheduleName = "planned"
+
+    @property
+    def technique(self) -> Technique:
+        """Technique that plans may use."""
+        return Technique(self.schedule == "planned", self.schedule == "planned")
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """See :class:`Policy`."""
+        state = _PolicyState(None, (), FailureRecord(), 0.0)
+        return Reaction(self._fresh(context, state, self._workers(context, state, live)))
+
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
+        """See :class:`Policy`."""
+        before = current.layout
+        assert isinstance(before, _PolicyState)
+        workers = self._workers(context, before, trigger.live)
+        held = before.ranges()
+        alive = {worker: layers for worker, layers in held.items() if worker in set(workers)}
+        broken = len(alive) < len(held)
+        if not broken and len(alive) == len(workers):
+            return None
+        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(held) - len(alive))
+        state = _PolicyState(before.way, before.held, record, trigger.time)
+        if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
+            found = self._fresh(context, state, workers)
+            if not found.running and not held:
+                return None
+            return self.restarted(context, found, broken=broken, trained=bool(held))
+        pauses = self.regrouping(len(workers), broken=broken)
+        standing = sum(pause.seconds for pause in pauses)
+        until = record.next_change(len(workers))
+        restart = self._restart_seconds(context)
+        best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
+        if not broken and before.way is not None:
+            risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
+            best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
+        for way in self._ways(context, state, alive, workers, until):
+            assigned, copying = _assigned(context.model, alive, way, workers)
+            risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
+            trained = (until - standing - copying - way.step.fill - risk) / way.step.period
+            if trained > best[0]:
+                best = (trained, way, assigned, copying)
+        _, chosen, assigned, copying = best
+        if chosen is None:
+            return None
+        found = self._configuration(
+            context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, trigger.time)
+        )
+        return self.regrouped(found, len(workers), broken=broken, transfer=copying)
+
+    def _restart_seconds(self, context: Context) -> float:
+        """Cost of the loss of a layer: pauses, and half the time between checkpoints."""
+        every = self.checkpoint_interval(context)
+        return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
+
+    # -- the ways -------------------------------------------------------------------------------------------------
+
+    def _ways(
+        self,
+        context: Context,
+        state: _PolicyState,
+        alive: Mapping[int, Range],
+        workers: Sequence[int],
+        until: float = math.inf,
+    ) -> Iterator[_Way]:
+        """The ways to go on for ``until`` seconds that may be the best."""
+        model, way = context.model, state.way
+        full = model.pipelines * model.stages
+        free = len(workers) - len(alive)
+        cuts = _even(model) if way is None else way.cuts
+        counts: tuple[int, ...] | None = None
+        if way is not None:
+            left = Counter(alive.values())
+            held = [(part.start, part.stop) for part in held_ranges(cuts)]
+            counts = _filled(tuple(left[layers] for layers in held), free, model.pipelines)
+        if counts is None or min(counts) < 1:
+            counts = _filled((0,) * model.stages, len(workers), model.pipelines)
+        if min(counts) < 1:
+            return
+        goal = math.inf
+        for found in _moving(model, self.technique, self.effort, len(workers)):
+            goal = min(goal, found.step.period)
+            moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
+            stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
+            yield replace(found, choice=moved[stays])
+        least = _least_staying(model, self.technique, cuts, counts)
+        if (1 - goal / least) * until <= _DEAREST:
+            yield from _staying(model, self.technique, self.effort, cuts, counts)
+
+    def _fresh(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
+        """The way with the shortest step, everything loaded."""
+        empty = _PolicyState(None, (), state.record, state.time)
+        ways = list(self._ways(context, empty, {}, workers)) if workers else []
+        if not ways:
+            return stopped("too few workers", empty)
+        way = min(ways, key=lambda each: each.step.period)
+        held = tuple(zip(sorted(workers), range(len(way.slots)), strict=False))
+        return self._configuration(context, _PolicyState(way, held, state.record, state.time))
+
+    # -- workers and configurations -------------------------------------------------------------------------------
+
+    def _workers(self, context: Context, state: _PolicyState, live: Collection[int]) -> tuple[int, ...]:
+        """Workers that may take part, those with layers first."""
+        model = context.model
+        held = {worker for worker, _ in state.held}
+        found = context.workers(live)
+        chosen = sorted(found, key=lambda worker: (worker not in held, worker))[: model.pipelines * model.stages]
+        return tuple(sorted(chosen))
+
+    def _configuration(self, context: Context, state: _PolicyState) -> Configuration:
+        model, way = context.model, state.way
+        assert way is not None
+        gone = model.pipelines * model.stages - len(state.held)
+        label = f"{way.choice}, {gone} failed" if gone else "all work"
+        return replace(self.running(context, label, way.step, len(state.held), state), choice=way.choice)
+
+
+def _even(model: TrainingModel) -> tuple[int, ...]:
+    """The bounds of the fault-free split."""
+    return even_cuts(layer_costs(model).layers, model.stages)
+
+
+def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
+    """Workers of each stage when those without a place join the barest ones."""
+    found = list(counts)
+    for _ in range(free):
+        barest = min(range(len(found)), key=lambda stage: (found[stage], stage))
+        if found[barest] < most:
+            found[barest] += 1
+    return tuple(found)
+
+
+def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> Problem:
+    """Problem with so many workers in each stage, without a limit on memory."""
+    gone = normalized_failures(model.grid, tuple(model.pipelines - count for count in counts))
+    return Problem(model.grid, layer_costs(model).costs(cuts, split_backward=technique.split_backward), gone, technique)
+
+
+@lru_cache(maxsize=16384)
+def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> float:
+    """Seconds of a step that re-routing cannot be faster than."""
+    return lower_bound(_problem(model, technique, cuts, counts))
+
+
+@lru_cache(maxsize=16384)
+def _staying(
+    model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
+) -> tuple[_Way, ...]:
+    """Re-routing alone: where layers move, workers that move alone bring nothing."""
+    return _planned(model, technique, effort, cuts, counts, (), "layers stay")
+
+
+@lru_cache(maxsize=4096)
+def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Way, ...]:
+    """The layouts for so many workers, the fault-free cuts among them.
+
+    Costs of a change hardly depend on where the cuts are now.
+    """
+    counts = _filled((0,) * model.stages, live, model.pipelines)
+    ways: tuple[LayoutWay, ...] = ("layers", "both")
+    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model))
+
+
+def _planned(
+    model: TrainingModel,
+    technique: Technique,
+    effort: int,
+    cuts: Bounds,
+    counts: tuple[int, ...],
+    ways: tuple[LayoutWay, ...],
+    fixed: str,
+) -> tuple[_Way, ...]:
+    """Ways that the planner of a run finds, whether or not they pay."""
+    costs = layer_costs(model)
+    try:
+        plan = plan_layout(
+            _problem(model, technique, cuts, counts),
+            costs,
+            cuts,
+            next_change=1e12,
+            fixed=fixed,
+            ways=ways,
+            judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
+        )
+    except PlanningError:
+        return ()
+    found = []
+    for candidate in plan.candidates:
+        if candidate.judgement is not None:
+            layout = candidate.layout
+            held = [(part.start, part.stop) for part in held_ranges(layout.cuts)]
+            stages = list(zip(held, layout.workers, strict=True))
+            # As ranks are numbered, so that the workers of a node belong to different stages.
+            slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
+            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+    best = min(range(len(found)), key=lambda number: found[number].step.period)
+    for number in {0, best}:
+        chosen = found[number]
+        problem = _problem(model, technique, chosen.cuts, chosen.counts)
+        exact = replace(problem, memory=costs.memory(chosen.cuts))
+        variation = costs.variation(chosen.cuts, model.grid, split_backward=technique.split_backward)
+        step = step_judgement(exact, variation, effort)
+        found[number] = replace(chosen, step=min(chosen.step, step, key=lambda each: each.period))
+    return tuple(found)
+
+
+# -- who gets what --------------------------------------------------------------------------------------------------
+
+
+def _assigned(
+    model: TrainingModel, held: Mapping[int, Range], way: _Way, workers: Sequence[int]
+) -> tuple[dict[int, int], float]:
+    """A slot for each worker, and the seconds of the copies."""
+    state = tuple(map(round, layer_costs(model).state_bytes))
+    before = tuple(accumulate(state, initial=0))  # bytes of the layers before each one
+    full = model.pipelines * model.stages
+    if len(workers) == full and way.cuts == _even(model):
+        assigned = _at_home(workers, full)
+    else:
+        assigned = _nearest(before, held, way.slots, workers)
+    most = 0
+    lacking: Counter[int] = Counter()  # copies of each layer
+    for worker, slot in assigned.items():
+        layers, own = way.slots[slot], held.get(worker, (0, 0))
+        most = max(most, _lacking(before, own, layers))
+        lacking.update(layer for layer in range(*layers) if not own[0] <= layer < own[1])
+    if not most:
+        return assigned, 0.0
+    owners = Counter(layer for layers in held.values() for layer in range(*layers))
+    sent = {layer: copies / owners[layer] for layer, copies in lacking.items()}
+    sends = max(sum(state[n] * sent.get(n, 0.0) for n in range(*layers)) for layers in set(held.values()))
+    return assigned, model.transfer_seconds(max(float(most), sends) / before[-1])
+
+
+def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
+    """The slots of the start.
+
+    Workers that fail together often come back together; in vacant places, most of them in the stages that had the
+    fewest workers, the next such failure would take all of a stage.
+    """
+    home = [worker for worker in workers if worker < full]
+    others = [worker for worker in workers if worker >= full]
+    vacant = sorted(set(range(full)).difference(home))
+    return {worker: worker for worker in home} | dict(zip(others, vacant, strict=True))
+
+
+def _nearest(
+    before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
+) -> dict[int, int]:
+    """Slots with little to copy: workers choose in the order of what they would lack."""
+    free: dict[Range, list[int]] = {}
+    for number, layers in enumerate(slots):
+        free.setdefault(layers, []).append(number)
+    pairs = sorted(
+        (_lacking(before, held.get(worker), layers), worker, layers) for worker in workers for layers in free
+    )
+    assigned: dict[int, int] = {}
+    for _, worker, layers in pairs:
+        if worker not in assigned and free[layers]:
+            assigned[worker] = free[layers].pop(0)
+    return assigned
+
+
+def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
+    """How many owners each part of the model has; equal sets of owners count once."""
+    held = list(ranges)
+    counts = Counter(held)
+    bounds = sorted({bound for layers in counts for bound in layers})
+    sets = {frozenset(layers for layers in counts if layers[0] <= begin < layers[1]) for begin in bounds[:-1]}
+    return tuple(sum(counts[layers] for layers in owners) for owners in sets)
+
+
+def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:
+    """Bytes of the layers ``wanted`` that are not ``held``.
+
+    ``before``: bytes of all layers before each one.
+    """
+    lacked = before[wanted[1]] - before[wanted[0]]
+    if held is not None:
+        begin, end = max(wanted[0], held[0]), min(wanted[1], held[1])
+        lacked -= before[end] - before[begin] if begin < end else 0
+    return lacked

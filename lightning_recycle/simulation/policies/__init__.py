@@ -1,1 +1,0 @@
-"""Policies: ways to handle failures."""

@@ -1,0 +1,395 @@
+"""Policies: reactions to failures, and the settings and costs that all share.
+
+The simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and how it
+reacts to an event (:class:`Reaction`): pauses, losses, how it goes on. ``begin`` and ``react`` are pure: all that a
+policy remembers is in the configuration's ``layout``. ``react`` may be called again before its last answer has taken
+effect; it is then given the configuration in force or, in a pause, the one to follow. Everything but the handling of a
+dead worker's work is the same for all policies unless a setting says otherwise, or a publication has a constant of its
+own. Durations may be given as text and are kept in seconds.
+
+*Checkpoints*: training stands still for ``stall``; the checkpoint can be loaded ``writing`` seconds after that, and a
+failure before then falls back on the previous checkpoint. Workers with the same stage share its state, each copies or
+writes an equal part.
+
+=============  =====================================  ======================================  ======================
+kind           stall                                  writing                                 loading
+=============  =====================================  ======================================  ======================
+synchronous    all state to the shared storage        none                                    from the shared storage
+background     a copy to the host's memory            all state to the shared storage         from the shared storage
+sharded        each worker's part to storage that     none                                    each worker's state, the
+               grows with the cluster                                                         same way
+memory         none                                   each worker's part to a peer            from a peer
+=============  =====================================  ======================================  ======================
+
+*Recoveries*: all live workers agree on a new generation, look up the plan and whom they need, and connect. The first
+two were measured with this package's coordinator, over real sockets with up to 2,000 workers on two cores
+(``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales.
+
+Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
+(arXiv 2402.15627) reports (under 30 s). A copy in memory survives. Sources: background copies by CheckFreq (FAST'21),
+copies at peers by Gemini (SOSP'23); the interval by Young (1974) and Daly (2006), first order.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning import Costs
+from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.simulation.failures import Duration, keep_seconds
+from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, ScheduleName, pipeline_step
+from lightning_recycle.simulation.training_model import Cluster, TrainingModel
+
+
+class Loss(Enum):
+    """Training that an event undoes: samples are trained again and counted once."""
+
+    NOTHING = "nothing"
+    STEP = "step"
+    """The step in progress."""
+    CHECKPOINT = "checkpoint"
+    """Everything since the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Training model, cluster and nodes.
+
+    ``mtbf``: seconds between two failures of the cluster on average, for checkpoint intervals; None when none happens.
+    """
+
+    model: TrainingModel
+    cluster: Cluster
+    mtbf: float | None = None
+
+    def workers(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """The workers of live nodes: number i of a node is ``node * gpus_per_node + i``."""
+        each = self.cluster.gpus_per_node
+        return tuple(node * each + i for node in sorted(nodes) for i in range(each))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How training runs until the next event.
+
+    Args:
+        gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
+        useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
+        repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
+        checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
+        checkpoint_seconds: how long training stands still for a checkpoint.
+        checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
+        layout: the policy's own data.
+        fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
+        lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
+            only be stopped at the end of the next step.
+        choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
+    """
+
+    label: str
+    step_seconds: float
+    samples: int
+    gpus: int
+    useful_gpu_seconds: float
+    repeated_gpu_seconds: float = 0.0
+    checkpoint_every: float | None = None
+    checkpoint_seconds: float = 0.0
+    checkpoint_writing: float = 0.0
+    layout: object = None
+    fill_seconds: float = 0.0
+    lead_seconds: float = 0.0
+    choice: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether any steps are trained."""
+        return self.gpus > 0
+
+    @property
+    def throughput(self) -> float:
+        """Samples/s between events, not counting checkpoints."""
+        return self.samples / self.step_seconds if self.running else 0.0
+
+
+def stopped(label: str, layout: object = None) -> Configuration:
+    """A configuration that trains no steps."""
+    return Configuration(label, 1.0, 0, 0, 0.0, layout=layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Downtime:
+    """Training stands still for ``seconds``, because of ``label``."""
+
+    label: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """Changes that a policy reacts to, earlier ones included that still wait.
+
+    Nodes are ``down`` and ``up`` if they have failed or come back just now, ``live`` if they work; ``woken``: whether
+    the alarm set by the policy's last reaction went off.
+    """
+
+    time: float
+    live: frozenset[int]
+    down: tuple[int, ...] = ()
+    up: tuple[int, ...] = ()
+    woken: bool = False
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """A policy's decision.
+
+    Args:
+        configuration: the configuration after the pauses.
+        pauses: pauses in order. A pause interrupts the step in progress, which is then undone unless ``at_boundary``.
+        lost: what is undone.
+        at_boundary: whether to wait for the end of the newest step any worker has begun; nothing is lost then.
+        saved: whether the pauses write a checkpoint, which can be loaded when they are over.
+        wake: seconds until the policy wants to be asked again; a new reaction clears this alarm.
+    """
+
+    configuration: Configuration
+    pauses: tuple[Downtime, ...] = ()
+    lost: Loss = Loss.NOTHING
+    at_boundary: bool = False
+    saved: bool = False
+    wake: float | None = None
+
+
+def is_covered(ranges: Iterable[tuple[int, int]], end: int) -> bool:
+    """Whether ``ranges`` (first, last + 1) have every number below ``end``."""
+    reached = 0
+    for first, after in sorted(set(ranges)):
+        if first > reached:
+            return False
+        reached = max(reached, after)
+    return reached >= end
+
+
+CheckpointKind = Literal["synchronous", "background", "sharded", "memory"]
+
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
+
+
+class CheckpointCosts(NamedTuple):
+    """Seconds of a checkpoint: standing still, then writing, and loading."""
+
+    stall: float
+    writing: float
+    loading: float
+
+
+_WORKER_STORAGE = 1e9  # bytes/s at which a worker reads and writes storage that grows with the cluster
+_HOST = 20e9  # bytes/s from a GPU to its host's memory
+
+
+def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> CheckpointCosts:
+    """The costs of one checkpoint of a kind of ``CHECKPOINTS``.
+
+    ``storage`` is bytes/s of the shared storage, per GPU of the fault-free grid, whose workers share the writing.
+    """
+    shared = model.transformer.state_bytes() / (storage * model.gpus)
+    stage = model.state_bytes(1 / model.stages)  # of one GPU
+    part = stage / model.pipelines
+    if kind == "synchronous":
+        return CheckpointCosts(shared, 0.0, shared)
+    if kind == "background":
+        return CheckpointCosts(part / _HOST, shared, shared)
+    if kind == "sharded":
+        return CheckpointCosts(part / _WORKER_STORAGE, 0.0, stage / _WORKER_STORAGE)
+    return CheckpointCosts(0.0, part / model.network_bandwidth, model.transfer_seconds(1 / model.stages))
+
+
+def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None) -> float:
+    """Seconds between checkpoints by the formula of ``rule``.
+
+    Args:
+        rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
+        mtbf: mean seconds between failures of the whole cluster; None when nothing fails: then half an hour.
+    """
+    if mtbf is None:
+        return max(1800.0, costs.writing)
+    found = math.sqrt(2 * costs.stall * mtbf)
+    if rule == "daly":
+        found = found - costs.stall if costs.stall < 2 * mtbf else mtbf
+    return max(found, costs.writing, 1.0)
+
+
+MEASURED_AGREEMENT = ((64, 0.018), (250, 0.059), (500, 0.167), (1000, 0.437), (2000, 1.489))
+"""Workers, and seconds from a kill until all have agreed on a new generation."""
+
+
+def agreement_seconds(workers: int) -> float:
+    """Seconds until that many workers agree on a new generation."""
+    if workers < 1:
+        return 0.0
+    points = MEASURED_AGREEMENT
+    place = next((n for n in range(1, len(points)) if workers <= points[n][0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    slope = math.log(y1 / y0) / math.log(x1 / x0)
+    return float(y0 * (workers / x0) ** slope)
+
+
+_RULES = ("young", "daly")
+
+
+def pauses(**seconds: float) -> tuple[Downtime, ...]:
+    """Pauses by name, without those of zero length."""
+    return tuple(Downtime(label.replace("_", " "), value) for label, value in seconds.items() if value > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """A way to handle failures, with the settings that every policy has.
+
+    Args:
+        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.step_times``).
+        effort: effort of the planner, in operations.
+        detection: seconds from a failure to its detection; the heartbeat timeout.
+        agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.
+        lookup: seconds to look up the plan and whom a worker needs.
+        regroup: seconds for new communicators, besides ``connect``.
+        connect: seconds for new communicators, for each live worker.
+        restart: seconds to restart the job, besides detection and loading a checkpoint.
+        checkpoint: "synchronous", "background", "sharded" or "memory" (see :func:`checkpoint_costs`).
+        checkpoint_every: time from a checkpoint to the next, or by the formula of "young" or "daly" from the mean time
+            between failures and the stall of a checkpoint.
+        storage: bytes/s of the shared storage, per GPU of the fault-free grid. (The default is 1 GB/s for 32 GPUs,
+            which gives 107 s for the 6.7B model; Oobleck's public simulator has 120 s.)
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
+    ignores_failures: ClassVar[bool] = False
+    """Whether nodes never fail under this policy (the upper bound)."""
+
+    schedule: ScheduleName = "1f1b"
+    effort: int = DEFAULT_EFFORT
+    detection: Duration = 5.0
+    agreement: Duration | None = None
+    lookup: Duration = 0.06
+    regroup: Duration = 5.0
+    connect: Duration = 0.0025
+    restart: Duration = 300.0
+    checkpoint: CheckpointKind = "background"
+    checkpoint_every: Duration = "5min"
+    storage: float = 1e9 / 32
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        keep_seconds(self, "detection", "agreement", "lookup", "regroup", "connect", "restart")
+        if self.checkpoint_every not in _RULES:
+            keep_seconds(self, "checkpoint_every", positive=True)
+        at_least(name, "storage", self.storage, above=True)
+        whole(name, "effort", self.effort)
+        for setting, choices in (("schedule", self.schedules), ("checkpoint", CHECKPOINTS)):
+            if (value := getattr(self, setting)) not in choices:
+                raise ConfigurationError(f"{name}({setting}={value!r}): give one of {', '.join(choices)}.")
+
+    @abstractmethod
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        """How training starts on the live nodes."""
+
+    @abstractmethod
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
+        """Reaction to a change; None: nothing changes."""
+
+    # -- the schedule ----------------------------------------------------------------------------------------------
+
+    def pipeline_step(
+        self, model: TrainingModel, microbatches: int, costs: Costs | None = None, limit: tuple[int, ...] | None = None
+    ) -> Judgement:
+        """A step of a whole pipeline, by default of the fault-free split.
+
+        ``limit``: micro-batches that fit into a worker of each stage.
+        """
+        if costs is None:
+            costs, limit = model.costs(), model.in_flight_limit()
+        return pipeline_step(self.schedule, costs, microbatches, limit, self.effort)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint_costs(self, context: Context) -> CheckpointCosts:
+        """Seconds of one checkpoint."""
+        return checkpoint_costs(self.checkpoint, context.model, self.storage)
+
+    def checkpoint_interval(self, context: Context) -> float:
+        """Seconds from a checkpoint to the next."""
+        every = self.checkpoint_every
+        if isinstance(every, str):
+            return best_interval(every, self.checkpoint_costs(context), context.mtbf)
+        return every
+
+    # -- recoveries ------------------------------------------------------------------------------------------------
+
+    def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Downtime, ...]:
+        """The pauses of a change of the roster.
+
+        ``broken``: whether a worker failed, which must be detected first. ``own``: other pauses than ``regroup``,
+        between the agreement and the transfer.
+        """
+        agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
+        middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
+        detect = float(self.detection) if broken else 0.0
+        return pauses(detect=detect, agree=agreed + float(self.lookup), **middle, transfer=transfer)
+
+    def restarting(self, context: Context, *, broken: bool) -> tuple[Downtime, ...]:
+        """The pauses of a restart from the newest checkpoint."""
+        detect = float(self.detection) if broken else 0.0
+        loading = self.checkpoint_costs(context).loading
+        return pauses(detect=detect, restart=float(self.restart), load=loading)
+
+    def regrouped(self, found: Configuration, workers: int, *, broken: bool, transfer: float = 0.0) -> Reaction:
+        """A change of the roster: at once if ``broken``, else at the end of a step."""
+        steps = self.regrouping(workers, broken=broken, transfer=transfer)
+        return Reaction(found, steps, Loss.STEP) if broken else Reaction(found, steps, at_boundary=True)
+
+    def restarted(self, context: Context, found: Configuration, *, broken: bool, trained: bool = True) -> Reaction:
+        """A restart from the newest checkpoint, where there are workers for it.
+
+        ``broken``: whether a worker failed, which must be detected first. ``trained``: whether training is undone.
+        """
+        steps = self.restarting(context, broken=broken) if found.running else ()
+        return Reaction(found, steps, Loss.CHECKPOINT if trained else Loss.NOTHING)
+
+    def growing(self, context: Context, found: Configuration) -> Reaction:
+        """A checkpoint at the end of the step, and a restart from it with more workers."""
+        costs = self.checkpoint_costs(context)
+        steps = (*pauses(checkpoint=costs.stall + costs.writing), *self.restarting(context, broken=False))
+        return Reaction(found, steps, at_boundary=True, saved=True)
+
+    def running(
+        self, context: Context, label: str, step: Judgement, workers: int, layout: object, *, part: float = 1.0
+    ) -> Configuration:
+        """Training at ``step`` with this policy's checkpoints.
+
+        ``part``: part of the global batch that is trained. Without ``workers``, training stands still.
+        """
+        model = context.model
+        if not workers:
+            return stopped(label, layout)
+        costs = self.checkpoint_costs(context)
+        return Configuration(
+            label,
+            step.period,
+            round(model.global_batch * part),
+            workers,
+            model.useful_gpu_seconds * part,
+            model.recomputed_gpu_seconds * part,
+            layout=layout,
+            fill_seconds=step.fill,
+            lead_seconds=step.lead,
+            checkpoint_every=self.checkpoint_interval(context),
+            checkpoint_seconds=costs.stall,
+            checkpoint_writing=costs.writing,
+        )

@@ -1,0 +1,345 @@
+"""Results of ``recycle-simulate``: loaded, grouped, in words, and as series.
+
+The folder of a sweep holds any number of ``result.json``, one for each training run and its repetitions. Where runs of
+one policy within a group differ in some settings, those settings define *variants*, each a series of its own, named by
+the difference: a policy has the same name, colour and marker everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.visualize.charts import Series
+
+Record = Mapping[str, Any]
+_Key = TypeVar("_Key", bound=Hashable)
+
+RESULT_SCHEMA = 1
+EXPERIMENT_FILE = "experiment.json"
+"""In the folder of an experiment, with the number of results it is to have."""
+_PARTS = (
+    "command", "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
+    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost", "node_failures", "note",
+    "losses", "fractions", "gpu_seconds", "runs", "timeline",
+)  # fmt: skip
+_MARKERS = {
+    "Recycle": "circle",
+    "Auto": "down",
+    "Elastic": "triangle",
+    "ElasticLayers": "diamond",
+    "Oobleck": "square",
+    "Bamboo": "triangle",
+    "Merge": "square",
+    "Spares": "down",
+    "DropReplica": "cross",
+    "Varuna": "triangle",
+    "Restart": "square",
+    "FaultFree": "diamond",
+}
+LEAST_RUNS = 10
+"""Fewer runs give an interval of the mean that is wider than what it is to show."""
+_QUANTILES = dict(
+    enumerate(
+        (2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06,
+         2.05, 2.05, 2.05), LEAST_RUNS,
+    )
+)  # fmt: skip
+"""By the number of runs: Student's 97.5 % quantile."""
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "Recycle": "ReCycle",
+    "Auto": "Auto",
+    "Elastic": "Elastic",
+    "ElasticLayers": "Elastic layers",
+    "Oobleck": "Oobleck",
+    "Bamboo": "Bamboo",
+    "Spares": "Spares",
+    "Merge": "Merge",
+    "DropReplica": "Drop replica",
+    "Varuna": "Varuna",
+    "Restart": "Restart",
+    "FaultFree": "Fault-free",
+}
+"""By class name, in display order."""
+
+MODELS = {
+    "gpt3_medium": "GPT-3 Medium",
+    "gpt3_3_35b": "GPT-3 3.35B",
+    "gpt3_6_7b": "GPT-3 6.7B",
+    "megatron_18_4b": "Megatron 18.4B",
+    "megatron_39_1b": "Megatron 39.1B",
+    "megatron_76_1b": "Megatron 76.1B",
+    "megatron_145_6b": "Megatron 145.6B",
+}
+
+_DURATIONS = frozenset(
+    [
+        "agreement",
+        "checkpoint_every",
+        "connect",
+        "detection",
+        "interval",
+        "lookup",
+        "mtbf",
+        "node_start",
+        "regroup",
+        "rejoin",
+        "repair",
+        "restart",
+        "start",
+    ]
+)
+_VALUES = {
+    ("fault_free", "1f1b"): "1F1B first",
+    ("fault_free", "planned"): "planned",
+    ("schedule", "1f1b"): "1F1B",
+    ("schedule", "planned"): "planned",
+    ("schedule", "zero_bubble"): "zero-bubble",
+}
+_RATES = {"Llama 3's rate": 419 / (54 * 16384), "RSC-1's rate": 6.5 / 8000}
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in the largest unit that gives a short number: ``30 min``, ``1.5 d``."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        # Two days and more in days, but 24 h in hours, as mean times between failures are usually given.
+        if seconds >= length * (2 if unit == "d" else 1):
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """``value`` with that many decimal places, thousands separated; a real minus sign."""
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", "\N{MINUS SIGN}") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def model_text(name: str) -> str:
+    """A model's name."""
+    return MODELS.get(name, name)
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A setting of a policy, e.g. ``restart 1 min``."""
+    if (name, value) in _VALUES:
+        return _VALUES[name, value]
+    shown = str(value)
+    if name == "effort":
+        return f"planner effort {value:,}" if value else "plans without a search"
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {name.replace('_', ' ')}"
+    if name in _DURATIONS and isinstance(value, (int, float)):
+        shown = duration_text(value)
+    elif isinstance(value, float):
+        shown = f"{value:g}"
+    return f"{name.replace('_', ' ')} {shown}"
+
+
+def policy_text(result: Record, settings: Iterable[str] | None = None, *, with_schedule: bool = True) -> str:
+    """A policy with its relevant settings.
+
+    ``settings``: names of settings to show, by default those that differ from the policy's defaults; ``with_schedule``:
+    whether to show the schedule, also where it is the default.
+    """
+    policy = result["policy"]
+    shown = policy["changed"] if settings is None else [name for name in settings if name in policy["settings"]]
+    if with_schedule and "schedule" in policy["settings"]:
+        first = ["schedule"]
+        if policy["settings"].get("fault_free") == "1f1b" and policy["settings"]["schedule"] == "planned":
+            first.append("fault_free")
+        shown = [*first, *(name for name in shown if name not in first)]
+    own = policy["name"].lower()  # "Restart (1 min)", not "Restart (restart 1 min)"
+    details = ", ".join(setting_text(name, policy["settings"][name]).removeprefix(f"{own} ") for name in shown)
+    name = POLICIES.get(policy["name"], policy["name"])
+    return f"{name} ({details})" if details else name
+
+
+def failures_text(result: Record) -> str:
+    """The source of a result's failures."""
+    source, settings = result["failures"]["name"], result["failures"]["settings"]
+    back = f", back after {duration_text(settings['repair'])}" if settings.get("repair") else ""
+    if source == "Poisson":
+        return f"failure every {duration_text(settings['mtbf'])}{back}"
+    if source == "Regular":
+        return f"one failure after each {duration_text(settings['interval'])}{back}"
+    if source == "FailureRate":
+        return f"{_rate(settings['rate'])}{back}"
+    if source == "TraceReplay":
+        return f"trace {settings['trace']}"
+    if source == "FailedFraction":
+        return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
+    if source == "Scripted":
+        return f"{len(settings['outages'])} outages"
+    return str(source)
+
+
+def _taken(result: Record) -> str:
+    """How many nodes that is, where it is known."""
+    nodes, part = result.get("cluster", {}).get("nodes"), result["failures"]["settings"]["part"]
+    if nodes is None:
+        return ""
+    count = max(round(part * nodes), int(part > 0))
+    return f" ({count} of {nodes} nodes)"
+
+
+def assumptions_text(result: Record) -> str:
+    """Assumptions besides policy and failures: batch, utilization, network."""
+    model = result["model"]
+    mfu = f"{100 * model['efficiency']:.1f} % of the peak of an {model['gpu']} while computing"
+    network = f"{model['network_bandwidth'] * 8e-9:.3g} Gb/s between workers"
+    again = ", activations recomputed" if model["recompute"] else ""
+    return f"global batch {model['global_batch']:,}, micro-batch {model['microbatch']}; {mfu}; {network}{again}"
+
+
+def cost_of(result: Record) -> float | None:
+    """Of 1,000 samples; None where GPUs have no price or nothing was trained."""
+    samples = result["throughput"] * result["duration"]
+    return 1000 * float(result["cost"]) / samples if result["cost"] and samples else None
+
+
+def _rate(rate: float) -> str:
+    for name, known in _RATES.items():
+        factor = rate / known
+        if math.isclose(factor, round(factor, 3), rel_tol=1e-9):
+            return name if math.isclose(factor, 1.0) else f"{factor:g} x {name}"
+    return f"{rate:.3g} failures per GPU and day"
+
+
+# -- loaded, grouped, drawn --------------------------------------------------------------------------------------------
+
+
+def load_results(folder: str | Path) -> list[Record]:
+    """All ``result.json`` below ``folder``, in the order of their paths.
+
+    Raises:
+        ConfigurationError: when there are none, or one cannot be parsed.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ConfigurationError(f"there is no folder {root}: give the folder of recycle-simulate output=FOLDER.")
+    files = sorted(root.rglob("result.json"), key=_in_order)
+    if not files:
+        raise ConfigurationError(f"there is no result.json in {root}: make some with recycle-simulate output=FOLDER.")
+    return list(map(_load, files))
+
+
+def _in_order(file: Path) -> list[tuple[int, int, str]]:
+    """Numbered folders are sorted as numbers: 2 before 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in file.parts]
+
+
+def _load(file: Path) -> Record:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error}.") from error
+    if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
+        raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}).")
+    if missing := [part for part in _PARTS if part not in record]:
+        raise ConfigurationError(f"{file} is incomplete ({', '.join(missing)} missing): run recycle-simulate again.")
+    return record
+
+
+def missing_results(folder: str | Path) -> int:
+    """How many results the interrupted experiments below ``folder`` still lack."""
+    missing = 0
+    for file in Path(folder).rglob(EXPERIMENT_FILE):
+        try:
+            expected = int(json.loads(file.read_text(encoding="utf-8"))["results"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"cannot read {file}: {error}.") from error
+        missing += max(0, expected - sum(1 for _ in file.parent.rglob("result.json")))
+    return missing
+
+
+def by(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:
+    """Records by ``key``, in the order in which the keys appear."""
+    found: dict[_Key, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+def models_of(records: Iterable[Record]) -> list[str]:
+    """Names of the models, by size."""
+    sizes = {record["model"]["name"]: record["model"]["parameters"] for record in records}
+    return sorted(sizes, key=lambda name: sizes[name])
+
+
+def error(record: Record) -> float:
+    """Half of the 95 % interval of the mean ratio; 0 for few runs."""
+    runs = len(record["runs"])
+    return _QUANTILES.get(runs, 1.96) * float(record["deviation"]) / math.sqrt(runs) if runs >= LEAST_RUNS else 0.0
+
+
+def protocol_text(records: Sequence[Record]) -> str:
+    """Duration, number of runs, and whether nodes come back."""
+    first = records[0]
+    runs = sorted({len(record["runs"]) for record in records if record["policy"]["name"] != "FaultFree"} or {1})
+    repair = first["failures"]["settings"].get("repair", ...)
+    back = "failed nodes never return" if repair is None else ""
+    if isinstance(repair, (int, float)):
+        back = f"nodes are back after {duration_text(repair)}"
+    many = "one run each" if runs == [1] else f"means of {' or '.join(map(str, runs))} runs"
+    return ", ".join(filter(None, (f"runs of {duration_text(first['duration'])}", back, many)))
+
+
+class Variants:
+    """The policies of a group of results, each with a series without points.
+
+    ``with_schedule``: whether the schedule defines variants; otherwise it is shown in another way.
+    """
+
+    def __init__(self, records: Iterable[Record], *, with_schedule: bool = True) -> None:
+        found = list(records)
+        self._with_schedule = with_schedule
+        present = {record["policy"]["name"] for record in found}
+        names = [name for name in POLICIES if name in present] + sorted(present.difference(POLICIES))
+        self._differ = {name: self._differing(found, name) for name in names}
+        self.all: list[Series] = []
+        self._series: dict[str, Series] = {}
+        for name in names:
+            for record in found:
+                identity = self._identity(record)
+                if record["policy"]["name"] == name and identity not in self._series:
+                    self._series[identity] = self._new(record)
+                    self.all.append(self._series[identity])
+
+    def of(self, record: Record) -> Series:
+        """The series to which a run belongs."""
+        return self._series[self._identity(record)]
+
+    def _differing(self, records: Sequence[Record], policy: str) -> list[str]:
+        """Settings that define variants, and those that are always shown."""
+        settings = [record["policy"]["settings"] for record in records if record["policy"]["name"] == policy]
+        always = {"Spares": "spares", "FaultFree": "schedule"}.get(policy)
+        hidden = set() if self._with_schedule else {"schedule"}
+        return [
+            name
+            for name in settings[0]
+            if name == always or (name not in hidden and len({json.dumps(each.get(name)) for each in settings}) > 1)
+        ]
+
+    def _identity(self, record: Record) -> str:
+        policy = record["policy"]
+        settings = {name: policy["settings"].get(name) for name in self._differ[policy["name"]]}
+        return json.dumps([policy["name"], settings])
+
+    def _new(self, record: Record) -> Series:
+        name = record["policy"]["name"]
+        place = sum(series.color == f"p-{name.lower()}" for series in self.all)
+        return Series(
+            name=policy_text(record, self._differ[name], with_schedule=self._with_schedule),
+            key=f"{name.lower()}{place}" if place else name.lower(),
+            color=f"p-{name.lower()}",
+            marker=_MARKERS.get(name, "circle"),
+            dashed=place % 2 == 1,
+        )

@@ -1,1 +1,0 @@
-"""The page that ``recycle-report`` makes from simulation results: one self-contained HTML file."""
