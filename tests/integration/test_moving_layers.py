@@ -76,7 +76,7 @@ class KilledWhileLayersMove(Callback):
             (stage_layers.StageLayers, "take_up"),
             (LayerParts, "exchange"),
             (Executor, "_get_ready"),
-            (StepRunner, "take_up"),
+            (StepRunner, "replace_layers"),
             (Executor, "_connect"),
             (ControlClient, "await_announcement"),
         ]:
