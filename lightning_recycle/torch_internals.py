@@ -104,6 +104,15 @@ def fsdp_parameters(module: Any) -> list[nn.Parameter]:
     return [p.sharded_param for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
 
 
+def fsdp_places(module: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The modules and names by which FSDP2 has :func:`fsdp_parameters` in a table of parameters, gathered or not."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
 def drop_unsharded_gradients(module: Any) -> None:
     """Drops gradients that FSDP2 has not summed over the processes yet."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
