@@ -25,7 +25,6 @@ from lightning_recycle.control.network.connection import MessageConnection, conn
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.payload import pack
 from lightning_recycle.control.plans.assumptions import Assumptions
-from lightning_recycle.control.plans.plan_maker import PlanMaker
 from lightning_recycle.control.plans.planning_queue import PlanningQueue
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
@@ -94,7 +93,7 @@ class FakePlanner:
     def __init__(self, grid: Grid = GRID) -> None:
         self.grid = grid
         self.background = PlanningQueue()
-        self.maker = PlanMaker(HeuristicPlanner(), None, is_large=False)
+        self.planner = HeuristicPlanner()
         self.assumptions = Untimed(grid, PlanningOptions())
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
@@ -111,6 +110,9 @@ class FakePlanner:
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: Any, running: Schedule | None = None) -> None:
         self.ahead.append(failed)
+
+    def choice(self, problem: Problem) -> None:
+        return None
 
     def close(self) -> None:
         self.background.close()

@@ -52,8 +52,8 @@ class Event:
             ``details["why"]`` has the comparison. "layers_moved": all have that of ``details["cuts"]``.
             "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
             have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
-            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
-            that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
+            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because a planner
+            of the user found a better one than the heuristic, or the memory that was measured, or what it costs
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
             ``split_backward="auto"``, whether backwards are split, and why in numbers
             (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned" have the
