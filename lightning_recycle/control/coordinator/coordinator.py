@@ -810,8 +810,7 @@ class Coordinator:
         if record.kind in ("failure", "moved"):
             self._vacancies.may_move = self.options.recovery.move_workers and record.kind == "failure"
         if record.kind == "revived":
-            known = record.details["counters"].items()
-            self._history.counters.update({name: value for name, value in known if name != "live_workers"})
+            self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
                 self._plans.layout_is(self._state.layout.cuts)
         if record.kind in ("left", "moved", "released") and record.rank is not None:

@@ -21,7 +21,7 @@ from lightning_recycle.control.joining.admission import describe
 from lightning_recycle.control.joining.reception import Reception
 from lightning_recycle.control.joining.run_config import Overrides, RunConfig, difference, settle
 from lightning_recycle.control.journal import Journal, adopted_state
-from lightning_recycle.control.monitoring.run_summary import summary
+from lightning_recycle.control.monitoring.history import summary
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Finished, Outcome
