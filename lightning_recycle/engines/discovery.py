@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_recycle.control.network.addresses import address_from, machine_name
-from lightning_recycle.control.network.handshake import key_from_environment
+from lightning_recycle.control.network.wire_format import key_from_environment
 from lightning_recycle.errors import ConfigurationError
 
 BY_HAND = "hand"

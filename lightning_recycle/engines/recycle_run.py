@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import AGENT, address_from, connect_to, listen_here, shown, sockets
-from lightning_recycle.control.network.handshake import key_from_environment
+from lightning_recycle.control.network.wire_format import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
 from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of

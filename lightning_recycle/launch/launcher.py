@@ -22,9 +22,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_recycle.control.monitoring.history import Event
+from lightning_recycle.control.monitoring.history import Event, summary
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
-from lightning_recycle.control.monitoring.run_summary import summary
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.engines.discovery import check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError

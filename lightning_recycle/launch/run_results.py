@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_recycle.control.payload import unpack
+from lightning_recycle.control.client import unpack
 from lightning_recycle.errors import ConfigurationError, ReCycleError, UnsupportedFeatureError
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.model.chain_parts import parts_of

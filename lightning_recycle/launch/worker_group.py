@@ -33,7 +33,7 @@ from typing_extensions import Self, override
 
 from lightning_recycle.control.client import EXIT_STOPPED
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.joining.run_config import WorkerProcess
+from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module

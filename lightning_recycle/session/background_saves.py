@@ -31,7 +31,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_recycle.control.payload import pack, unpack
+from lightning_recycle.control.client import pack, unpack
 from lightning_recycle.control.protocol.control_collectives import batch_number
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
 from lightning_recycle.devices import DeviceThread

@@ -17,15 +17,13 @@ from control_worker import Member
 from support.thread_client import ThreadClient
 from support.waiting import next_line
 
+from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.network.addresses import address_from
 from lightning_recycle.control.network.connection import MessageConnection, connect
-from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.payload import pack
+from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.plans.assumptions import Assumptions
-from lightning_recycle.control.plans.plan_maker import PlanMaker
 from lightning_recycle.control.plans.planning_queue import PlanningQueue
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
@@ -94,7 +92,7 @@ class FakePlanner:
     def __init__(self, grid: Grid = GRID) -> None:
         self.grid = grid
         self.background = PlanningQueue()
-        self.maker = PlanMaker(HeuristicPlanner(), None, is_large=False)
+        self.planner = HeuristicPlanner()
         self.assumptions = Untimed(grid, PlanningOptions())
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
@@ -111,6 +109,9 @@ class FakePlanner:
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: Any, running: Schedule | None = None) -> None:
         self.ahead.append(failed)
+
+    def choice(self, problem: Problem) -> None:
+        return None
 
     def close(self) -> None:
         self.background.close()

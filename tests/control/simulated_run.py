@@ -41,10 +41,9 @@ from simulated_workers import (
     linked_with,
 )
 
-from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
 from lightning_recycle.control.journal import JournaledState, Process, adopted_state, journal_entry
-from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
+from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.fault_attribution import MAX_DISTURBANCES

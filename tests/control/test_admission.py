@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.joining.admission import Readmission, ReturnStanding
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
 from lightning_recycle.control.journal import Journal, JournaledState, Process, adopted_state, revived_state
+from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol import membership
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import returned_events, returned_order

@@ -10,9 +10,8 @@ import pytest
 from control_plane import PATIENCE, ControlPlane, die, fake_schedule, in_thread, together
 from control_worker import Member
 
-from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR
+from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, unpack
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.control.payload import unpack
 from lightning_recycle.control.protocol.messages import Hello
 from lightning_recycle.planning.grid import Grid
 

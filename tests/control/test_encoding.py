@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.hostile import MESSAGES, any_message, bytes_like_frames, damaged_frames, values_of
 
-from lightning_recycle.control import payload
-from lightning_recycle.control.network.encoding import HEADER_BYTES, BadMessageError, decode, encode, parse_header
+from lightning_recycle.control import client
+from lightning_recycle.control.network.wire_format import HEADER_BYTES, BadMessageError, decode, encode, parse_header
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import plan
@@ -124,15 +124,15 @@ def test_a_worker_s_program_arrives_as_it_was_made() -> None:
 
 
 def test_payloads_come_back_and_large_ones_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert payload.pack(None) is None
-    assert payload.unpack(None) is None
-    assert payload.unpack(True) is True
-    monkeypatch.setattr(payload, "_PIECE", 10)
-    packed = payload.pack({"weights": "x" * 100})
+    assert client.pack(None) is None
+    assert client.unpack(None) is None
+    assert client.unpack(True) is True
+    monkeypatch.setattr(client, "_PIECE", 10)
+    packed = client.pack({"weights": "x" * 100})
     assert packed is not None
     assert {len(piece) for piece in packed[:-1]} == {10}
-    assert payload.unpack(packed) == {"weights": "x" * 100}
-    assert payload.unpack_all({3: packed, 4: None}) == {3: {"weights": "x" * 100}, 4: None}
+    assert client.unpack(packed) == {"weights": "x" * 100}
+    assert client.unpack_all({3: packed, 4: None}) == {3: {"weights": "x" * 100}, 4: None}
 
 
 def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
@@ -142,8 +142,9 @@ def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
         "network.connection",
         "network.listener",
         "coordinator.standalone",
-        "coordinator.run_server",
-        "network.encoding",
+        "coordinator.admission",
+        "coordinator.worker_table",
+        "network.wire_format",
         "protocol.membership",
     ):
         module = f"lightning_recycle.control.{name}"
@@ -152,4 +153,4 @@ def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
     assert not opened
 
 
-_OPENERS: list[Any] = [pickle, pickle.loads, pickle.load, payload.unpack, payload.unpack_all, payload]
+_OPENERS: list[Any] = [pickle, pickle.loads, pickle.load, client.unpack, client.unpack_all, client]

@@ -14,8 +14,7 @@ from lightning_recycle.control.coordinator.detection import (
     sign_of_work,
 )
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
+from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
 from lightning_recycle.planning.grid import Grid, OpKind, Positions

@@ -18,7 +18,7 @@ from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
 from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
-from lightning_recycle.control.network.encoding import BadMessageError, encode
+from lightning_recycle.control.network.wire_format import BadMessageError, encode
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol.messages import WorkerStatus

@@ -23,12 +23,12 @@ import pytest
 from control_plane import ControlPlane, die, together
 from support.waiting import PATIENCE, next_line, wait_for
 
-from lightning_recycle.control.monitoring import status_command, status_server
+from lightning_recycle.control.monitoring import monitor as monitor_module
+from lightning_recycle.control.monitoring import status_command
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import plain
-from lightning_recycle.control.monitoring.monitor import Monitor, Views
+from lightning_recycle.control.monitoring.monitor import Monitor, Views, served
 from lightning_recycle.control.monitoring.status import PositionState, Status
-from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.network import addresses
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
@@ -260,9 +260,9 @@ def answers(port: int, path: str = "/status") -> bool:
 def test_connections_are_bounded_in_number_and_time(
     plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_server, "_CONNECTION_SECONDS", 1.0)
+    monkeypatch.setattr(monitor_module, "_CONNECTION_SECONDS", 1.0)
     with shown(plane) as port:
-        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(status_server._MOST_CONNECTIONS)]
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(monitor_module._MOST_CONNECTIONS)]
         for connection in held:
             connection.sendall(b"GET /sta")
         plane.until(lambda: not answers(port))

@@ -12,9 +12,8 @@ from slow_planners import Failing
 from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
-from lightning_recycle.control.plans import plan_maker
-from lightning_recycle.control.plans.plan_maker import ReadyPlans
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans import plan_provider
+from lightning_recycle.control.plans.plan_provider import PlanProvider, ReadyPlans
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -29,6 +28,8 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.normalization import contingencies, usual_limit
+from lightning_recycle.planning.planner import ExactPlanner
+from lightning_recycle.planning.schedule import PlanResult, proven
 from lightning_recycle.planning.timing import best_timing, operations_of
 
 GRID = Grid(3, 2, 4)
@@ -92,7 +93,7 @@ def test_a_long_run_keeps_the_plans_that_it_needed_last_and_the_fault_free_one(
     planner: PlanProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = planner.plan(ALL, {})
-    monkeypatch.setattr(plan_maker, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
+    monkeypatch.setattr(plan_provider, "_KEPT_OPERATIONS", 2 * 3 * GRID.global_microbatches * GRID.stages)
     first, second, third = (
         heuristic(replace(before.problem, failed=frozenset(workers)))
         for workers in ([Worker(0, 0)], [Worker(0, 1)], [Worker(1, 0), Worker(0, 1)])
@@ -154,10 +155,10 @@ class Poor(HeuristicPlanner):
         return one_at_a_time(problem)
 
 
-def test_a_slow_planner_improves_what_the_heuristic_made_ahead(
+def test_a_users_planner_plans_ahead_and_improves_what_the_heuristic_made_in_need(
     open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_maker, "HeuristicPlanner", Poor)
+    monkeypatch.setattr(plan_provider, "HeuristicPlanner", Poor)
     planner = open_planner(Grid(2, 3, 4), Patient())
     planner.prepare()
     failed = frozenset({Worker(0, 1)})
@@ -192,6 +193,26 @@ def test_a_planner_that_fails_leaves_the_heuristics_plan_and_is_not_asked_again(
     )
     planner.plan(frozenset({Worker(1, 0)}), {})
     assert planner.source == "ahead"
+
+
+def test_a_solver_is_asked_before_the_run_alone(
+    open_planner: Callable[..., PlanProvider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+
+    def solve(planner: ExactPlanner, problem: Problem) -> PlanResult:
+        asked.append(problem)
+        return proven(heuristic(problem), planner.backend)
+
+    monkeypatch.setattr(ExactPlanner, "solve", solve)
+    planner = open_planner(Grid(2, 2, 2), "highs")
+    planner.prepare()
+    schedule = planner.plan(ALL, {})
+    planner.plan_ahead(ALL, {}, schedule)
+    assert wait_for(lambda: is_idle(planner.background), 60)
+    planner.plan(frozenset({Worker(1, 0)}), {})
+    assert planner.source == "ahead"
+    assert asked == [schedule.problem]
 
 
 def test_a_plan_of_the_library_needs_no_planner(

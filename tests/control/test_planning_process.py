@@ -18,8 +18,7 @@ from support.process_tree import is_alive
 from support.waiting import next_line, wait_for
 
 from lightning_recycle.control.plans import plan_provider
-from lightning_recycle.control.plans.plan_maker import make_plan
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Worker, child_process, solve
 from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError, UnexpectedError
@@ -231,7 +230,7 @@ def test_it_ends_with_the_process_that_asks() -> None:
     code = (
         "import threading, time\n"
         "from functools import partial\n"
-        "from lightning_recycle.control.plans.plan_maker import make_plan\n"
+        "from lightning_recycle.control.plans.plan_provider import make_plan\n"
         "from lightning_recycle.planning.child_process import PlanningProcess\n"
         "from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem\n"
         "process = PlanningProcess()\n"

@@ -13,8 +13,7 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.control.plans.drift import DriftQuestion, Estimate
-from lightning_recycle.control.plans.plan_maker import make_plan
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.plan_provider import PlanProvider, make_plan
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.errors import ConfigurationError, PlanningError
@@ -146,14 +145,14 @@ def test_the_most_urgent_question_comes_first_and_the_others_are_asked_again(pla
     slow = Waiting()
     planner.begin(Urgency.AHEAD, publishing(planner, InThread(slow)))
     assert slow.asked.acquire(timeout=PATIENCE)
-    planner.begin(Urgency.SEARCH, publishing(planner, InThread(Value("search"))))
     planner.begin(Urgency.DRIFT, publishing(planner, InThread(Value("drift"))))
+    planner.begin(Urgency.LAYOUT, publishing(planner, InThread(Value("layout"))))
     planner.begin(Urgency.NEEDED, publishing(planner, InThread(Value("needed"))))
     assert found(planner, 1) == ["needed"]
     assert slow.asked.acquire(timeout=PATIENCE), "again"
     assert wait_for(lambda: slow.given_up == 1, PATIENCE)
     slow.go_on.set()
-    assert found(planner, 3) == ["waited", "drift", "search"]
+    assert found(planner, 3) == ["waited", "layout", "drift"]
 
 
 def test_a_less_urgent_question_waits(planner: PlanningQueue) -> None:
@@ -176,7 +175,7 @@ def test_what_is_not_wanted_any_more_is_given_up(planner: PlanningQueue, how: st
     if how == "dropped":
         planner.drop(Urgency.LAYOUT)
         planner.drop(Urgency.LAYOUT)  # there is none any more
-    planner.begin(Urgency.LAYOUT if how == "replaced" else Urgency.SEARCH, publishing(planner, InThread(Value("new"))))
+    planner.begin(Urgency.LAYOUT if how == "replaced" else Urgency.DRIFT, publishing(planner, InThread(Value("new"))))
     assert found(planner, 1) == ["new"]
     assert wait_for(lambda: slow.given_up == 1, PATIENCE)
     assert planner.take() == []

@@ -10,15 +10,15 @@ from support.planning_in_background import is_idle
 from support.waiting import wait_for
 
 from lightning_recycle.commands.plan import problems_ahead
-from lightning_recycle.control.plans import plan_maker
-from lightning_recycle.control.plans.plan_maker import PlanAnswer
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans import plan_provider
+from lightning_recycle.control.plans.plan_provider import PlanAnswer, PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Measured
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import (
     Costs,
     Grid,
+    HeuristicPlanner,
     PlanLibrary,
     Problem,
     Profile,
@@ -149,7 +149,7 @@ def test_a_plan_for_the_memory_there_is_that_is_longer_does_not_replace_the_firs
     def long_answer(problem: Problem, *_: object) -> PlanAnswer:
         return proven(longer.under(problem), "heuristic"), None
 
-    monkeypatch.setattr(plan_maker, "make_plan", long_answer)
+    monkeypatch.setattr(plan_provider, "make_plan", long_answer)
     for rank in range(4):
         plans.take(GRID.worker(rank), Measured(rank, footprint=footprint(after_forward=50, after_backward=50)))
     three_steps(planner, plans)
@@ -164,14 +164,14 @@ def test_a_plan_that_cannot_be_made_is_named_by_what_it_was_for(
     def fail(*_: object) -> PlanAnswer:
         raise PlanningError("no room")
 
-    monkeypatch.setattr(plan_maker, "make_plan", fail)
+    monkeypatch.setattr(plan_provider, "make_plan", fail)
     for rank in range(4):
         plans.take(GRID.worker(rank), Measured(rank, footprint=footprint()))
     three_steps(planner, plans)
     assert sorted(record.getMessage() for record in caplog.records) == [
-        "No plan could be made ahead for the failure of (0, 0): no room",
-        "No plan could be made ahead for the failure of (0, 1): no room",
-        "No plan was found for what was measured: no room",
+        f"{HeuristicPlanner()!r} found no plan for the failure of (0, 0): no room",
+        f"{HeuristicPlanner()!r} found no plan for the failure of (0, 1): no room",
+        f"{HeuristicPlanner()!r} found no plan for what was measured: no room",
     ]
 
 
@@ -212,7 +212,7 @@ def test_plans_made_offline_are_found_and_are_as_short_as_those_of_a_run_without
             schedule = planner.plan(failed, {})
             ready = planner._ready.find(schedule.problem)
             assert ready is not None
-            assert ready.final, "it is not made again"
+            assert ready.is_final, "it is not made again"
             periods.append(schedule.period)
             sources.append(planner.source)
         return periods, sources

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from membership_feed import feed
 
 from lightning_recycle.control.coordinator.detection import DetectionState, Sign, Standing, review
-from lightning_recycle.control.joining.run_config import Overrides, difference, settle
+from lightning_recycle.control.options import Overrides, difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.messages import WorkerStatus

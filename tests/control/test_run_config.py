@@ -10,9 +10,15 @@ from control_plane import KEY, PATIENCE, listening, together
 from support.thread_client import ThreadClient
 from support.waiting import wait_for
 
-from lightning_recycle.control.joining.reception import Reception
-from lightning_recycle.control.joining.run_config import GROUPS, Overrides, difference, settle
-from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+from lightning_recycle.control.coordinator.admission import Reception
+from lightning_recycle.control.options import (
+    GROUPS,
+    Overrides,
+    RecoveryOptions,
+    VerificationOptions,
+    difference,
+    settle,
+)
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.control.monitoring.run_summary import summary
+from lightning_recycle.control.monitoring.history import Event, summary
 from lightning_recycle.planning.grid import Grid, Positions
 
 POSITIONS = Positions(Grid(2, 2, 4))

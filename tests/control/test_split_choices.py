@@ -10,7 +10,7 @@ from support.waiting import wait_for
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied, Measured
-from lightning_recycle.planning import Grid, HeuristicPlanner, Problem, Schedule, Worker
+from lightning_recycle.planning import Grid, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.grid import OpKind
@@ -160,23 +160,6 @@ def test_memory_for_what_waits_between_b_and_w_is_no_reason_to_fail(open_run: Ca
     run.tried(CHEAP)
     schedule = run.begin(DEAD)
     assert max(schedule.peak_memory(worker) for worker in schedule.live_workers) <= 1_000
-
-
-def test_the_chosen_planner_improves_the_plan_of_the_technique_that_was_chosen(open_run: Callable[..., Run]) -> None:
-    asked: list[Problem] = []
-
-    class Slow(HeuristicPlanner):
-        def plan(self, problem: Problem) -> Schedule:
-            asked.append(problem)
-            return super().plan(problem)
-
-    run = open_run(Slow())
-    run.planner.maker.quick = HeuristicPlanner()
-    asked.clear()
-    run.steps()
-    run.tried(CROWDED)
-    assert {problem.failed for problem in asked} >= {ALL}
-    assert not any(problem.technique.split_backward for problem in asked)
 
 
 def test_with_one_stage_nothing_is_split(open_planner: Callable[..., PlanProvider]) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
-from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.coordinator.worker_table import Vacancies
 from lightning_recycle.control.journal import Process as ProcessRecord
-from lightning_recycle.control.options import RecoveryOptions
+from lightning_recycle.control.options import CoordinatorOptions, RecoveryOptions
 from lightning_recycle.planning.grid import Grid, Positions
 
 ONE = Positions(Grid(1, 1, 1))

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_recycle import __version__
 from lightning_recycle.control.network.connection import Inbox, MessageConnection, connect
-from lightning_recycle.control.network.encoding import HEADER_BYTES, SCHEMA, encode
-from lightning_recycle.control.network.handshake import Handshake, Refused, Role
+from lightning_recycle.control.network.wire_format import HEADER_BYTES, SCHEMA, Handshake, Refused, Role, encode
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid

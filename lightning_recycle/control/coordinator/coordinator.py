@@ -3,7 +3,7 @@
 A thin shell around the pure state machine of :mod:`~lightning_recycle.control.protocol.membership`: it turns
 connections, process exits and clocks into events, and carries out the commands. It asks
 :mod:`~lightning_recycle.control.coordinator.failure_detector` who is silent or stuck,
-:mod:`~lightning_recycle.control.joining.vacancies` who fills an empty position, and
+:mod:`~lightning_recycle.control.coordinator.worker_table` who fills an empty position, and
 :mod:`~lightning_recycle.control.plans.run_plans` what all run.
 """
 
@@ -21,20 +21,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from lightning_recycle.control.coordinator.admission import Admission, Readmission, Reception, ReturnStanding, describe
 from lightning_recycle.control.coordinator.failure_detector import FailureDetector
-from lightning_recycle.control.coordinator.worker_table import WorkerTable
-from lightning_recycle.control.joining.admission import Admission, Readmission, ReturnStanding, describe
-from lightning_recycle.control.joining.reception import Reception
-from lightning_recycle.control.joining.run_config import CoordinatorOptions, WorkerProcess
-from lightning_recycle.control.joining.vacancies import Vacancies
+from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
 from lightning_recycle.control.journal import Journal, Process, journal_entry, journaled_parts
 from lightning_recycle.control.monitoring.history import Event, History
 from lightning_recycle.control.monitoring.monitor import RunView, Views
 from lightning_recycle.control.monitoring.status import ProcessLocation, status_of
 from lightning_recycle.control.network.addresses import shown
 from lightning_recycle.control.network.connection import SIGN_SECONDS, NonBlockingConnection
-from lightning_recycle.control.network.encoding import BadMessageError, encode
-from lightning_recycle.control.network.handshake import check_key
+from lightning_recycle.control.network.wire_format import BadMessageError, check_key, encode
+from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages
@@ -810,8 +807,7 @@ class Coordinator:
         if record.kind in ("failure", "moved"):
             self._vacancies.may_move = self.options.recovery.move_workers and record.kind == "failure"
         if record.kind == "revived":
-            known = record.details["counters"].items()
-            self._history.counters.update({name: value for name, value in known if name != "live_workers"})
+            self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
                 self._plans.layout_is(self._state.layout.cuts)
         if record.kind in ("left", "moved", "released") and record.rank is not None:

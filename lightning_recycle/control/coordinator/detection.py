@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightning_recycle.control.joining.run_config import PATIENCE
+from lightning_recycle.control.options import PATIENCE
 from lightning_recycle.planning.grid import OpKind, Positions, Worker
 
 _RISE = 10.0  # factor on a limit for each excuse: a worker that was held up at the same place before, a busy process

@@ -19,7 +19,7 @@ from lightning_recycle.control.coordinator.detection import (
     review,
     sign_of_work,
 )
-from lightning_recycle.control.joining.run_config import CoordinatorOptions
+from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.messages import Heartbeat
 from lightning_recycle.control.protocol.state import MembershipState
 from lightning_recycle.planning.grid import Positions

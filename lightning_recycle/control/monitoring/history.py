@@ -1,4 +1,4 @@
-"""History of a run: its events as a list, as log lines, as counters, and added up.
+"""History of a run: its events as a list, as log lines and counters, added up, and summed up in a few lines.
 
 Times are in seconds since the epoch, durations in seconds. Each event is also one line of JSON in the log
 ``lightning_recycle.events`` (level INFO, steps DEBUG).
@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +53,8 @@ class Event:
             ``details["why"]`` has the comparison. "layers_moved": all have that of ``details["cuts"]``.
             "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
             have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
-            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because the planner
-            that the user chose found a better one than the heuristic, or the memory that was measured, or what it costs
+            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because a planner
+            of the user found a better one than the heuristic, or the memory that was measured, or what it costs
             to split backwards, allows or demands another one (then it is the planner). "chosen": with
             ``split_backward="auto"``, whether backwards are split, and why in numbers
             (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned" have the
@@ -140,21 +141,14 @@ class History:
     def __init__(self, grid: Grid, members: int = 1) -> None:
         self.events: list[Event] = []  # all of them, except that only the newest "step" are kept
         self._steps_kept = 0
-        self.counters: dict[str, float] = {
-            "failures": 0.0,
-            "recovery_seconds": 0.0,
-            "redone_steps": 0.0,
-            "rejoined_workers": 0.0,
-            "corruptions": 0.0,
-            "replans": 0.0,
-            "checkpoint_stall_seconds": 0.0,
-        }  # all of them from the start: who logs them has the same columns whatever happens
         self._positions = Positions(grid, members)
         self._losses: dict[int, float] = {}  # of steps that are not committed yet
         self.peaks: dict[int, int] = {}  # the most bytes of memory that the newest process at each rank has held
         self._most: dict[int, int] = {}  # the same of all workers of a stage
         self.processes: dict[int, tuple[str, int]] = {}  # host and process id of the newest one at each rank
         self.digest = Digest(self._positions.num_workers, time.time())
+        self._earlier: Mapping[str, float] = {}  # totals under an earlier coordinator
+        self._stall_seconds = 0.0  # for which checkpoints have held up a worker, in all
         self._injected: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
@@ -162,6 +156,19 @@ class History:
         """From the previous step to the newest one."""
         self._last_step_time: float | None = None
         self._paused_time: float | None = None
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals of the run; all names from the start, so that a log of them has the same columns whatever happens."""
+        since = {name: float(self.digest.counts[kind]) for name, kind in _COUNTED.items()}
+        since["recovery_seconds"] = self.digest.recovery_seconds
+        totals = {name: self._earlier.get(name, 0.0) + value for name, value in since.items()}
+        return {**totals, "checkpoint_stall_seconds": self._stall_seconds}
+
+    def continue_from(self, counters: Mapping[str, float]) -> None:
+        """The run has had these totals under an earlier coordinator."""
+        self._earlier = counters
+        self.stalled(counters.get("checkpoint_stall_seconds", 0.0))
 
     def introduce(self, rank: int, host: str, pid: int) -> None:
         """From now on what happens to ``rank`` happens to this process."""
@@ -181,7 +188,7 @@ class History:
 
     def stalled(self, seconds: float) -> None:
         """Checkpoints have held up a worker for so many seconds in all."""
-        self.counters["checkpoint_stall_seconds"] = max(self.counters["checkpoint_stall_seconds"], seconds)
+        self._stall_seconds = max(self._stall_seconds, seconds)
 
     def ended(self, state: MembershipState) -> None:
         """The run is over."""
@@ -246,18 +253,13 @@ class History:
         match record.kind:
             case "failure":
                 seconds = self._fail(record, details, now)
-            case "corruption":
-                self.counters["corruptions"] += 1
             case "step":
                 seconds = now - self._last_step_time if self._last_step_time is not None else None
                 self._last_step_time, self.step_seconds = now, seconds
                 if record.step in self._losses:
                     details["loss"] = self._losses.pop(record.step)
-            case "replanned":
-                self.counters["replans"] += 1
             case "resumed":
                 if details.get("redone"):
-                    self.counters["redone_steps"] += 1
                     self.add("redone", state, step=record.step, details={"ahead": details["ahead"]})
                 if self._failure_time is not None:
                     seconds = now - self._failure_time
@@ -267,14 +269,12 @@ class History:
             case "paused":
                 self._paused_time = now
             case "rejoined":
-                self.counters["rejoined_workers"] += 1
                 seconds = now - self._paused_time if self._paused_time is not None else None
         self._log(record, details, state)
         self.add(record.kind, state, record.rank, details, step=record.step, seconds=seconds)
         if record.kind == "step" and self._recovering and self._failure_time is not None:
             self._recovering = False
             recovered = now - self._failure_time
-            self.counters["recovery_seconds"] += recovered
             self.add("recovered", state, step=record.step, seconds=recovered)
             self._failure_time = None
 
@@ -321,7 +321,6 @@ class History:
             log.info("The run begins with all %d workers.", state.num_workers)
 
     def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
-        self.counters["failures"] += 1
         injected = self._injected.pop(record.rank, None) if record.rank is not None else None
         died = injected.time if injected is not None else now
         details["kind"] = injected.kind if injected is not None else "unknown"
@@ -331,6 +330,18 @@ class History:
             self._failure_time = died
         return now - died
 
+
+# ---------------------------------------------------------------------- sums
+
+
+_COUNTED = {
+    "failures": "failure",
+    "redone_steps": "redone",
+    "rejoined_workers": "rejoined",
+    "corruptions": "corruption",
+    "replans": "replanned",
+}
+"""Kinds of events by the names of their counters."""
 
 _EVENTS_KEPT, _FAILURES_KEPT = 200, 20
 _STEPS_OF_A_RATE = 64
@@ -347,6 +358,7 @@ class Digest:
         step: the newest committed step; -1 if there is none.
         loss: its mean loss, if it is known.
         goodput: where the workers' time went.
+        recovery_seconds: from failures to the next commits, in all.
         found_by: who found the plan that runs, if it changed within a generation.
     """
 
@@ -359,6 +371,7 @@ class Digest:
         self.step = -1
         self.loss: float | None = None
         self.goodput = Goodput(positions, now)
+        self.recovery_seconds = 0.0
         self.found_by = ""
         self._durations: deque[float] = deque(maxlen=_STEPS_OF_A_RATE)  # of steps in a row that nothing disturbed
         self._follows = False  # the next step follows another one, and nothing happened in between
@@ -396,6 +409,8 @@ class Digest:
         match event.kind:
             case "failure":
                 self.failures.append(event)
+            case "recovered":
+                self.recovery_seconds += event.seconds or 0.0
             case "suspected" if "waits" in details and event.worker is not None:
                 seconds = details.get("seconds")
                 since = event.time - (seconds if isinstance(seconds, (int, float)) else 0.0)
@@ -407,3 +422,104 @@ class Digest:
             self.suspected.pop(event.worker, None)
         if event.kind in ("resumed", "paused", "cleared"):
             self._follows = False
+
+
+# ---------------------------------------------------------------------- summary
+
+
+_CAUSES_SHOWN = 5
+
+
+def summary(history: Sequence[Event], positions: Positions) -> list[str]:
+    """The lines on a run with this record, on the grid of ``positions``; none if it made no step."""
+    steps = [event for event in history if event.kind == "step"]
+    if not steps:
+        return []
+    begin = next(event for event in history if event.kind in ("resumed", "step"))
+    done, seconds = steps[-1].step + 1, steps[-1].time - begin.time
+    lines = [
+        f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
+    ]
+    counts = [
+        _count(number, name)
+        for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
+        if (number := sum(event.kind == kind for event in history))
+    ]
+    lost = sorted(_lost(history).items(), key=lambda entry: -entry[1])
+    if counts or lost:
+        total = sum(seconds for _, seconds in lost)
+        lines.append(f"{', '.join(counts) or 'No failures'}; {total:.1f} s lost{':' if lost else '.'}")
+    lines += [f"  {seconds:.1f} s: {cause}" for cause, seconds in lost[:_CAUSES_SHOWN]]
+    if others := lost[_CAUSES_SHOWN:]:
+        lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
+    return lines + _backwards(history)
+
+
+def _memory(history: Sequence[Event]) -> str:
+    """The most that a worker has held, and of which stage it was."""
+    told = [event.details["peak_bytes"] for event in history if event.kind == "memory"]
+    peaks = [(peak, stage) for stages in told for stage, peak in enumerate(stages) if peak is not None]
+    if not peaks:
+        return ""
+    most, stage = max(peaks)
+    return f", the largest with {most / 1e9:.3g} GB of memory (stage {stage})"
+
+
+def _loss(steps: Sequence[Event]) -> str:
+    first, last = (step.details.get("loss") for step in (steps[0], steps[-1]))
+    if last is None or math.isnan(last):  # a step that optimizes by itself need not return one
+        return ""
+    if first is None or math.isnan(first) or steps[0].step:
+        return f", loss {last:.4g}"
+    return f", loss {first:.4g} at first and {last:.4g} now"
+
+
+def _workers(history: Sequence[Event], positions: Positions) -> str:
+    rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
+    alive = len(rosters[-1]) if rosters else positions.num_workers
+    if alive == positions.num_workers:
+        return _count(alive, "worker")
+    left = " left" if any(event.kind in ("failure", "left") for event in history) else ""  # others never came
+    return f"{alive} of {positions.num_workers} workers{left}"
+
+
+def _backwards(history: Sequence[Event]) -> list[str]:
+    """The effect of splitting backwards, if the newest plan does so by choice."""
+    chosen = [event.details if event.kind == "chosen" else event.details.get("backward") for event in history]
+    newest = next((facts for facts in reversed(chosen) if facts), None)
+    if newest is None or not newest["split"]:
+        return []
+    cost, wins = 100 * newest["cost"], 100 * (newest["wins"] or 0.0)
+    return [f"The backward pass is split in two, for {cost:.1f} % more computing time and {wins:.1f} % shorter steps."]
+
+
+def _lost(history: Sequence[Event]) -> dict[str, float]:
+    """Seconds by cause."""
+    lost: dict[str, float] = {}
+    causes: list[str] = []  # of failures that are not recovered from
+    stage_lost: Event | None = None
+
+    def add(cause: str, seconds: float) -> None:
+        lost[cause] = lost.get(cause, 0.0) + seconds
+
+    for event in history:
+        seconds = event.seconds or 0.0
+        if event.kind == "failure":
+            causes.append(f"worker {event.worker}: {event.details['cause']}")
+        elif event.kind == "recovered" and causes:
+            add("; ".join(causes), seconds)
+            causes = []
+        elif event.kind == "rejoined":
+            add("replacements were given their state", seconds)
+        elif event.kind == "cleared":
+            add(f"worker {event.worker} was silent or stuck, and came back", seconds)
+        elif event.kind == "stage_lost":
+            stage_lost, causes = event, []
+        elif event.kind == "step" and stage_lost is not None:
+            add(f"stage lost at step {stage_lost.step}, and started again", event.time - stage_lost.time)
+            stage_lost = None
+    return lost
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"

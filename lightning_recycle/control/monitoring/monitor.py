@@ -1,27 +1,51 @@
-"""Monitor of a run: views of the coordinator, made in its thread and handed to others.
+"""Monitor of a run: views of the coordinator, made in its thread, and the web server that shows them.
 
 Concept: the coordinator's state belongs to its thread. A reader leaves a wish and wakes the loop, which makes an
 immutable view between two messages, for a fiftieth of its time at most (:class:`Views`). Without readers nothing is
-made. :class:`Monitor` computes what takes long (times of the plan, its picture) outside of that thread.
+made. :class:`Monitor` computes what takes long (times of the plan, its picture) outside of that thread, keeps it until
+the plan changes or some seconds have passed, and leaves it out where a plan is too large.
 
-Contract: callable from any thread; what takes long is kept until the plan changes or some seconds have passed, and left
-out where a plan is too large for that.
+==================  =================================================================================================
+``/``               the page
+``/status``         :class:`~lightning_recycle.control.monitoring.status.Status` as JSON
+``/schedule.svg``   the plan that runs
+``/metrics``        for Prometheus; needs the extra ``metrics``
+``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
+``/readyz``         200 while workers can join the run. Not only once they have: a Kubernetes service that waited for
+                    that would not let them reach the coordinator
+``/training``       200 once a step is committed and while the run goes on
+==================  =================================================================================================
+
+One thread accepts at each address, one more serves each connection. Whoever connects can cost this process a
+bounded number of threads for a bounded time, and the run nothing.
+
+Must not know: who starts it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from email.message import Message
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from typing import Any, Generic, TypeVar
 
-from lightning_recycle.control.monitoring.status import ProcessLocation, Status
-from lightning_recycle.control.network.addresses import machine_name
-from lightning_recycle.control.network.handshake import VERSION
-from lightning_recycle.errors import ControlPlaneError, PlanningError
+from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
+from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
+from lightning_recycle.control.network.wire_format import VERSION
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError, PlanningError
 from lightning_recycle.planning.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -197,3 +221,267 @@ class Views(Generic[View]):
             self._number, self._wanted = self._number + 1, False
             self._fresh_until = now + max(_LEAST_SECONDS, _SHARE * (now - began))
             self._changed.notify_all()
+
+
+_MOST_CONNECTIONS = 16  # at the same time, for each address
+_CONNECTION_SECONDS = 10.0  # for the whole of it, however slowly the other side speaks
+_READ_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
+
+# Nothing from elsewhere, nothing but this page, and no other page may show it.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
+        " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+Answer = tuple[HTTPStatus, str, bytes]
+
+
+class StatusServer:
+    """Answers at ``listeners`` from ``monitor``; use as a context manager.
+
+    Args:
+        monitor: what it shows.
+        listeners: sockets that listen; they are closed with it.
+    """
+
+    def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
+        self.monitor = monitor
+        self._listeners = listeners
+        self._threads: list[threading.Thread] = []
+        self._open: set[socket.socket] = set()
+        self._is_over = False
+
+    def __enter__(self) -> StatusServer:
+        for listener in self._listeners:
+            listener.settimeout(None)  # whatever the user's script has made the default
+            thread = threading.Thread(target=self._serve, args=(listener,), name="recycle-status", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        for one in (*self._listeners, *list(self._open)):  # wakes the threads
+            _cut(one)
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+        for listener in self._listeners:
+            listener.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        places = threading.Semaphore(_MOST_CONNECTIONS)
+        while not self._is_over:
+            if (accepted := accept(listener, "The status server")) is None:
+                continue
+            connection, _ = accepted
+            if places.acquire(blocking=False):
+                answers = threading.Thread(target=self._answer, args=(connection, places), daemon=True)
+                answers.start()
+            else:
+                connection.close()
+
+    def _answer(self, connection: socket.socket, places: threading.Semaphore) -> None:
+        limit = threading.Timer(_CONNECTION_SECONDS, _cut, (connection,))
+        self._open.add(connection)
+        try:
+            limit.start()
+            connection.settimeout(_READ_SECONDS)
+            _Handler(connection, ("", 0), self)  # type: ignore[arg-type]
+        except OSError as error:  # the other side has left, or was too slow
+            log.debug("A connection to the status server broke: %s", error)
+        finally:
+            limit.cancel()
+            self._open.discard(connection)
+            connection.close()
+            places.release()
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has just ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: StatusServer  # type: ignore[assignment]
+    server_version = "lightning-recycle"
+    sys_version = ""
+    timeout = _READ_SECONDS
+
+    def do_GET(self) -> None:
+        self._reply(body=True)
+
+    def do_HEAD(self) -> None:
+        self._reply(body=False)
+
+    def _reply(self, body: bool) -> None:
+        status, kind, content = self._answer()
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def _answer(self) -> Answer:
+        if not self._is_addressed():
+            return _text(HTTPStatus.FORBIDDEN, "This server answers to the name of this machine's loopback only.")
+        route = _ROUTES.get(self.path.partition("?")[0])
+        if route is None:
+            return _text(HTTPStatus.NOT_FOUND, f"There are {', '.join(_ROUTES)}.")
+        try:
+            return route(self.server.monitor, self.headers)
+        except NothingToShow as error:
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except ControlPlaneError as error:
+            return _text(HTTPStatus.GATEWAY_TIMEOUT, str(error))
+        except Exception:
+            log.exception("The status server could not answer %r", self.path)
+            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "This is a defect; the log of the run has its traceback.")
+
+    def _is_addressed(self) -> bool:
+        """Whether the request means this server. A page from elsewhere whose name was made to lead to the loopback
+        address (DNS rebinding) names itself.
+        """
+        local = self.connection.getsockname()
+        if self.connection.family == socket.AF_UNIX or not _is_loopback(str(local[0])):
+            return True
+        host = self.headers.get("Host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        return name in ("", "localhost") or _is_loopback(name.strip("[]"))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0].removeprefix("::ffff:")).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+# ---------------------------------------------------------------------- what is answered
+
+
+def _text(status: HTTPStatus, text: str) -> Answer:
+    return status, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+@cache
+def _page_content() -> bytes:
+    return (resources.files("lightning_recycle.control.monitoring") / "page.html").read_bytes()
+
+
+def _page(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "text/html; charset=utf-8", _page_content()
+
+
+def _status(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "application/json", json.dumps(plain(monitor.status()), allow_nan=False).encode()
+
+
+def _schedule(monitor: Monitor, headers: Message) -> Answer:
+    return HTTPStatus.OK, "image/svg+xml; charset=utf-8", monitor.schedule_svg().encode()
+
+
+def _metrics(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        status: Status | None = monitor.status()
+    except NothingToShow:  # between two runs: no run is no failure of the scrape
+        status = None
+    try:
+        content, kind = metrics(status, headers.get("Accept", ""))
+    except ModuleNotFoundError as error:
+        return _text(HTTPStatus.NOT_IMPLEMENTED, str(error))
+    return HTTPStatus.OK, kind, content
+
+
+def _health(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        monitor.status()
+    except NothingToShow as nothing:
+        return _text(HTTPStatus.OK, str(nothing))
+    return _text(HTTPStatus.OK, "The coordinator answers.")
+
+
+def _ready(monitor: Monitor, headers: Message) -> Answer:
+    try:
+        status = monitor.status()
+    except NothingToShow as nothing:
+        if not monitor.awaits_runs:
+            raise
+        return _text(HTTPStatus.OK, str(nothing))
+    if status.outcome is not None:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
+    return _text(HTTPStatus.OK, "Workers can join.")
+
+
+def _training(monitor: Monitor, headers: Message) -> Answer:
+    status = monitor.status()
+    if status.outcome is not None:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
+    if status.step < 0:
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"No step is committed yet; {status.live} workers are in.")
+    return _text(HTTPStatus.OK, f"Step {status.step} is committed.")
+
+
+_ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
+    "/": _page,
+    "/status": _status,
+    "/schedule.svg": _schedule,
+    "/metrics": _metrics,
+    "/healthz": _health,
+    "/readyz": _ready,
+    "/training": _training,
+}
+
+
+# ---------------------------------------------------------------------- where it listens
+
+
+@contextlib.contextmanager
+def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer | None]:
+    """Within the block, ``monitor`` is shown: to this user on this machine, and at the address ``http`` to everybody
+    who can connect there.
+
+    Args:
+        monitor: what is shown.
+        http: an address, or None for none.
+        local: whether ``recycle-status`` finds it on this machine.
+
+    Raises:
+        ConfigurationError: if nobody can listen at ``http``.
+    """
+    with contextlib.ExitStack() as stack:
+        listeners = []
+        if local:
+            try:
+                listeners.append(stack.enter_context(listen_here()))
+            except OSError as error:  # to be seen is no condition for a run
+                log.info("recycle-status will not find this run: %s", error)
+        if http is not None:
+            try:
+                listeners.append(stack.enter_context(listen_at(http, backlog=_MOST_CONNECTIONS)))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"The status of the run cannot be shown: {error}") from error
+            bound = listeners[-1].getsockname()[:2]
+            if not _is_loopback(bound[0]):
+                log.warning(
+                    "The status of this run is at http://%s/, without authentication: everyone who reaches it sees"
+                    " hosts, process ids and steps, but cannot change the run.",
+                    shown(bound),
+                )
+            else:
+                log.info("The status of this run is at http://%s/.", shown(bound))
+        if not listeners:
+            yield None
+            return
+        yield stack.enter_context(StatusServer(monitor, listeners))

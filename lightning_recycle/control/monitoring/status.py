@@ -249,16 +249,8 @@ def status_of(
         spares=spares,
         plan=None if schedule is None else _plan(*schedule, digest.found_by),
         throughput=Throughput(per_step, None, 1 / per_step if per_step else None, None),
-        counts={
-            "steps": counts["step"],
-            "failures": counts["failure"],
-            "redone_steps": counts["redone"],
-            "rejoined_workers": counts["rejoined"],
-            "disturbances": counts["disturbance"],
-            "replans": counts["replanned"],
-            "checkpoints": counts["saved"],
-        },
-        recovery_seconds=history.counters["recovery_seconds"],
+        counts={name: counts[kind] for name, (kind, _) in _COUNTERS.items()},
+        recovery_seconds=digest.recovery_seconds,
         worker_seconds=digest.goodput.seconds(now),
         failures=tuple(map(_shown, digest.failures)),
         events=tuple(map(_shown, digest.events)),
@@ -302,14 +294,15 @@ _PHASES = ("starting", "training", "recovering", "joining", "over")
 _SERVING = (PositionState.LIVE, PositionState.SUSPECTED)
 
 _COUNTERS = {
-    "steps": "Steps that were committed",
-    "failures": "Workers that were lost",
-    "redone_steps": "Steps that ran again",
-    "rejoined_workers": "Replacements that joined",
-    "disturbances": "Times that connections broke although no worker died",
-    "replans": "Changes of the plan within a generation",
-    "checkpoints": "Checkpoints that were completed",
+    "steps": ("step", "Steps that were committed"),
+    "failures": ("failure", "Workers that were lost"),
+    "redone_steps": ("redone", "Steps that ran again"),
+    "rejoined_workers": ("rejoined", "Replacements that joined"),
+    "disturbances": ("disturbance", "Times that connections broke although no worker died"),
+    "replans": ("replanned", "Changes of the plan within a generation"),
+    "checkpoints": ("saved", "Checkpoints that were completed"),
 }
+"""Kind of event and text of each counter."""
 
 
 def metrics(status: Status | None, accept: str) -> tuple[bytes, str]:
@@ -384,7 +377,7 @@ class _Collector:
         yield from gauge("predicted_step_seconds", text, speed.predicted_step_seconds)
         yield from gauge("samples_per_second", "Samples per second, if a step's are known", speed.samples_per_second)
 
-        for name, text in _COUNTERS.items():
+        for name, (_, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"recycle_{name}", text, value=status.counts[name])
         text = "Seconds from failures to the next commit"
         yield CounterMetricFamily("recycle_recovery_seconds", text, value=status.recovery_seconds)

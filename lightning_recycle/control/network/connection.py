@@ -11,8 +11,8 @@ and for wake-ups from other threads. An event about what an earlier callback of 
 place of it, is not delivered.
 
 Contract: what breaks a connection is an OSError or EOFError, what is no message a
-:class:`~lightning_recycle.control.network.encoding.BadMessageError`; after either it is to be closed. The coordinator
-sends a sign of life to all at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
+:class:`~lightning_recycle.control.network.wire_format.BadMessageError`; after either it is to be closed. The
+coordinator sends a sign of life to all at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
 (:meth:`MessageConnection.limit_quiet`). The machine of a worker that does not answer breaks the connection, too: the
 kernel of a process that is merely stopped still answers.
 """
@@ -33,15 +33,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.network.encoding import (
+from lightning_recycle.control.network.wire_format import (
     HEADER_BYTES,
     SCHEMA,
+    VERSION,
     BadMessageError,
+    Handshake,
+    Refused,
+    Role,
     decode,
     encode,
     parse_header,
 )
-from lightning_recycle.control.network.handshake import VERSION, Handshake, Refused, Role
 from lightning_recycle.control.protocol.messages import TO_WORKERS
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from collections.abc import Callable
 
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
 from lightning_recycle.control.network.connection import HANDSHAKE_SECONDS, Inbox, NonBlockingConnection
-from lightning_recycle.control.network.encoding import SCHEMA
-from lightning_recycle.control.network.handshake import VERSION, Handshake, Refused, Role, VersionMismatch
+from lightning_recycle.control.network.wire_format import SCHEMA, VERSION, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.protocol.messages import FIRST
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,24 @@
 """Provider of plans: for any failed workers the plan that is ready, one that is stored, or one made at once.
 
-Concept: the fault-free plan is made before the workers start, by the planner that the user chose. Then plans are made
-ahead, one for each distribution over the stages that the next failure may lead to: first by the heuristic, which takes
-a second, then by the chosen planner if that is another one, however long it takes.
+| plan | planner |
+|---|---|
+| without failures, before the workers start | that of the user |
+| ahead: for each distribution of the next failure over the stages | the same, or the heuristic if that asks a solver |
+| in need: neither made ahead nor in the plan library | the heuristic |
 
-A failure gets the plan that is ready, one from the plan library, or the heuristic's, made at once. In a large grid that
-takes seconds, so the coordinator asks :meth:`PlanProvider.is_ready` before it asks for a plan: it goes on serving until
-it is. The library is asked for the same plans as a planner: whatever fits is used at once, and improved later if it was
-made for other costs or limits.
+The heuristic plans small grids in this process: ahead in the background thread, in need at once. All else is made in
+the planning process. In a large grid a plan takes seconds, so the coordinator asks :meth:`PlanProvider.is_ready` before
+it asks for a plan: it goes on serving until it is. Plans of the library are used at once if they fit, and made again in
+the background if they were made for other costs or limits.
+
+With ``split_backward="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
+problem is asked with what B and W take; both plans are made, and the better one is kept
+(:func:`~lightning_recycle.planning.splitting.choose_technique`). A plan counts as what it takes
+without waiting for processors that workers share, but not as less than what keeps these busy.
+
+A plan is kept under what it is for (:func:`~lightning_recycle.planning.rerouting.representative`), whoever has failed,
+and given to the workers that need it by renaming. As many schedules are kept as memory is set aside for, those used
+last, and always the fault-free one.
 
 Contract: called from the coordinator's thread; what takes long is a job of the
 :class:`~lightning_recycle.control.plans.planning_queue.PlanningQueue`.
@@ -18,14 +29,21 @@ Must not know: connections, rosters, what is measured and when.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import pickle
+import threading
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, names_of
-from lightning_recycle.control.plans.plan_maker import PlanMaker, ReadyPlan, ReadyPlans, check_travels
-from lightning_recycle.control.plans.planning_queue import Job, PlanningQueue, Urgency
-from lightning_recycle.planning.costs import Costs
+from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.child_process import ProcessLostError
+from lightning_recycle.planning.compact_schedule import CompactSchedule
+from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.normalization import (
     distribution_of,
     most_in_a_stage,
@@ -33,135 +51,83 @@ from lightning_recycle.planning.normalization import (
     normalize,
 )
 from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.planner import get_planner
+from lightning_recycle.planning.planner import ExactPlanner, Planner, get_planner, solve
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.rerouting import alike, renamed, representative
+from lightning_recycle.planning.schedule import PlanResult, Schedule
+from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 from lightning_recycle.planning.timing import retime
 
-log = logging.getLogger(__name__)
-
+_KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
+_SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
+_AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
 _MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
+log = logging.getLogger(__name__)
 
-@dataclass
-class _PlanInNeed:
-    """The plan for ``problem`` that workers wait for; None if it could not be made."""
-
-    problem: Problem
-    is_done: bool = False
-    plan: ReadyPlan | None = None
-
-    def serves(self, problem: Problem) -> bool:
-        """Whether it is made for the failed and slow workers of ``problem``."""
-        own = self.problem
-        return (own.failed, own.worker_factors) == (problem.failed, problem.worker_factors)
+_PlanKey: TypeAlias = tuple[frozenset[Worker], tuple[tuple[Worker, float], ...]]
 
 
-@dataclass(frozen=True)
-class _PlansAhead:
-    """The plans that may follow now: two jobs, one after the other.
+def _operations(grid: Grid) -> int:
+    return 3 * grid.global_microbatches * grid.stages
 
-    The first makes plans by the quick planner, in this order: for the workers that train now, if their plan does not
-    fit into memory or it is known since whether backwards should be split; for every next failure; for the memory that
-    was measured, if their plan is for another one. The second asks the planner that the user chose for the same plans.
-    Neither makes more plans than can be kept, nor again those that are ready and were made for nearly the same problem.
-    A plan for the workers that train now is published. One that cannot be made is logged and left out.
+
+def newest(schedules: Sequence[Schedule]) -> int:
+    """How many of ``schedules``, from the last one on, may be kept: at least one."""
+    left, count = _KEPT_OPERATIONS, 0
+    for schedule in reversed(schedules):
+        left -= _held(schedule)
+        if left < 0 and count:
+            break
+        count += 1
+    return count
+
+
+def _held(schedule: Schedule) -> int:
+    """The operations that take as much memory as ``schedule``; for a compact one, which worker has which lane."""
+    if isinstance(schedule, CompactSchedule):
+        return len(schedule.workers)
+    return _operations(schedule.grid)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPlan:
+    """A plan, and where it is from.
 
     Args:
-        maker: makes plans.
-        assumed: the assumptions of the plans.
-        ready: keeps them.
-        publish: called with better plans for the workers that train.
-        failed: the failed workers.
-        seconds: what operations took.
-        running: the plan of the workers that train, if a better one is wanted.
+        schedule: the plan.
+        asked: the problem that it was made for; that of the plan has fused backwards if these were better.
+        source: "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while
+            another one ran.
+        is_final: whether the planner of plans ahead has nothing to add to it.
+        choice: why its backwards are split or fused, if both were tried.
+        seconds: how long it took to make it.
+        backend: the planner that was asked, or "library".
     """
 
-    maker: PlanMaker
-    assumed: Assumptions
-    ready: ReadyPlans
-    publish: Callable[[ReadyPlan], None]
-    failed: frozenset[Worker]
-    seconds: OperationSeconds
-    running: Schedule | None
+    schedule: Schedule
+    asked: Problem
+    source: str
+    is_final: bool
+    choice: TechniqueChoice | None = None
+    seconds: float = 0.0
+    backend: str = "library"
 
-    def make(self) -> Job:
-        """The job that makes plans for the present workers and for the next failure, by the quick planner."""
-        present, running = self._problem(self.failed), self.running
-        # Another plan for the present workers: at once if theirs does not fit into memory, or it is known since whether
-        # it should split backwards.
-        is_open = self.assumed.splitting is not None and self.maker.choice(present) is None
-        at_once = running is not None and (is_open or not _keeps_to(running, present))
-        if at_once:
-            yield from self._make(present, offer=True)
-        for problem in self._one_more(present):
-            yield from self._make(problem)
-        if running is not None and not at_once and running.problem.memories != present.memories:
-            yield from self._make(present, offer=True)
+    def serves(self, problem: Problem) -> bool:
+        """Whether it is what planning ``problem`` would lead to, or nearly so."""
+        is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
+        return is_near and alike(replace(self.asked, costs=problem.costs), problem)
 
-    def improve(self) -> Job:
-        """The job that asks the planner that the user chose."""
-        present = self._problem(self.failed)
-        if self.running is not None:
-            yield from self._improve(present, offer=True)
-        for problem in self._one_more(present):
-            yield from self._improve(problem)
-
-    def _problem(self, failed: frozenset[Worker]) -> Problem:
-        return self.assumed.problem(failed, self.seconds)
-
-    def _one_more(self, present: Problem) -> list[Problem]:
-        """A problem for each distribution of failures that the next one may lead to, as far as plans can be kept."""
-        capacity = self.ready.capacity - (self.running is not None)
-        return [self._problem(failed) for failed in next_failures(present)][:capacity]
-
-    def _make(self, problem: Problem, offer: bool = False) -> Job:
-        """Makes a plan by the quick planner, unless the one that is ready will do; ``offer``: in any case, for the
-        workers that train now.
-        """
-        ready = self.ready.find(problem)
-        if ready is not None and not offer and ready.serves(problem):
-            yield None
-            return
-        try:
-            found = self.maker.stored(problem)
-            if found is None:
-                found = yield from self.maker.make(problem, self.assumed, "better" if offer else "ahead")
-        except Exception as error:  # the plan that runs goes on, and a failure without a plan gets one at once
-            if offer:
-                log.warning("No plan was found for what was measured: %s", error)
-            else:
-                log.warning("No plan could be made ahead for the failure of %s: %s", names_of(problem.failed), error)
-            return
-        ready = self.ready.find(problem) if offer else None
-        if ready is None or _replaces(found.schedule, ready.schedule, problem):
-            self.ready.keep(found)
-        if offer:
-            self.publish(found)
-
-    def _improve(self, problem: Problem, offer: bool = False) -> Job:
-        """Asks the planner that the user chose; ``offer``: the plan is for the workers that train now."""
-        yield None
-        ready = self.ready.find(problem)
-        if ready is not None and ready.final and ready.serves(problem):
-            return
-        try:
-            found = yield from self.maker.search(problem, self.assumed, "better" if offer else "ahead")
-        except Exception as error:  # as above; the quick planner's plan stays
-            log.warning(
-                "%r found no plan for the failure of %s: %s", self.maker.chosen, names_of(problem.failed), error
-            )
-            found = None
-        if found is not None and (ready is None or _replaces(found.schedule, ready.schedule, problem)):
-            self.ready.keep(found)
-            if offer:
-                self.publish(found)
-        elif ready is not None:
-            self.ready.keep(replace(ready, final=True))  # it is not asked again
+    def is_replaced_by(self, schedule: Schedule, problem: Problem) -> bool:
+        """Whether ``schedule``, made for ``problem``, is to be kept instead."""
+        own = self.schedule
+        if own.problem.technique != schedule.problem.technique or not _keeps_to(own, problem):
+            return True
+        return schedule.period < retime(own, schedule.problem.costs).period * (1 - 1e-9)
 
 
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
@@ -169,11 +135,75 @@ def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
     return schedule.problem.memories == problem.memories or schedule.fits(problem)
 
 
-def _replaces(schedule: Schedule, ready: Schedule, problem: Problem) -> bool:
-    """Whether ``schedule``, made for ``problem``, is to be kept instead of the plan that is ready."""
-    if ready.problem.technique != schedule.problem.technique or not _keeps_to(ready, problem):
-        return True
-    return schedule.period < retime(ready, schedule.problem.costs).period * (1 - 1e-9)
+class ReadyPlans:
+    """The plans that are kept for a run on ``grid``; usable from several threads."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._plans: dict[_PlanKey, ReadyPlan] = {}  # the one used last is the last
+        self._lock = threading.Lock()
+
+    def find(self, problem: Problem) -> ReadyPlan | None:
+        """The plan for the failed and slow workers of ``problem``, whatever its costs and limits are."""
+        key = _key_of(problem)
+        with self._lock:
+            found = self._plans.pop(key, None)
+            if found is None:
+                return None
+            self._plans[key] = found
+        own = found.schedule.problem
+        schedule = renamed(found.schedule, replace(own, failed=problem.failed, worker_factors=problem.worker_factors))
+        return replace(found, schedule=schedule)
+
+    def choice(self, problem: Problem) -> TechniqueChoice | None:
+        """The choice between split and fused backwards for the failed and slow workers of ``problem``."""
+        with self._lock:
+            found = self._plans.get(_key_of(problem))
+        return None if found is None else found.choice
+
+    def keep(self, plan: ReadyPlan) -> None:
+        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
+        key = _key_of(plan.schedule.problem)
+        with self._lock:
+            self._plans.pop(key, None)
+            self._plans[key] = plan
+            forgettable = [key for key in self._plans if key != (frozenset(), ())]
+            kept = newest([self._plans[key].schedule for key in forgettable])
+            for key in forgettable[: len(forgettable) - kept]:
+                del self._plans[key]
+
+    @property
+    def capacity(self) -> int:
+        """How many plans like the largest one here can be kept."""
+        with self._lock:
+            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
+        return max(1, _KEPT_OPERATIONS // largest)
+
+
+def _key_of(problem: Problem) -> _PlanKey:
+    """Properties that plans share if one can be made of another by renaming workers."""
+    common = representative(problem)
+    return common.failed, common.worker_factors
+
+
+PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
+"""A plan, and the comparison of split with fused backwards, if that was asked."""
+
+
+def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
+    """The plan of ``planner`` for ``problem``: a pure question.
+
+    Args:
+        problem: the problem; with ``splitting``, with the costs of split backwards.
+        planner: the planner.
+        splitting: the costs of splitting, if the better of the plans with split and with fused backwards is wanted.
+
+    Raises:
+        PlanningError: when there is none.
+    """
+    if splitting is None or not problem.technique.split_backward:
+        return solve(problem, planner), None
+    return choose_technique(problem, splitting, partial(solve, planner=planner))
 
 
 class PlanProvider:
@@ -191,11 +221,10 @@ class PlanProvider:
         ConfigurationError: for a planner that cannot be sent to the planning process.
 
     Attributes:
-        source: where the newest plan is from; see :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
-        maker: makes single plans.
-        assumptions: what they are made for.
-        background: makes plans ahead; better ones are published there, as
-            :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`.
+        source: where the newest plan is from; see :class:`ReadyPlan`.
+        planner: plans ahead: the planner that the user chose; where that asks a solver, the heuristic.
+        assumptions: what plans are made for.
+        background: makes plans ahead; those for the workers that train are published there, as :class:`ReadyPlan`.
     """
 
     def __init__(
@@ -208,21 +237,21 @@ class PlanProvider:
     ) -> None:
         self.source = ""
         self.background = PlanningQueue()
-        self._grid = grid
-        chosen = get_planner(planning.planner)
-        check_travels(chosen)
-        self.maker = PlanMaker(chosen, library, 3 * grid.global_microbatches * grid.stages >= _APART_FROM)
+        self._chosen = get_planner(planning.planner)
+        _check_travels(self._chosen)
         self.assumptions = Assumptions(grid, planning, costs, chooses_split and library is None)
+        self.planner = HeuristicPlanner() if isinstance(self._chosen, ExactPlanner) else self._chosen
+        self._quick = self.planner if isinstance(self.planner, HeuristicPlanner) else HeuristicPlanner()
+        self._grid = grid
+        self._is_large = _operations(grid) >= _APART_FROM
+        self._library = library
         self._ready = ReadyPlans(grid)
-        self._needed: _PlanInNeed | None = None
+        self._needed: tuple[_PlanKey, threading.Event] | None = None  # the plan that workers wait for; set: it is there
 
     def prepare(self) -> None:
         """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
         problem = self.assumptions.problem(frozenset(), {})
-        stored = self.maker.stored(problem)
-        if stored is None:
-            stored = self.maker.make_at_once(problem, self.assumptions, self.maker.chosen, "ahead")
-        self._ready.keep(stored)
+        self._ready.keep(self._stored(problem) or self._make_here(problem, self._chosen, "ahead"))
 
     # ------------------------------------------------------------------ the plan for those who train
 
@@ -231,45 +260,46 @@ class PlanProvider:
         is given up, and the coordinator is woken when the plan is there.
         """
         problem = self.assumptions.problem(failed, seconds)
-        needed = self._needed
-        if needed is not None and needed.serves(problem):
-            return needed.is_done
-        self._needed = None
-        self.background.drop(Urgency.NEEDED)
-        if not self.maker.is_large or self._at_hand(problem) is not None:
-            return True
-        self._needed = _PlanInNeed(problem)
-        self.background.begin(Urgency.NEEDED, self._make_in_need(self._needed))
-        return False
+        wanted = problem.failed, problem.worker_factors
+        if self._needed is None or self._needed[0] != wanted:
+            self._needed = None
+            self.background.drop(Urgency.NEEDED)
+            if not self._is_large or self._at_hand(problem) is not None:
+                return True
+            self._needed = wanted, threading.Event()
+            self.background.begin(Urgency.NEEDED, self._make_in_need(problem, self._ready, self._needed[1]))
+        return self._needed[1].is_set()
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
         problem = self.assumptions.problem(failed, seconds)
-        needed, self._needed = self._needed, None
-        made = needed.plan if needed is not None and needed.serves(problem) else None
-        found = made or self._at_hand(problem)
+        self._needed = None
+        found = self._at_hand(problem)
         if found is None:
-            found = made = self.maker.make_at_once(problem, self.assumptions, self.maker.quick, "made")
-        if made is not None:
-            self._ready.keep(made)
+            found = self._make_here(problem, self._quick, "made")
+            self._ready.keep(found)
         self.source = found.source
         return found.schedule
+
+    def choice(self, problem: Problem) -> TechniqueChoice | None:
+        """Why the plan for the failed and slow workers of ``problem`` has split or fused backwards."""
+        return self._ready.choice(problem)
 
     def _at_hand(self, problem: Problem) -> ReadyPlan | None:
         """The plan that was made ahead, or is stored."""
         found = self._ready.find(problem)
         if found is None or not _keeps_to(found.schedule, problem):
-            found = self.maker.stored(problem, needed=True)
+            found = self._stored(problem, needed=True)
             if found is not None:
                 self._ready.keep(found)
         return found
 
-    def _make_in_need(self, needed: _PlanInNeed) -> Job:
+    def _make_in_need(self, problem: Problem, ready: ReadyPlans, is_done: threading.Event) -> Job:
         try:
-            needed.plan = yield from self.maker.make(needed.problem, self.assumptions.snapshot(), "made")
+            ready.keep((yield from self._make(problem, self.assumptions.snapshot(), self._quick, "made")))
         except Exception:  # the coordinator asks for the plan itself, and sees what is wrong with it
             log.exception("A plan that is needed could not be made")
-        needed.is_done = True
+        is_done.set()
         self.background.wake()
 
     # ------------------------------------------------------------------ what changes
@@ -277,21 +307,27 @@ class PlanProvider:
     def adopt(self, schedule: Schedule) -> None:
         """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
         self.assumptions.adopt(schedule)
-        self.maker.library = None
-        self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", final=True))
+        self._library = None
+        self._keep_better(schedule, self.choice(schedule.problem), is_final=True)
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
         """The problem if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
         runs.
         """
-        return self.maker.as_chosen(self.assumptions.problem(failed, seconds), self.assumptions)
+        problem, splitting = self.assumptions.problem(failed, seconds), self.assumptions.splitting
+        choice = self.choice(problem)
+        return problem if splitting is None or choice is None or choice.splits else splitting.of_fused(problem)
 
     def begin_anew(self, schedule: Schedule | None) -> None:
         """The layers lie in another way: what was planned is forgotten, except for a ``schedule`` for this layout."""
-        self._drop_plans_ahead()
-        self._ready, self.maker.library = ReadyPlans(self._grid), None
+        self.background.drop(Urgency.AHEAD)
+        choice = None if schedule is None else self.choice(schedule.problem)
+        self._ready, self._library = ReadyPlans(self._grid), None
         if schedule is not None:
-            self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", final=not self.maker.improves))
+            self._keep_better(schedule, choice, is_final=self.planner is self._quick)
+
+    def _keep_better(self, schedule: Schedule, choice: TechniqueChoice | None, is_final: bool) -> None:
+        self._ready.keep(ReadyPlan(schedule, schedule.problem, "better", is_final, choice))
 
     # ------------------------------------------------------------------ what may come
 
@@ -301,19 +337,125 @@ class PlanProvider:
         Args:
             failed: the failed workers.
             seconds: what operations took.
-            running: what the others run, if a better plan for them is wanted.
+            running: what the others run, if a better plan for them is wanted. It is made again at once if theirs does
+                not fit into memory, or it is known since whether backwards should be split; after those for the next
+                failures if the memory that was measured is another one, or the heuristic made theirs in need.
         """
         taken = {stage: dict(names) for stage, names in seconds.items()}
-        assumed, publish = self.assumptions.snapshot(), self.background.publish
-        ahead = _PlansAhead(self.maker, assumed, self._ready, publish, failed, taken, running)
-        self._drop_plans_ahead()
-        self.background.begin(Urgency.AHEAD, ahead.make())
-        if self.maker.improves or self.maker.library is not None:
-            self.background.begin(Urgency.SEARCH, ahead.improve())
+        self.background.begin(
+            Urgency.AHEAD, self._make_ahead(failed, taken, running, self.assumptions.snapshot(), self._ready)
+        )
 
-    def _drop_plans_ahead(self) -> None:
-        self.background.drop(Urgency.AHEAD)
-        self.background.drop(Urgency.SEARCH)
+    def _make_ahead(
+        self,
+        failed: frozenset[Worker],
+        seconds: OperationSeconds,
+        running: Schedule | None,
+        assumed: Assumptions,
+        ready: ReadyPlans,
+    ) -> Job:
+        present = assumed.problem(failed, seconds)
+        at_once = later = False
+        if running is not None:
+            own = ready.find(present)
+            is_open = assumed.splitting is not None and ready.choice(present) is None
+            at_once = is_open or not _keeps_to(running, present)
+            later = running.problem.memories != present.memories or (own is not None and not own.is_final)
+        if at_once:
+            yield from self._improve(present, assumed, ready, is_running=True)
+        capacity = ready.capacity - (running is not None)
+        for next_failed in next_failures(present)[:capacity]:
+            yield from self._improve(assumed.problem(next_failed, seconds), assumed, ready)
+        if later and not at_once:
+            yield from self._improve(present, assumed, ready, is_running=True)
+
+    def _improve(self, problem: Problem, assumed: Assumptions, ready: ReadyPlans, is_running: bool = False) -> Job:
+        """Makes a plan, unless the one that is ready will do; ``is_running``: in any case, for the workers that train
+        now. Where there is none that is logged, and the plan that runs goes on, or a failure gets one in need.
+        """
+        yield None
+        known = ready.find(problem)
+        if known is not None and not is_running and known.is_final and known.serves(problem):
+            return
+        found = self._stored(problem)
+        if found is None or not found.is_final:
+            made = yield from self._make_or_none(problem, assumed, "better" if is_running else "ahead")
+            found = made or found
+        if found is not None and (known is None or known.is_replaced_by(found.schedule, problem)):
+            ready.keep(found)
+        elif known is not None:  # it is not asked again
+            ready.keep(replace(known, is_final=True, choice=found.choice if found is not None else known.choice))
+        if found is not None and is_running:
+            self.background.publish(found)
+
+    def _make_or_none(
+        self, problem: Problem, assumed: Assumptions, source: str
+    ) -> Generator[Any, Any, ReadyPlan | None]:
+        for planner in (self.planner,) if self.planner is self._quick else (self.planner, self._quick):
+            try:
+                return (yield from self._make(problem, assumed, planner, source))
+            except Exception as error:  # of a user's planner, too
+                purpose = "what was measured" if source == "better" else f"the failure of {names_of(problem.failed)}"
+                log.warning("%r found no plan for %s: %s", planner, purpose, error)
+        return None
+
+    # ------------------------------------------------------------------ one plan
+
+    def _stored(self, problem: Problem, *, needed: bool = False) -> ReadyPlan | None:
+        """The plan in the library; ``needed``: workers wait for it."""
+        library = self._library  # another thread may take it away meanwhile
+        if library is None:
+            return None
+        stored = library.lookup(problem)
+        if stored is None:
+            failed = ", ".join(map(str, sorted(problem.failed))) or "no failure"
+            level = logging.WARNING if needed else logging.INFO
+            log.log(level, "The plan library has none for %s: %s.", failed, library.miss(problem))
+            return None
+        is_final = stored.gap <= _AS_GOOD or library.has(problem)
+        return ReadyPlan(stored.schedule, stored.schedule.problem, "library", is_final)
+
+    def _make_here(self, problem: Problem, planner: Planner, source: str) -> ReadyPlan:
+        """The plan of ``planner``, made in this thread.
+
+        Raises:
+            PlanningError: when there is none.
+        """
+        answer = make_plan(problem, self.assumptions.planner(planner), self.assumptions.splitting)
+        return self._ready_plan(problem, planner, source, answer)
+
+    def _make(
+        self, problem: Problem, assumed: Assumptions, planner: Planner, source: str
+    ) -> Generator[Any, Any, ReadyPlan]:
+        """The plan of ``planner``, as a part of a job."""
+        question = partial(make_plan, problem, assumed.planner(planner), assumed.splitting)
+        is_heuristic = isinstance(planner, HeuristicPlanner)
+        answer = None
+        if self._is_large or not is_heuristic:
+            try:
+                answer = yield question
+            except ProcessLostError as error:
+                if not is_heuristic:
+                    raise
+                log.warning("The planning process is no use (%s): planning in a thread of the coordinator.", error)
+        if answer is None:
+            answer = yield InThread(question)
+        return self._ready_plan(problem, planner, source, answer)
+
+    def _ready_plan(self, problem: Problem, planner: Planner, source: str, answer: PlanAnswer) -> ReadyPlan:
+        """The answer of ``planner``; that of the chosen one is stored, unless the library has one as good."""
+        (result, choice), library = answer, self._library
+        if result.warning is not None:
+            log.warning("%s", result.warning)
+        if library is not None and planner is self._chosen:
+            try:
+                stored = library.get(problem)
+                if stored is None or result.schedule.period < stored.period * (1 - _AS_GOOD):
+                    library.put(result)
+            except PlanningError as error:  # the plan is good, whether it can be stored or not
+                log.warning("%s", error)
+        is_final = source != "made" or planner is self.planner
+        return ReadyPlan(result.schedule, problem, source, is_final, choice, result.seconds, result.backend)
 
     # ------------------------------------------------------------------ moves of workers
 
@@ -349,3 +491,24 @@ class PlanProvider:
     def close(self) -> None:
         """The run is over: gives up all plans, and waits until nothing plans on."""
         self.background.close()
+
+
+def _check_travels(planner: Planner) -> None:
+    """Raises ConfigurationError for a planner of a class that the planning process cannot import, or with a lock.
+
+    The heuristic, also a user's version of it, plans in this process where it has to.
+    """
+    if isinstance(planner, HeuristicPlanner):
+        return
+    why = ""
+    try:
+        pickle.dumps(planner)
+    except Exception as error:  # whatever a user's class raises
+        why = str(error)
+    if type(planner).__module__ == "__main__":
+        why = "its class is in the script"
+    if why:
+        raise ConfigurationError(
+            f"planner={planner!r} plans in a process beside the coordinator, and cannot be sent there: {why}. Define"
+            " its class in a module that can be imported, without open files or locks."
+        )

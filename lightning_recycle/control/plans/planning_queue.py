@@ -11,7 +11,6 @@ interpreter is free. A question that a more urgent job interrupts is asked again
 | AHEAD | plans for the failures that may come next | when roster, costs, memory or layout have changed |
 | LAYOUT | the best layout for those who train | with the next change of roster |
 | DRIFT | a plan for the times of now | with the next question |
-| SEARCH | better plans by the planner that the user chose | as AHEAD |
 
 A question for which a process is no use is yielded as :class:`InThread`: the thread answers it. What a job finds it
 publishes; the coordinator is woken and takes it.
@@ -24,13 +23,11 @@ Must not know: what is asked.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -49,7 +46,6 @@ class Urgency(IntEnum):
     AHEAD = 1
     LAYOUT = 2
     DRIFT = 3
-    SEARCH = 4
 
 
 @dataclass(frozen=True)
@@ -65,30 +61,16 @@ is no question, but a moment in which a more urgent job may go first.
 """
 
 
+@dataclass(eq=False)
 class _Begun:
     """A job, and the question that it waits for."""
 
-    def __init__(self, urgency: Urgency, job: Job) -> None:
-        self.urgency, self._job = urgency, job
-        self.interrupted = threading.Event()  # its question is given up
-        self.dropped = False
-        self._question: Question | InThread | None = None
-
-    def go_on(self, answer: Callable[[Question | InThread], Any]) -> None:
-        """Has the question answered, and gets the next one.
-
-        Raises:
-            Cancelled: by ``answer``; the question is asked again next time.
-            StopIteration: when the job has ended.
-        """
-        try:
-            found = None if self._question is None else answer(self._question)
-        except PlanningError as error:
-            if not self.dropped:
-                self._question = self._job.throw(error)
-        else:
-            if not self.dropped:
-                self._question = self._job.send(found)
+    urgency: Urgency
+    job: Job
+    question: Question | InThread | None = None
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    """Set: the question is given up."""
+    dropped: bool = False
 
 
 class PlanningQueue:
@@ -101,17 +83,12 @@ class PlanningQueue:
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._process = PlanningProcess()
-        self._published: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._published: list[Any] = []
         self._changed = threading.Condition()
         self._jobs: dict[Urgency, _Begun] = {}
         self._current: _Begun | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the planning process, while there is one."""
-        return self._process.pid
 
     def begin(self, urgency: Urgency, job: Job) -> None:
         """Begins ``job``, which replaces the one of the same urgency; interrupts those that are less urgent."""
@@ -134,16 +111,15 @@ class PlanningQueue:
 
     def publish(self, found: Any) -> None:
         """Passes a result to :meth:`take`; called by jobs."""
-        self._published.put(found)
+        with self._changed:
+            self._published.append(found)
         self.wake()
 
     def take(self) -> list[Any]:
         """All that was published since the last call."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._published.get_nowait())
-        return found
+        with self._changed:
+            taken, self._published = self._published, []
+        return taken
 
     def close(self) -> None:
         """Gives up on all jobs, and waits until process and thread have ended."""
@@ -163,9 +139,9 @@ class PlanningQueue:
             dropped.interrupted.set()
 
     def _run(self) -> None:
-        while (job := self._most_urgent()) is not None:
+        while (begun := self._most_urgent()) is not None:
             try:
-                job.go_on(lambda question, job=job: self._answer(question, job))  # type: ignore[misc]
+                self._go_on(begun)
                 continue
             except Cancelled:
                 continue  # asked again, unless it was dropped
@@ -174,8 +150,8 @@ class PlanningQueue:
             except Exception:  # the others must go on
                 log.exception("Planning ended early")
             with self._changed:
-                if self._jobs.get(job.urgency) is job:
-                    del self._jobs[job.urgency]
+                if self._jobs.get(begun.urgency) is begun:
+                    del self._jobs[begun.urgency]
 
     def _most_urgent(self) -> _Begun | None:
         """The job to go on with; None at the end of the run."""
@@ -185,15 +161,33 @@ class PlanningQueue:
                 self._changed.wait()
             if self._closed:
                 return None
-            job = self._current = self._jobs[min(self._jobs)]
-            job.interrupted.clear()
-            return job
+            begun = self._current = self._jobs[min(self._jobs)]
+            begun.interrupted.clear()
+            return begun
 
-    def _answer(self, question: Question | InThread, job: _Begun) -> Any:
-        if not isinstance(question, InThread):
-            return self._process.ask(question, job.interrupted, urgent=job.urgency == Urgency.NEEDED)
+    def _go_on(self, begun: _Begun) -> None:
+        """Has the job's question answered, and gets the next one.
+
+        Raises:
+            Cancelled: when the question was given up.
+            StopIteration: when the job has ended.
+        """
+        answer, error = None, None
         try:
-            with cancelled_by(job.interrupted):
+            answer = self._answer(begun)
+        except PlanningError as caught:
+            error = caught
+        if not begun.dropped:
+            begun.question = begun.job.send(answer) if error is None else begun.job.throw(error)
+
+    def _answer(self, begun: _Begun) -> Any:
+        question = begun.question
+        if question is None:
+            return None
+        if not isinstance(question, InThread):
+            return self._process.ask(question, begun.interrupted, urgent=begun.urgency == Urgency.NEEDED)
+        try:
+            with cancelled_by(begun.interrupted):
                 return question.question()
         except PlanningError:
             raise

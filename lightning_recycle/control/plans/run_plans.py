@@ -8,7 +8,6 @@ schedules. All of them come from here, so no two workers can disagree about one:
       LayoutChoice        whether the layers should lie in another way
       PlanProvider        the plan for those who have failed: ready, stored, or made
         Assumptions       the problem that a plan is made for
-        PlanMaker         makes one plan, ReadyPlans keeps it
       PlanningQueue       answers what takes long, in a process beside the coordinator
 
 | event | question |
@@ -35,8 +34,7 @@ from typing import Any
 from lightning_recycle.control.plans.assumptions import Measurements, OperationSeconds
 from lightning_recycle.control.plans.drift import DriftMonitor, DriftOptions, DriftQuestion, Proposal
 from lightning_recycle.control.plans.layout_choice import LayoutChoice, Rebalance
-from lightning_recycle.control.plans.plan_maker import ReadyPlan, newest
-from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.plans.plan_provider import PlanProvider, ReadyPlan, newest
 from lightning_recycle.control.plans.planning_queue import Job, Urgency
 from lightning_recycle.control.protocol.messages import Applied, Cuts, Measured, Returned
 from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
@@ -50,7 +48,7 @@ from lightning_recycle.planning.splitting import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
-_LEAST_GAIN = 0.005  # of a step: what a better plan of the chosen planner must save; switching to it costs a message
+_LEAST_GAIN = 0.005  # of a step: what a better plan must save; switching to it costs a message
 _LEAST_GAIN_OF_MEMORY = 0.02  # what using the memory there is must save; times of the first steps are not exact
 
 log = logging.getLogger(__name__)
@@ -89,7 +87,7 @@ class RunPlans:
         self._planner = planner
         self._background = planner.background
         self._background.wake = wake
-        self._drift = None if drift is None else DriftMonitor(drift, planner.maker.chosen)
+        self._drift = None if drift is None else DriftMonitor(drift, planner.planner)
         self._layouts = LayoutChoice(rebalance, planner, self.measurements)
         self._on_profile = on_profile
         self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
@@ -258,15 +256,15 @@ class RunPlans:
         self._background.publish((question, proposal))
 
     def _improved(self, found: ReadyPlan) -> PlanReady | None:
-        """The plan of the planner that the user chose, or the one for the memory that was measured, if it is for those
-        who train now and saves something; or if the one that runs does not fit into memory.
+        """The change to ``found``, if it is for those who train now and saves something, or if the plan that runs does
+        not fit into memory.
         """
         schedule, newest = found.schedule, self.schedules[-1]
         problem = schedule.problem
         now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
         if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # somebody has failed meanwhile, or others are slow
-        choice = self._planner.maker.choice(problem)
+        choice = found.choice
         if choice is not None and choice is not self._recorded:
             self._recorded = choice
             self._notes.append(("chosen", choice.facts))
@@ -295,13 +293,10 @@ class RunPlans:
         return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
 
     def origin(self) -> dict[str, Any]:
-        """Details of the newest plan, for the record: where it is from (see
-        :class:`~lightning_recycle.control.plans.plan_maker.ReadyPlan`) and, if that was a choice, why its backwards are
-        split or fused.
-        """
+        """Details of the newest plan for the record: its source, and why backwards are split if that was a choice."""
         facts = self._backward(self.schedules[-1]) if self.schedules else {}
         if facts:
-            self._recorded = self._planner.maker.choice(self.schedules[-1].problem)
+            self._recorded = self._planner.choice(self.schedules[-1].problem)
         return {"plan": self._planner.source, **facts}
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
@@ -312,7 +307,7 @@ class RunPlans:
         return taken
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:
-        choice = self._planner.maker.choice(schedule.problem)
+        choice = self._planner.choice(schedule.problem)
         if choice is None or choice.splits != schedule.problem.technique.split_backward:
             return {}
         return {"backward": choice.facts}

@@ -1,6 +1,6 @@
 """Messages of workers and coordinator: frozen values, one connection per worker.
 
-The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.encoding`): every field is
+The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.wire_format`): every field is
 data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
 ``bytes``, which the coordinator passes on and never opens.
 
@@ -26,7 +26,7 @@ Setting: TypeAlias = bool | int | float | str | None
 """The value of an option."""
 
 Payload: TypeAlias = tuple[bytes, ...]
-"""A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.payload`)."""
+"""A pickled value that the coordinator passes on unread, in pieces (see :mod:`lightning_recycle.control.client`)."""
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
@@ -122,7 +122,7 @@ class RunRequest:
         grid: the grid.
         microbatches_given: whether the script itself says how many micro-batches; otherwise it takes another number.
         settings: the options that all workers must agree on, by names such as "recovery.rebalance": see
-            :data:`~lightning_recycle.control.joining.run_config.GROUPS`. What is missing has its default.
+            :data:`~lightning_recycle.control.options.GROUPS`. What is missing has its default.
         needs_launcher: options that only a launching process can carry out, as the user wrote them.
         members: the processes of each position of the grid.
         device: the kind of device that the worker computes on, by torch's name; empty if it does not say.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-from lightning_recycle.control.payload import unpack_all
+from lightning_recycle.control.client import unpack_all
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import OUTSIDE

@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightning_recycle.control.client import ControlClient
-from lightning_recycle.control.payload import unpack_all
+from lightning_recycle.control.client import ControlClient, unpack_all
 
 _GROWTH = 1.1  # of the norm since the step before, which a guess allows for
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the new generation

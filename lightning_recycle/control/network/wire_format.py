@@ -1,29 +1,123 @@
-"""Handshake with a shared key: both sides prove that they know it.
+"""Wire format: the handshake by which both sides prove that they know the key, and frames of messages. Pure.
 
-Concept: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
+*Handshake*: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
 connected. The worker answers with an HMAC-SHA256 of its role and both greetings under the key, and the coordinator with
 its own. So a proof is good for one connection, one direction and one version, and the key is never sent. Before the
 proof nothing is read but bytes of a fixed number. The key comes from ``RECYCLE_KEY``, or from a file that only its
 owner reads.
 
+*Frame*: a header (which message, how many bytes follow) and a body (the message's fields), msgpack with the messages'
+type hints as the schema. Decoding makes nothing but data of the declared types: no byte from the network names a class
+or a function, so none can run anything.
+
 Contract: feed what arrives to :meth:`Handshake.receive` and send what it returns, until :attr:`Handshake.done`. The
 owner of the sockets bounds the time and the number of strangers. A key that cannot be used is a
-:class:`~lightning_recycle.errors.ConfigurationError` with the remedy; the key itself is in no message.
+:class:`~lightning_recycle.errors.ConfigurationError` with the remedy; the key itself is in no message. :func:`decode`
+inverts :func:`encode` for every dataclass of :mod:`~lightning_recycle.control.protocol.messages`, and raises
+:class:`BadMessageError` for every other input.
 
-Must not know: sockets, clocks, messages.
+Must not know: sockets, clocks, and what a message means.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import hmac
+import inspect
+import json
+import numbers
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
+from typing import Any
+
+import msgspec
 
 from lightning_recycle.arguments import __version__
-from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.errors import ConfigurationError, ControlPlaneError, ReCycleError
+
+
+class BadMessageError(ControlPlaneError):
+    """Bytes that are no message, or a message that may not be sent here and now; its connection is closed."""
+
+
+_HEADER = struct.Struct(">HQ")  # number of the message's type, bytes of its body
+HEADER_BYTES = _HEADER.size
+
+_TYPES: tuple[type[Any], ...] = tuple(
+    value
+    for value in vars(messages).values()
+    if inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__module__ == messages.__name__
+)
+_NUMBERS = {message: number for number, message in enumerate(_TYPES)}
+_DECODERS = {message: msgspec.msgpack.Decoder(message) for message in _TYPES}
+
+SCHEMA: bytes = hashlib.sha256(
+    json.dumps(msgspec.json.schema_components(_TYPES), sort_keys=True, default=repr).encode()
+).digest()[:16]
+"""A digest of all messages, their fields and types: equal on two sides that understand each other."""
+
+
+def encode(message: Any) -> bytearray:
+    """The frame of ``message``.
+
+    Raises:
+        ReCycleError: if a field holds what its type does not allow.
+    """
+    frame = bytearray(HEADER_BYTES)
+    try:
+        _ENCODER.encode_into(message, frame, HEADER_BYTES)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ReCycleError(f"{message!r:.500} cannot be sent: {error}. Give plain numbers and strings.") from error
+    _HEADER.pack_into(frame, 0, _NUMBERS[type(message)], len(frame) - HEADER_BYTES)
+    return frame
+
+
+def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int]:
+    """The type of the message that follows, and the bytes of its body.
+
+    Raises:
+        BadMessageError: for an unknown type.
+    """
+    number, size = _HEADER.unpack(header)
+    if number >= len(_TYPES):
+        raise BadMessageError(f"message type {number} does not exist")
+    return _TYPES[number], size
+
+
+def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
+    """The message of type ``kind`` with the given body.
+
+    Raises:
+        BadMessageError: if the body is no such message.
+    """
+    try:
+        return _DECODERS[kind].decode(body)
+    # RecursionError: nested too deeply. ReCycleError: a grid that cannot be.
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ReCycleError) as error:
+        raise BadMessageError(f"no {kind.__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars and other subclasses of what msgpack has."""
+    conversions: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
+        (numbers.Integral, int),
+        (numbers.Real, float),
+        (str, str),
+        (bytes, bytes),
+    )
+    for kind, convert in conversions:
+        if isinstance(value, kind):
+            return convert(value)
+    raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
 
 # Dynamically: this package imports nothing above itself.
 VERSION = __version__
@@ -112,7 +206,7 @@ class Handshake:
         answer = b""
         if not self._transcript:
             if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-                raise Refused("the other side is no lightning_recycle, or one of a version before 0.2")
+                raise Refused("the other side is no lightning_recycle")
             if len(self._received) < _GREETING.size:
                 return answer
             greeting, self._received = self._received[: _GREETING.size], self._received[_GREETING.size :]

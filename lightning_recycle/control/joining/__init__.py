@@ -1,1 +1,0 @@
-"""Workers that join: what the run is to be, who is admitted, who fills a position."""
