@@ -53,11 +53,7 @@ class SaveRequest:
     """One checkpoint of a batch.
 
     Args:
-        path: where it is to be.
         write: writes it together with the other holders; None if this worker has no part in it.
-        weights_only: whether no run can go on from it.
-        is_new: whether it is known to replace nothing.
-        failure: why it was not written.
         error: an exception of the user's code, such as of an object that cannot be pickled.
     """
 
@@ -76,7 +72,6 @@ class Action:
     Args:
         name: the name by which :attr:`BackgroundSaves.actions` has it.
         paths: the checkpoints of the batch on which it depends.
-        arguments: its arguments.
     """
 
     name: str
@@ -89,14 +84,8 @@ class Batch:
     """The checkpoints of one step boundary.
 
     Args:
-        version: the number of steps.
-        group: the holders; on all workers.
-        copies: this holder's copies.
         ended: called in the writer's thread when it is done with a checkpoint: its index, why there is none, and for
             how many seconds the thread has written.
-        requests: the checkpoints, in order.
-        actions: what follows, in order.
-        is_sealed: whether all are asked for, and are written.
     """
 
     version: int
@@ -110,7 +99,7 @@ class Batch:
     _is_done: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """All checkpoints are asked for: begins to write them, if this worker has a part in them."""
+        """Begins to write the batch, if this worker has a part in it."""
         self.is_sealed = True
         if self.group.is_column_leader:
             self._thread = DeviceThread(self._run, "recycle-checkpoint")
@@ -149,7 +138,10 @@ class Batch:
 
     @staticmethod
     def _yield() -> None:
-        """From now on this thread has a low priority. The training may wait for copies, but not for files."""
+        """From now on this thread has a low priority.
+
+        The training may wait for copies, but not for files.
+        """
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
@@ -165,14 +157,12 @@ def _given_up(path: str, why: str) -> WriteFailure:
 
 @dataclass
 class PendingBatch:
-    """A batch that has begun and whose outcome is not known yet; the same on all workers.
+    """A batch that has begun and whose outcome is not known yet.
+
+    The same on all workers.
 
     Args:
-        number: its number.
-        version: how many steps its checkpoints hold.
-        paths: the checkpoints, in order.
         new: those of them that replace nothing.
-        actions: what follows, in order.
     """
 
     number: int
@@ -187,9 +177,6 @@ class CommonState:
     """State of background checkpoints that all workers have in common.
 
     Args:
-        status: as of the newest message that is the same for all workers.
-        batches: how many have begun.
-        pending: the batch that has begun, if there is one.
         given_up: what is to be asked for again at the next boundary.
         unnamed: temporary paths and names of whole files whose writer was lost.
         names: of folders with checkpoints, the names in them.
@@ -204,7 +191,7 @@ class CommonState:
 
 
 class Consequences:
-    """What follows from checkpoints that are asked for, when it is known whether they are complete.
+    """Actions that follow from checkpoints once their outcome is known.
 
     Attributes:
         actions: what may follow, by name. Called on all workers with why a checkpoint is not complete, or None, and
@@ -230,7 +217,7 @@ class Consequences:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
+        """Actions noted in the block depend on all checkpoints that it asks for."""
         paths: list[str] = []
         actions: list[tuple[str, tuple[Any, ...]]] = []
         self._deferred.append((paths, actions))
@@ -246,7 +233,7 @@ class Consequences:
             paths.append(path)
 
     def follow(self, name: str, *arguments: Any) -> None:
-        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
+        """Calls action ``name`` when the outcome of the checkpoints is known."""
         self._deferred[-1][1].append((name, arguments))
 
     def follow_first(self, name: str, *arguments: Any) -> None:
@@ -254,7 +241,10 @@ class Consequences:
         self._deferred[-1][1].insert(0, (name, arguments))
 
     def settle(self, failures: Mapping[str, WriteFailure]) -> None:
-        """Takes up what follows; ``failures``: of the checkpoints that were not written, by path."""
+        """Takes up what follows.
+
+        ``failures``: of the checkpoints that were not written, by path.
+        """
         noted, self._noted = self._noted, []
         self._carry_out(noted, failures)
 
@@ -267,19 +257,13 @@ class Consequences:
 class BackgroundSaves(Consequences):
     """This worker's part in checkpoints that are written in the background.
 
-    Args:
-        context: the context of the worker.
-
     Attributes:
         on_failures: called on all workers with why checkpoints were not written, by path.
         discard: called on the leader with the path of a new checkpoint that was given up.
         measure: returns what this worker has measured, if its thread has written for so many seconds.
-        on_facts: called on all workers with what the writer of a batch has measured.
-        stalled: returns for how many seconds checkpoints have held up this worker so far.
         by_writer: what the writer does of them where a run ends before all know the outcome, by name.
         pending: the batch that has begun and whose outcome is not known; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
-        batch: this worker's part in the current batch.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -303,8 +287,9 @@ class BackgroundSaves(Consequences):
     # ------------------------------------------------------------------ the next batch
 
     def begin(self, version: int) -> Batch | None:
-        """The batch of the boundary after ``version`` steps, which :meth:`seal` completes; None if the one before is
-        not over. All call it.
+        """The batch of the boundary after ``version`` steps, which :meth:`seal` completes.
+
+        None if the one before is not over. All call it.
         """
         if self.batch is not None and not self.batch.is_sealed:
             return self.batch
@@ -326,8 +311,9 @@ class BackgroundSaves(Consequences):
         return self.batch
 
     def seal(self, mid_step: bool) -> None:
-        """What was asked for since :meth:`begin` is written from now on. All call it; ``mid_step``: before the end of
-        the step.
+        """What was asked for since :meth:`begin` is written from now on.
+
+        All call it; ``mid_step``: before the end of the step.
         """
         batch = self.batch
         if batch is None or batch.is_sealed:
@@ -366,7 +352,7 @@ class BackgroundSaves(Consequences):
             self.batch.copies.finish()
 
     def take_up(self) -> None:
-        """After a step: takes up what follows from the batch, if it was over when the losses of the step were known."""
+        """Carries out a batch's actions after the step whose losses came with its outcome."""
         if self.batch is not None:
             self.batch.raise_error()
         self._hear()
@@ -390,8 +376,9 @@ class BackgroundSaves(Consequences):
         self._agree(None)
 
     def await_originals(self) -> None:
-        """Waits until the thread has written what it has no copies of, or a generation is announced in which they may
-        change: then it is given up.
+        """Waits until the thread has written tensors of which there are no copies.
+
+        Or until a generation is announced in which they may change: then the checkpoint is given up.
         """
         batch, client = self.batch, self._client
         if batch is not None and batch.copies.are_originals:
@@ -401,8 +388,9 @@ class BackgroundSaves(Consequences):
             batch.group.is_wanted = batch.is_written
 
     def await_thread(self) -> None:
-        """The run is over: waits until this worker has done its part, as long as the next checkpoint would. The writer
-        takes up what follows for the files.
+        """Waits at the end of the run until this worker has done its part.
+
+        As long as the next checkpoint would. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
         while (batch := self.batch) is not None and not batch.is_written and time.monotonic() < deadline:
@@ -418,7 +406,7 @@ class BackgroundSaves(Consequences):
                     log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
 
     def name_files(self) -> None:
-        """The leader gives whole files their names whose writer was lost before they surely had them."""
+        """The leader gives complete files of lost writers their names."""
         if not self._collectives.is_leader:
             return
         unnamed, self._unnamed = self._unnamed, ()
@@ -429,8 +417,9 @@ class BackgroundSaves(Consequences):
                 log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
 
     def _agree(self, patience: float | None) -> None:
-        """If a batch is pending: waits for it, for ``patience`` seconds or without limit, at the same point of all
-        workers' program.
+        """Waits for the pending batch, for ``patience`` seconds or without limit.
+
+        All workers call it at the same point of their program.
         """
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:

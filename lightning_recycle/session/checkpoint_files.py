@@ -76,7 +76,10 @@ Checksum = tuple[int, int]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """``path`` as a path of this machine's file systems; None for URLs of others (``s3://``, ``memory://``)."""
+    """``path`` as a path of this machine's file systems.
+
+    None for URLs of others (``s3://``, ``memory://``).
+    """
     if "://" not in os.fspath(path):
         return Path(path)
     file_system, stripped = url_to_fs(os.fspath(path))
@@ -84,7 +87,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder as this strategy writes it, or another strategy of Lightning."""
+    """Whether ``path`` is a folder of this or another strategy of Lightning."""
     if (local := local_path(path)) is not None:
         return (local / METADATA_FILENAME).is_file()
     files, folder = url_to_fs(os.fspath(path))
@@ -95,7 +98,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's default, but a file under its name is whole: it is written beside its place and renamed.
+    """Lightning's CheckpointIO with atomic writes: a file is renamed when complete.
 
     Files on other file systems than this machine's go Lightning's way.
     """
@@ -112,9 +115,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Writes a checkpoint.
 
         Args:
-            checkpoint: the checkpoint.
-            path: the file's path or URL.
-            storage_options: not supported, as in Lightning's class.
             before_naming: called with its temporary path right before a file of this machine gets its name.
             pace: how fast a file of this machine is written; as fast as possible by default.
 
@@ -140,7 +140,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def save_with_checksums(value: Any, file: Any) -> None:
-    """``torch.save`` with the checksums of its records, even where the user switched them off.
+    """``torch.save`` with checksums of its records, even where they are switched off.
 
     Raises:
         OSError: when the file system refuses. (torch's writer raises an error of its own then.)
@@ -162,7 +162,6 @@ class WriteFailure:
     """Why a checkpoint was not written.
 
     Args:
-        text: the cause, in words.
         is_refusal: whether it was the file system that refused.
         remedy: a sentence on what helps; empty if nothing is known.
     """
@@ -173,7 +172,9 @@ class WriteFailure:
 
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
-    """The result of ``action``, which writes ``content`` to ``path``; or the file system's reason for refusing.
+    """The result of ``action``, which writes ``content`` to ``path``.
+
+    Or the file system's reason for refusing.
 
     Raises:
         Exception: what ``action`` raises, if the file system is not the reason.
@@ -252,7 +253,9 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """The damage of the checkpoint at ``path`` on this machine's file systems; None if it is whole.
+    """The damage of the checkpoint at ``path`` on this machine's file systems.
+
+    None if it is whole.
 
     Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
     program that writes files may have switched them off: there only completeness is checked.
@@ -319,7 +322,7 @@ _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
 class Writers(Protocol):
-    """The workers that write a folder: all of a run, or those that hold copies of its stages."""
+    """The workers that write a folder: all, or those that hold copies of its stages."""
 
     rank: int
     positions: Positions
@@ -348,13 +351,13 @@ def save_sharded(
     collectives: Writers,
     before_naming: Callable[[Path | None], None],
 ) -> bool | WriteFailure:
-    """Writes this worker's shard together with all others; every live worker takes part.
+    """Writes this worker's shard together with all others.
+
+    Every live worker takes part.
 
     Args:
-        path: the folder's path, the same on all workers; replaced if it exists.
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
-        collectives: all who write.
         before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
             this machine.
 
@@ -391,7 +394,7 @@ def save_sharded(
 
 
 class _Upload:
-    """A folder of another file system than this machine's, which gets files one by one; the manifest completes it."""
+    """A folder of another file system, completed by its manifest."""
 
     def __init__(self, url: str) -> None:
         self._files, self._folder = url_to_fs(url)
@@ -417,7 +420,10 @@ def _write_once(
     before_naming: Callable[[Path | None], None],
     upload: _Upload | None,
 ) -> bool | WriteFailure | None:
-    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
+    """Writes ``folder`` and names it ``path``.
+
+    As :func:`save_sharded`, or None if a writer died meanwhile.
+    """
     gather, num_writers = collectives.gather_all, collectives.positions.columns
     writer = FileSystemWriter(folder, sync_files=True)
     writer.fs = _PacedFileSystem(collectives.pace)
@@ -492,7 +498,7 @@ class _PacedFileSystem(FileSystem):
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:
-    """Adds the weights under the name that FSDPStrategy has for them, to ``metadata`` and a copy of ``results``."""
+    """Adds the weights under FSDPStrategy's name, in ``metadata`` and ``results``."""
     stored, paths = metadata.state_dict_metadata, metadata.planner_data
     others = {key: _FSDP_WEIGHTS + key.removeprefix(_WEIGHTS) for key in stored if paths[key][0] == _WEIGHTS}
     for key, other in others.items():
@@ -516,7 +522,6 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
     """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
     Args:
-        path: the folder's path.
         wanted: what to read, by keys such as ``state_dict.layers.0.weight``, or the beginning of several such as
             ``optimizer_0.state.layers.0.weight``. Where the value is a DTensor, tensors of its shape become DTensors
             with its placements, of which this process reads its shard only. Everything by default.

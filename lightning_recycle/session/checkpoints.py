@@ -1,4 +1,4 @@
-"""The state of the whole model from that of its stages, and back: checkpoints, and the results of a run.
+"""The state of the whole model from its stages, and back: checkpoints and results.
 
 A checkpoint holds no trace of the grid. One that is asked for in the middle of the end of a step is written at the next
 boundary (:mod:`~lightning_recycle.session.step_completion`); only a user's own ``trainer.save_checkpoint``, which
@@ -90,7 +90,7 @@ _FURTHER_WEIGHTS = ("current_model_state",)
 
 
 def users_save_hook(trainer: pl.Trainer) -> str | None:
-    """The name of a hook of the user's that sees checkpoints before they are written, if there is one."""
+    """The name of the user's hook that sees checkpoints, if there is one."""
     for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
         hook = owner.on_save_checkpoint
         package = str(getattr(hook, "func", hook).__module__).partition(".")[0]  # this package has made it a partial
@@ -105,10 +105,8 @@ class _StagePart:
 
     Args:
         weights: the state dict, and what else has a value by parameter, by their names in the checkpoint.
-        states: the state dict of each optimizer.
         names: the names of each optimizer's parameters.
         copies: as in :class:`Checkpoints`, when it was copied.
-        completion: the stage's part of what completes the checkpoint, if a run can go on from it.
     """
 
     weights: dict[str, dict[str, Any]]
@@ -123,11 +121,8 @@ class _Asked:
     """A checkpoint that was asked for, and is written at the next boundary.
 
     Args:
-        path: where it is to be.
-        storage_options: for the CheckpointIO.
         content: returns Lightning's content as it was then, without what is in ``part``.
         marks: of what may change until the boundary; None if no run can go on from the checkpoint.
-        batch: the batch in which it is written in the background, if it is.
         part: of this stage, if it is written in the background and this worker takes part in that.
         is_new: whether it is known to replace nothing.
     """
@@ -142,8 +137,9 @@ class _Asked:
 
 
 def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
-    """Returns what returns ``checkpoint``; ``until_later``: as it is now. Weights and optimizer states are those of all
-    stages, which are copies, or are written as they will be.
+    """Returns what returns ``checkpoint``; ``until_later``: as it is now.
+
+    Weights and optimizer states are those of all stages, which are copies, or are written as they will be.
     """
     if not until_later:
         return partial(dict, checkpoint)
@@ -162,27 +158,12 @@ class Checkpoints:
     """A worker's part in saving and loading the state of the whole model.
 
     Args:
-        context: the context of the worker.
-        parts: this worker's part of the module.
-        executor: knows the step.
         copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
-        reach: called with "checkpoint" and the step right before one is written.
-        transfer: has what users keep in their objects, for checkpoints from which the run can begin again.
-        background: writes while the training goes on, if that is wanted.
 
     Attributes:
-        collectives: used to exchange the parts.
-        sharded: whether to write folders, to which each stage writes its own part.
-        raises: whether a checkpoint that cannot be written ends the run.
-        interval: decides how often to save, if callbacks do not.
-        actions: what may follow from checkpoints, by name; see :class:`Consequences`.
         completion: what completes the checkpoint that was loaded, until the training begins.
         restored_objects: if the run begins again, the users' objects, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
-        ask_again: asks for checkpoints once more that were given up because a worker was lost.
-        records: returns what the callbacks that save remember, with what they have asked for.
-        save_every: has callbacks that save by steps do it at another interval; returns whether that changes anything.
-        is_training: whether the training has begun and is not over.
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
 
@@ -238,12 +219,15 @@ class Checkpoints:
 
     @property
     def in_background(self) -> BackgroundSaves | None:
-        """What writes the checkpoints that are asked for now while the training goes on; None if all wait for them."""
+        """What writes the checkpoints that are asked for now while the training goes on.
+
+        None if all wait for them.
+        """
         return self.background if self.is_training and not self.collectives.client.joining else None
 
     @property
     def by_stage(self) -> bool:
-        """Whether each worker puts the state of its stage into a checkpoint that is asked for now."""
+        """Whether checkpoints asked for now get the stages' states one by one."""
         return self.sharded or self.in_background is not None
 
     def state(self) -> dict[str, Any]:
@@ -295,7 +279,10 @@ class Checkpoints:
         return merged
 
     def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The states of all stages as one, on every worker; each gives its own, named like its parameters."""
+        """The states of all stages as one, on every worker.
+
+        Each gives its own, named like its parameters.
+        """
         merged: dict[str, Any] = {}
         for part in self.collectives.gather_stages(name, lambda: to_cpu(state)):
             merged.update(part)
@@ -307,8 +294,9 @@ class Checkpoints:
         return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole model's optimizer state, parameters numbered in the order of the layers; with sharded checkpoints
-        the stage's, by name.
+        """The whole model's optimizer state, parameters numbered in the order of layers.
+
+        With sharded checkpoints the stage's, by name.
         """
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
@@ -361,8 +349,9 @@ class Checkpoints:
         return boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
 
     def resume(self) -> Mapping[str, Any] | None:
-        """The training begins: what Lightning has not restored is as it was when the checkpoint was completed. Returns
-        what has completed it, if anything.
+        """Restores at the beginning of training the state that Lightning has not.
+
+        Returns the completion of the checkpoint, if it has one.
         """
         completion, self.completion = self.completion, None
         if completion is None or self.collectives.client.joining:
@@ -375,8 +364,9 @@ class Checkpoints:
         return completion
 
     def finish_boundary(self, completion: Mapping[str, Any]) -> None:
-        """If the run begins again: writes what was asked for behind its checkpoint, at the same boundary, and does what
-        was to follow. All workers were lost before.
+        """After a restart, writes checkpoints asked for behind the one loaded.
+
+        At the same boundary, with the actions that were to follow: all workers were lost before.
         """
         if not self.context.run.restarts:
             return
@@ -402,7 +392,7 @@ class Checkpoints:
                     log.warning("After the checkpoint of the restart a file is not as it should be: %s.", error)
 
     def _agreed(self, path: Any) -> Any:
-        """The leader's path: workers that are started by hand each look for the last checkpoint, and may see others."""
+        """The leader's path; workers started by hand may each find another checkpoint."""
         if self.collectives.client.joining:
             return path  # it is alone until it enters, and then has its donor's state
         agreed = self.collectives.broadcast(os.fspath(path))
@@ -418,7 +408,7 @@ class Checkpoints:
         self.module.load_state_dict(own_parts(self.module, own), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this stage's part of the optimizer state of a checkpoint of the whole model.
+        """Loads this stage's part of the whole model's optimizer state.
 
         Not in a worker that joins: the others train and cannot exchange parts with it; its donor has a newer one.
         """
@@ -432,7 +422,7 @@ class Checkpoints:
             optimizer.load_state_dict(sharded_optimizer_state(state, optimizer))
 
     def _load_changes(self, index: int, state: dict[str, Any], names: GroupNames) -> None:
-        """The states of optimizer ``index`` that had changed when the checkpoint was completed."""
+        """Loads the optimizer states that changed before the checkpoint was completed."""
         changed = self.completion["optimizers"][index] if self.completion is not None else {}
         for number, name in enumerate(name for group in names for name in group):
             owned = self.copies.get((self._stage, name), name)
@@ -453,7 +443,9 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """The leader writes, or one worker of each stage; if a writer dies before it is done, a peer takes over.
+        """The leader writes, or one worker of each stage.
+
+        If a writer dies before it is done, a peer takes over.
 
         Raises:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
@@ -487,13 +479,14 @@ class Checkpoints:
 
     @property
     def noted(self) -> list[Action]:
-        """What follows from checkpoints that were asked for and are not known to be complete."""
+        """Actions of checkpoints that are not known to be complete."""
         return [*self._together.noted, *(() if self.background is None else self.background.noted)]
 
     @contextmanager
     def deferring(self) -> Iterator[Consequences]:
-        """Within the block checkpoints are asked for; they are written, and what follows is taken up, at the next
-        boundary, or right after the block where none comes.
+        """Within the block checkpoints are asked for.
+
+        They are written, and what follows is taken up, at the next boundary, or right after the block where none comes.
         """
         with self.saves.deferring():
             yield self.saves
@@ -502,7 +495,7 @@ class Checkpoints:
 
     @contextmanager
     def at_boundary(self, boundary: Boundary) -> Iterator[None]:
-        """Checkpoints that were asked for, or are within the block, are completed as of ``boundary``, and written."""
+        """Checkpoints asked for by the end of the block are completed and written."""
         self._boundary = boundary
         yield
         self._write(boundary)
@@ -585,8 +578,10 @@ class Checkpoints:
         return any(os.fspath(one.path) == os.fspath(path) for one in self._asked)
 
     def has(self, path: Any, list_folder: Callable[[str], Iterable[str]]) -> bool:
-        """Whether there is something at ``path``, the same on all workers. Where no worker waits for others, they know
-        it from the names that the leader has seen in its folder once, and from what was saved and removed since then.
+        """Whether there is something at ``path``, the same on all workers.
+
+        Where no worker waits for others, they know it from the names that the leader has seen in its folder once, and
+        from what was saved and removed since then.
         """
         assert self.background is not None
         folder, name = os.path.split(path)
@@ -606,7 +601,10 @@ class Checkpoints:
             (names.add if exists else names.discard)(name)
 
     def link(self, target: str, path: str) -> None:
-        """Makes the checkpoint ``path`` a link to the one at ``target``; as :meth:`save` if the file system refuses."""
+        """Makes the checkpoint ``path`` a link to the one at ``target``.
+
+        As :meth:`save` if the file system refuses.
+        """
         if os.path.abspath(target) == os.path.abspath(path):
             return
         self._exists(path)
@@ -634,8 +632,9 @@ class Checkpoints:
             log.warning("The old checkpoint %s could not be deleted and stays: %s.", path, error)
 
     def _discard(self, path: str) -> None:
-        """Deletes a new checkpoint that was given up, if its writer came to give it its name where nothing asks first:
-        on other file systems than this machine's, and by a CheckpointIO of the user's.
+        """Deletes a new checkpoint that was given up, if it got its name.
+
+        A CheckpointIO of the user's, and other file systems, give names without asking first.
         """
         try:
             if get_filesystem(path).exists(path):
@@ -651,7 +650,7 @@ class Checkpoints:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Within the block a checkpoint that could not be written is a :class:`CheckpointError`, on all workers."""
+        """Failed checkpoints in the block raise :class:`CheckpointError` on all workers."""
         before, self._unwinding = self._unwinding, True
         try:
             yield
@@ -717,7 +716,10 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving while the training goes on
 
     def begin_batch(self) -> bool:
-        """Takes up what follows from the checkpoints before; whether one may be asked for now. All workers call it."""
+        """Takes up what follows from the checkpoints before.
+
+        Whether one may be asked for now. All workers call it.
+        """
         background = self.in_background
         if background is None:
             return True
@@ -739,7 +741,10 @@ class Checkpoints:
                 background.take_up()
 
     def complete(self) -> None:
-        """Waits for checkpoints that were asked for, and takes up what follows from them; all workers call it."""
+        """Waits for checkpoints that were asked for, and takes up what follows from them.
+
+        All workers call it.
+        """
         self._write(self._boundary)
         if (background := self.in_background) is not None:
             with self._stalling():
@@ -755,7 +760,10 @@ class Checkpoints:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The last epoch is over: checkpoints that were lost are saved. The block has the hooks that follow."""
+        """The last epoch is over: checkpoints that were lost are saved.
+
+        The block has the hooks that follow.
+        """
         with self.at_boundary(Boundary.EPOCH):
             with self.waited_for():
                 self.ask_again()
@@ -792,7 +800,10 @@ class Checkpoints:
         marks: StateMarks | None,
         is_new: bool,
     ) -> _Asked | None:
-        """A checkpoint with a copy of this stage's part, if this worker holds one; None if it is left out."""
+        """A checkpoint with a copy of this stage's part, if this worker holds one.
+
+        None if it is left out.
+        """
         batch = self._begun(background)
         if batch is None:
             return None
@@ -944,7 +955,7 @@ class Checkpoints:
             raise CheckpointError(failure.text)
 
     def deliver_result(self, part: Callable[[], Any], extras: Callable[[], Any]) -> None:
-        """Delivers the result: of each stage and member its ``part()``, with the leader's ``extras()``."""
+        """Delivers ``part()`` of each stage and member, and ``extras()`` of the leader."""
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None

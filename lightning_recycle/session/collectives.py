@@ -1,4 +1,4 @@
-"""A worker's role among the others: its context, and the collectives that Lightning asks a strategy for.
+"""A worker's context, and the collectives that Lightning asks a strategy for.
 
 Collectives go through the coordinator, which hides failures from them; there is no torch process group that they could
 use. They are for control, not for data: flags, metrics, the parts of a checkpoint.
@@ -44,10 +44,11 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch
 
 
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
-    """Warns once if a step asks torch for a default process group: there is none, and it would go on as if alone.
+    """Warns once if a step asks torch for a default process group.
+
+    There is none, and it would go on as if alone.
 
     Args:
-        is_in_step: whether a step runs.
         of_members: whether the members of a position form one, for torch's sharded tensors. Others are answered that
             there is none: what members hold, such as the state of a metric, is not to be summed over them.
     """
@@ -75,15 +76,7 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
 
 
 class WorkerCollectives:
-    """A worker's role, and its collectives.
-
-    Args:
-        run: the settings that all workers have in common.
-        client: the connection to the coordinator.
-
-    Attributes:
-        positions: which worker is which member of which position.
-    """
+    """A worker's role, and its collectives."""
 
     def __init__(self, run: RunSetup, client: ControlClient) -> None:
         self._run, self.grid, self.positions = run, run.grid, run.positions
@@ -126,14 +119,16 @@ class WorkerCollectives:
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
     def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker is a member of the run, and may give the checkpoint at ``temporary`` its name."""
+        """Returns if this worker, a member of the run, may name ``temporary``."""
         self.client.confirm()
 
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of the workers of each stage that read different data, by the number of their place in the grid by
-        which data is divided: of those that are at the same place of tensor parallelism as this one.
+        """The values of the workers of each stage that read different data.
+
+        By the number of their place in the grid by which data is divided; of the workers at this one's place of tensor
+        parallelism.
 
         Raises:
             UnsupportedFeatureError: in code that sees one micro-batch.
@@ -231,7 +226,10 @@ class WorkerCollectives:
         return all(decisions) if all_agree else any(decisions)
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of ``action`` in the leader, on all workers; if it dies before they have it, in the next one."""
+        """The result of ``action`` in the leader, on all workers.
+
+        If it dies before they have it, in the next one.
+        """
         while True:
             mine = (action(),) if self.is_leader else None
             for found in self.gather_all(name, mine).values():
@@ -239,12 +237,17 @@ class WorkerCollectives:
                     return found[0]
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per stage, in order, on all workers: its members' parts, merged; as :meth:`gather_columns`."""
+        """One part per stage, in order, on all workers: its members' parts, merged.
+
+        As :meth:`gather_columns`.
+        """
         parts, members = self.gather_columns(name, part), self.positions.members
         return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
 
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per column, in order, on all workers; asks again if a speaker dies meanwhile.
+        """One part per column, in order, on all workers.
+
+        Asks again if a speaker dies meanwhile.
 
         Raises:
             UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
@@ -274,21 +277,7 @@ def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> Posit
 
 
 class WorkerContext:
-    """The context of one worker, whose Trainer is about to run.
-
-    Args:
-        options: the user's options.
-        run: the settings that all workers have in common.
-        place: this worker's place.
-        client: its connection to the coordinator.
-        trainer: the Trainer of this process.
-
-    Attributes:
-        collectives: this worker's collectives.
-        fitting: whether the Trainer's function is ``fit``.
-        mesh: that of this worker's position, if it has several members.
-        resumed_seed: the seed of the checkpoint that the run resumes from.
-    """
+    """The context of one worker, whose Trainer is about to run."""
 
     def __init__(
         self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
@@ -326,8 +315,9 @@ class WorkerContext:
 
     @cached_property
     def own_seed(self) -> int:
-        """The seed of a run that begins anew: the strategy's, or that of ``seed_everything``, else 0; a hook that calls
-        it later changes nothing.
+        """The seed of a run that begins anew.
+
+        The strategy's, or that of ``seed_everything``, else 0; a hook that calls it later changes nothing.
         """
         return global_seed() if self.options.seed is None else self.options.seed
 

@@ -1,4 +1,4 @@
-"""Facts about the gradient of the whole model that a stage needs to step: its norm, or that it overflowed.
+"""Facts about the whole gradient that a stage's step needs: norm and overflow.
 
 A run that needs neither has the staggered optimizer: a stage steps as soon as its own gradient is complete. In the
 others all stages commit each step together, and the plans that such a run asks for are plans with that barrier.
@@ -69,7 +69,10 @@ class CommitRequirements:
 
 
 def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
-    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``; the same in every process."""
+    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``.
+
+    The same in every process.
+    """
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
     overflow = scaler_of(trainer) is not None
     return CommitRequirements(
@@ -80,13 +83,7 @@ def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages:
 
 
 def steps_alone(trainer: pl.Trainer, parts: ModelParts, stages: Sequence[range]) -> bool:
-    """Whether a stage can step before the others hold their gradients.
-
-    Args:
-        trainer: the Trainer.
-        parts: the module's parts, described.
-        stages: the parts of each stage.
-    """
+    """Whether a stage can step before the others hold their gradients."""
     return not (
         commit_requirements(trainer, parts.module, len(stages)).together or parts.optimizes_itself or parts.ties(stages)
     )
@@ -119,7 +116,7 @@ _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
 
 
 def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether a stage of several may step before it knows the norm by which gradients are clipped."""
+    """Whether a stage may step before it knows the norm for clipping."""
     accumulates = trainer.accumulate_grad_batches != 1 or any(
         isinstance(callback, known.GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -130,7 +127,7 @@ def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[str], of_module: Sequence[str]) -> bool:
-    """Whether the user's code has one of ``hooks``, or the module one of ``of_module``."""
+    """Whether the user overrides one of ``hooks``, or the module one of ``of_module``."""
     looking = [c for c in trainer.callbacks if type(c) not in _BLIND_CALLBACKS]  # type: ignore[attr-defined]
     callbacks = [c for c in looking if not type(c).__module__.startswith("lightning_recycle.")]
     return any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *of_module)) or any(
@@ -139,21 +136,25 @@ def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[
 
 
 def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether the user's code may change gradients between the backward and the optimizer; clipping aside, before which
-    all stages hold theirs, or which changes nothing the second time.
+    """Whether the user's code may change gradients between backward and optimizer.
+
+    Except by clipping, before which all stages hold theirs, or which changes nothing the second time.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     return _overrides(trainer, module, hooks, _STEP_HOOKS[:3])
 
 
 def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether the user's code is called in a step while the gradients of the step before are there."""
+    """Whether the user's code runs in a step while older gradients are there."""
     hooks = ("on_before_zero_grad", "on_train_batch_start")
     return _overrides(trainer, module, hooks, ("optimizer_zero_grad",))
 
 
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
-    """The norm of the gradients of ``parameters`` that all stages hold now; all workers call it."""
+    """The norm of the gradients of ``parameters`` that all stages hold now.
+
+    All workers call it.
+    """
     if _gather is None:
         return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
@@ -167,13 +168,7 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
 
 
 def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:
-    """``closure`` for an optimizer, which may call it once: its gradients are there already.
-
-    Args:
-        closure: returns the loss.
-        what: the step, for the error.
-        otherwise: another remedy.
-    """
+    """``closure`` for an optimizer that may call it once, as gradients are there."""
     left = [closure]
 
     def once() -> Any:
@@ -188,7 +183,7 @@ def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> C
 
 
 def clip_factor(clip_val: float, norm: float) -> float:
-    """By what clipping multiplies gradients, if that is less than 1: the formula of torch's ``clip_grad_norm_``."""
+    """The factor of clipping, if below 1; the formula of torch's ``clip_grad_norm_``."""
     return clip_val / (norm + 1e-6)
 
 
@@ -209,13 +204,18 @@ class OptimizerStep:
 
     @torch.no_grad()
     def keep(self, optimizers: list[Optimizer]) -> None:
-        """Copies their states; called right before they step. As much memory as the states take."""
+        """Copies their states; called right before they step.
+
+        As much memory as the states take.
+        """
         old: list[OptimizerState | None] = [*self._before, *([None] * len(optimizers))]
         self._before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
 
     def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
-        """Steps again with gradients that are multiplied by ``factor``, from parameters that are as they were; options
-        such as learning rates are first what they were, and then what they are now.
+        """Steps again with gradients multiplied by ``factor``.
+
+        Parameters are as they were; options such as learning rates are first what they were, and then what they are
+        now.
         """
         for optimizer, before in zip(optimizers, self._before, strict=True):
             now = OptimizerState(optimizer, None, options_only=True)
@@ -227,7 +227,10 @@ class OptimizerStep:
 
 
 def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
-    """Gives ``parameters`` other gradients; the old ones stay in their memory, as a peer may need them."""
+    """Gives ``parameters`` other gradients.
+
+    The old ones stay in their memory, as a peer may need them.
+    """
     trained = [p for p in parameters if p.grad is not None]
     parts = foreach_mul([local_part(p.grad) for p in trained if p.grad is not None], factor)
     for parameter, part in zip(trained, parts, strict=True):
@@ -245,10 +248,11 @@ _parameter_names: Mapping[int, str] = {}
 
 
 def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
-    """From now on norms are those of all stages; with None, of what this process holds.
+    """From now on norms are those of all stages.
+
+    With None, of what this process holds.
 
     Args:
-        gather: (name, function) -> what the function returns in each stage, in order, on all workers.
         names: the names of this stage's parameters, by ``id``; those that are tied have the same.
     """
     global _gather, _parameter_names
@@ -313,12 +317,7 @@ def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
 
 @contextmanager
 def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]:
-    """Within the block the scaler finds an overflow if the gradient of any stage has one.
-
-    Args:
-        scaler: the scaler of this worker; None if the loss is not scaled.
-        overflow: whether the gradient of any stage has an infinity or a NaN.
-    """
+    """The scaler finds an overflow in the block if any stage's gradient has one."""
     if scaler is None:
         yield
         return
@@ -342,7 +341,7 @@ def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]
 
 
 def restore_scale(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Loads the state of the precision plugin, also in the middle of a step whose gradients were unscaled already."""
+    """Loads the precision plugin's state, also between unscaling and step."""
     scaler = scaler_of(trainer)
     if scaler is not None:
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))  # now it has a scale to be updated

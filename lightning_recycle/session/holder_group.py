@@ -1,4 +1,4 @@
-"""Messages between the workers that hold copies of the stages for a checkpoint, in place of the control collectives.
+"""Messages between the workers that hold copies of the stages for a checkpoint.
 
 Contract: no wait outlives the worker that it waits for. A part of another step is refused.
 
@@ -34,16 +34,13 @@ class GivenUp(Exception):
 
 @dataclass
 class HolderGroup:
-    """Messages between the holders of one batch, from their threads; in place of the collectives of all workers.
+    """Messages between the holders of one batch, from their threads.
+
+    In place of the collectives of all workers.
 
     Args:
-        client: the connection to the coordinator.
-        positions: which worker is which member of which position.
-        number: the batch's number, the same on all workers.
-        version: how many steps its checkpoints hold.
         ranks: the holder of each stage; the last one is the writer.
         since: a generation in which they were alive.
-        pace: how fast each of them writes and sends.
         request: which checkpoint of the batch is being written.
         is_wanted: whether all others still wait for the batch.
     """
@@ -110,8 +107,9 @@ class HolderGroup:
             raise
 
     def receive(self, rank: int, path: Any) -> Any:
-        """The value that ``rank`` sends; its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is
-        not on this machine.
+        """The value that ``rank`` sends.
+
+        Its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is not on this machine.
         """
         spool = temporary_path(local_path(path) or Path(tempfile.gettempdir()) / "part")
         spool.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +131,9 @@ class HolderGroup:
                 self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
 
     def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may go on; with ``temporary``, where the whole file is, announces it: from then on it
-        counts.
+        """Returns if this worker may go on.
+
+        With ``temporary``, where the whole file is, announces it: from then on it counts.
 
         Raises:
             GivenUp: if it is not wanted any more.
@@ -181,7 +180,10 @@ class HolderGroup:
 
 
 class _Pieces(io.RawIOBase):
-    """A file whose content goes to the writer; :attr:`given_up` is why no more of it does."""
+    """A file whose content goes to the writer.
+
+    :attr:`given_up` is why no more of it does.
+    """
 
     def __init__(self, group: HolderGroup) -> None:
         self._group, self._number = group, 0

@@ -1,4 +1,4 @@
-"""Ways to end a run early: signals, ``trainer.should_stop``, and the checkpoint of the last step.
+"""Early ends of a run: signals, ``trainer.should_stop``, the last checkpoint.
 
 Signals: a handler runs between any two bytecodes of the main thread, maybe amid a collective or a recovery, so it can
 neither save a checkpoint, as Lightning's handlers for SLURM do, nor wait for others. It leaves a note, which the
@@ -56,27 +56,24 @@ if TYPE_CHECKING:
 
 
 def saves_on_exception(callback: Callback) -> bool:
-    """Whether ``callback`` is one of Lightning's that write a checkpoint in ``on_exception``."""
+    """Whether ``callback``, of Lightning's, writes a checkpoint in ``on_exception``."""
     return isinstance(callback, OnExceptionCheckpoint) or (
         isinstance(callback, ModelCheckpoint) and callback.save_on_exception
     )
 
 
 def saved_already(trainer: pl.Trainer) -> None:
-    """Lets ``ModelCheckpoint(save_on_exception=True)`` know in the launching process that there is nothing to save."""
+    """Marks the last step as saved for ``ModelCheckpoint(save_on_exception=True)``.
+
+    In the launching process, where there is nothing to save.
+    """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             mark_saved(callback, trainer.global_step)
 
 
 class SaveAndEnd:
-    """Saves at the end of the last step of a run that a signal ends, and ends the run.
-
-    Args:
-        context: the context of the worker.
-        steps: its training steps.
-        preemption: what signals to this worker ask for.
-    """
+    """Saves at the end of the last step of a run that a signal ends, and ends the run."""
 
     def __init__(self, context: WorkerContext, steps: TrainingSteps, preemption: Preemption) -> None:
         self._context, self._steps, self._preemption = context, steps, preemption
@@ -110,7 +107,10 @@ class SaveAndEnd:
             requeue(self._options.signal_timeout)
 
     def _path(self, trainer: pl.Trainer) -> str | None:
-        """The path of the checkpoint that this worker would choose; None if none is wanted."""
+        """The path of the checkpoint that this worker would choose.
+
+        None if none is wanted.
+        """
         wanted = self._options.save_on_signal
         if not isinstance(wanted, bool):
             return os.fspath(wanted)
@@ -127,12 +127,8 @@ log = logging.getLogger(__name__)
 class Preemption:
     """The signals of one worker, from the moment on when Lightning listens to any.
 
-    Args:
-        context: its context. Where there are no step boundaries, SIGTERM is left to Lightning, which ends the run.
-
     Attributes:
         resumes: whether SLURM may run this job again, so that what is saved will be resumed from.
-        requeue_wanted: whether this worker got the signal to have the job requeued.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -144,7 +140,7 @@ class Preemption:
         self._handlers.replace(self._end_run, self._leave if self._fitting else None)
 
     def take_sigterm(self) -> None:
-        """From now on SIGTERM means nothing else to this process, whatever else listened to it."""
+        """Claims SIGTERM for this process, whatever else listened to it."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._leave)
 
@@ -171,10 +167,6 @@ class Preemption:
 class StopRequests:
     """This worker's part in stopping early.
 
-    Args:
-        context: the context of the worker.
-        steps: its training steps.
-
     Attributes:
         agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
     """
@@ -185,7 +177,10 @@ class StopRequests:
         self._is_told_to_wait = False
 
     def agree(self, place: StopPlace) -> None:
-        """Sets ``trainer.should_stop`` here as on all other workers; Lightning is about to look at it."""
+        """Sets ``trainer.should_stop`` here as on all other workers.
+
+        Lightning is about to look at it.
+        """
         trainer, client = self._trainer, self._client
         if self.agreed or client.joining:
             return

@@ -1,4 +1,4 @@
-"""Loggers that survive the leader: its successor writes what it had not written yet.
+"""Loggers that survive the leader: a successor writes the missing rows.
 
 Only the leader's loggers write. All others keep what they were asked to log until the leader has applied a later step,
 which it does after its loggers have flushed. When a worker becomes the leader, it writes what it still keeps. At most
@@ -30,13 +30,7 @@ from lightning_recycle.session.outputs import LoggerCall
 
 
 class LogRelay:
-    """Stands between a Trainer and its loggers.
-
-    Args:
-        context: the context of the worker.
-        executor: knows how many steps this worker has applied.
-        module: records what steps log.
-    """
+    """Stands between a Trainer and its loggers."""
 
     def __init__(self, context: WorkerContext, executor: Executor, module: RecordedModule) -> None:
         self._collectives, self._executor = context.collectives, executor
@@ -53,7 +47,7 @@ class LogRelay:
 
     @property
     def _written(self) -> int:
-        """The newest step that the leader is known to have applied: all rows before it are written."""
+        """The newest step that the leader has surely applied, with all rows before it."""
         return self._collectives.client.member.leader_applied
 
     def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +75,10 @@ class LogRelay:
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        """Writes what the previous leader had not written; called when this worker has become the leader."""
+        """Writes what the previous leader had not written.
+
+        Called when this worker has become the leader.
+        """
         known = [_keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
@@ -174,7 +171,7 @@ def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None
 
 
 def _was_called(known: _Cells, call: LoggerCall) -> bool:
-    """Whether a call such as ``add_image(tag, image, global_step)`` has left its value in a file."""
+    """Whether a call such as ``add_image(tag, image, global_step)`` is in a file."""
     tag = call.kwargs.get("tag", call.args[0] if call.args else None)
     step = call.kwargs.get("global_step", call.args[2] if len(call.args) > 2 else None)
     return not known.isdisjoint({(step, tag), (step, f"{tag}/text_summary")})
@@ -197,8 +194,10 @@ def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
 
 
 def _keep_file(logger: Logger) -> _Cells:
-    """Makes a CSV logger append: on its first use it deletes the previous leader's rows, and a writer that comes from
-    the launching process, which has used it, does not know the columns. Returns those rows.
+    """Makes a logger append to its file, and returns the cells in it.
+
+    A CSV logger deletes the previous leader's rows on its first use, and a writer from the launching process, which has
+    used it, does not know the columns.
     """
     if isinstance(logger, TensorBoardLogger):
         return _cells_on_board(logger)

@@ -1,4 +1,4 @@
-"""Lightning's training loop with the schedule in place of ``training_step`` and ``backward``.
+"""Lightning's training loop with a schedule instead of step and backward.
 
 Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
 running training goes through the same loops, and waits before its first epoch until it is let in.
@@ -59,7 +59,7 @@ def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
 
 
 def ends_step(trainer: pl.Trainer) -> bool:
-    """Whether the optimizer steps after the batch that Lightning has begun, or has run last."""
+    """Whether the optimizer steps after the current or newest batch."""
     return not trainer.fit_loop._should_accumulate()
 
 
@@ -120,8 +120,9 @@ def _runner(trainer: pl.Trainer) -> TrainingSteps:
 def _run_step(
     trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: Share
 ) -> tuple[torch.Tensor, Any]:
-    """Runs a step, and logs in place of ``training_step``, where Lightning allows it; returns the loss, and what that
-    returned.
+    """Runs a step, and logs in place of ``training_step``, where Lightning allows it.
+
+    Returns the loss, and what that returned.
     """
     runner, profiler = _runner(trainer), trainer.profiler  # type: ignore[attr-defined]
     with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
@@ -137,7 +138,10 @@ def _run_step(
 
 
 class PipelineEpochLoop(_TrainingEpochLoop):
-    """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+    """The epoch loop.
+
+    It keeps its parent's attribute names, which are keys in checkpoints.
+    """
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -207,7 +211,10 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        """The batch is all that is needed here; the parent inspects the signature of ``training_step`` each time."""
+        """The batch is all that is needed here.
+
+        The parent inspects the signature of ``training_step`` each time.
+        """
         kwargs["batch"] = batch
         return kwargs
 
@@ -236,11 +243,17 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
+        """The parent broadcasts from rank 0 through torch's default group.
+
+        There is none, and rank 0 may be dead.
+        """
 
 
 class PipelineFitLoop(_FitLoop):
-    """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+    """The fit loop.
+
+    It keeps its parent's attribute names, which are keys in checkpoints.
+    """
 
     runner: TrainingSteps
     _has_started = False
@@ -250,7 +263,7 @@ class PipelineFitLoop(_FitLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
-        """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
+        """Replaces ``trainer``'s fit and epoch loops, continuing their counters."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = runner
@@ -321,8 +334,9 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Also the seed, the size of a batch, the states of samplers, and what decides how often to save; under names
-        that Lightning's own loop does not read.
+        """Adds seed, batch size, samplers and interval of saves to the loop's state.
+
+        Under names that Lightning's own loop does not read.
         """
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed
@@ -348,12 +362,12 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
-        """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
+        """Also rewinds a stream for a checkpoint from the end of an epoch."""
         if self.is_resuming:
             self.find_places()
 
     def find_places(self) -> None:
-        """Moves a stream to where it was when the state that this loop has loaded was taken.
+        """Moves a stream to its place in the state that this loop has loaded.
 
         Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
         is left alone.
@@ -384,7 +398,10 @@ class PipelineFitLoop(_FitLoop):
             )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Lets the batch that the counters have begun begin here once more; ``state``: that of the donor's loop."""
+        """Lets the batch that the counters have begun begin here once more.
+
+        ``state``: that of the donor's loop.
+        """
         self.on_load_checkpoint(state)
         self.find_places()
         epoch = self.epoch_loop
@@ -393,7 +410,10 @@ class PipelineFitLoop(_FitLoop):
         epoch._enters_mid_epoch = True
 
     def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
-        """Goes on behind ``boundary``, to which its counters belong; ``on_entered``: called when it has its data."""
+        """Goes on behind ``boundary``, to which its counters belong.
+
+        ``on_entered``: called when it has its data.
+        """
         go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
         self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
@@ -417,8 +437,10 @@ class PipelineFitLoop(_FitLoop):
 
 
 def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``; lets
-    these log means over an epoch without ``batch_size``, which Lightning cannot see in a batch that is an address.
+    """Calls ``hook`` on all workers before hooks at the end of an epoch.
+
+    Such as ``on_train_epoch_end`` and ``on_validation_epoch_end``, which may then log means over an epoch without
+    ``batch_size``: Lightning cannot see it in a batch that is an address. It takes the place of an earlier run's.
 
     It takes the place of that of an earlier run of the Trainer.
     """
@@ -452,8 +474,6 @@ class ProgressSnapshot:
     """The counters of a step.
 
     Args:
-        steps: optimizer steps before it, over all epochs.
-        epoch: its epoch.
         batch: the number of its batch in the epoch, counted from 1.
     """
 

@@ -1,4 +1,4 @@
-"""The training steps of a module that optimizes by itself: several micro-batches, one step.
+"""Manual optimization: the training step of several micro-batches as one.
 
 Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
 Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes. Here
@@ -39,14 +39,7 @@ from lightning_recycle.session.training_steps import TrainingSteps
 
 
 class ManualSteps:
-    """Runs the steps of one worker.
-
-    Args:
-        context: the context of the worker.
-        step: the user's step on a micro-batch, recorded.
-        steps: knows when a micro-batch begins, and records its output.
-        metrics: returns the metrics that are recorded.
-    """
+    """Runs the steps of one worker."""
 
     def __init__(
         self,
@@ -70,8 +63,9 @@ class ManualSteps:
     def run(
         self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: StepPath
     ) -> list[tuple[float, bytes]]:
-        """Runs the step for the micro-batches of this worker; returns of each its loss (NaN if it has none), and what
-        must reach all workers.
+        """Runs the step for the micro-batches of this worker.
+
+        Returns of each its loss (NaN if it has none), and what must reach all workers.
         """
         self._exchange, self._way = exchange, way
         self._counted = [microbatch.counts for microbatch in microbatches]
@@ -106,7 +100,7 @@ class ManualSteps:
 
     @contextmanager
     def _shared_operations(self) -> Iterator[None]:
-        """Within the block, backward passes and steps of optimizers and schedulers are points where all meet."""
+        """Makes backward passes and steps in the block meeting points of micro-batches."""
         with ExitStack() as stack:
             replace = partial(_replaced, stack)
             replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
@@ -136,7 +130,7 @@ class ManualSteps:
 
     @contextmanager
     def hooks_once(self) -> Iterator[None]:
-        """Within the block, callbacks are called for the first micro-batch of this worker only."""
+        """Callbacks are called in the block for the first micro-batch only."""
         callbacks, trainer = self._trainer.callbacks, self._trainer  # type: ignore[attr-defined]
         if self._turns.number:
             trainer.callbacks = []  # type: ignore[attr-defined]
@@ -148,7 +142,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ backward passes
 
     def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``torch.autograd.backward``, whose gradients are averaged over all micro-batches of the step."""
+        """``torch.autograd.backward`` with gradients averaged over the step."""
         if self._in_backward:  # of a part that is computed once more (torch.utils.checkpoint with use_reentrant=True)
             original(*args, **kwargs)
             return
@@ -178,11 +172,9 @@ class ManualSteps:
     def _average(
         self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
-        """The mean gradients over all micro-batches; None for a parameter that had no part in any.
+        """The mean gradients over all micro-batches.
 
-        Args:
-            trained: the parameters.
-            parts: the gradients of each micro-batch of this worker.
+        None for a parameter that had no part in any.
         """
         self._exchange.check(self._way)
         found: dict[int, Tensor | None] = {}

@@ -1,4 +1,4 @@
-"""The graph of the user's objects, carried from one process to another and written into the receiver's own objects.
+"""The graph of the user's objects, carried from one process to another.
 
 Concept: both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with
 plain attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes
@@ -75,9 +75,7 @@ _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 
 @dataclass(frozen=True)
 class ObjectPack:
-    """The state of a graph: the nodes in a pickle, the tensors that it refers to by index, and the paths of the data
-    that the receiver has.
-    """
+    """A graph's state: a pickle of nodes, tensors by index, paths of known data."""
 
     data: bytes
     tensors: list[Tensor]
@@ -88,11 +86,7 @@ class ObjectPack:
 
 
 class LargeData:
-    """The large tensors and arrays of a graph when the run begins, to find out later which are as they were.
-
-    Args:
-        values: the tensors and arrays, by path.
-    """
+    """Large tensors and arrays at the start of a run, to find the unchanged later."""
 
     def __init__(self, values: Mapping[Path, Any]) -> None:
         self._values = dict(values)
@@ -255,8 +249,6 @@ class ObjectGraph:
         """Makes the nodes of this process what they are in the sender's.
 
         Args:
-            packed: the result of :meth:`pack` there; its tensors are copied.
-            device: where tensors go that have no place here yet.
             large: the tensors and arrays of this process that were not sent, by name.
 
         Raises:
@@ -271,7 +263,7 @@ class ObjectGraph:
 
 
 class _Weights:
-    """The parameters and buffers of ``modules``, and which other tensors lie in their memory."""
+    """Parameters and buffers of ``modules``, and tensors that share their memory."""
 
     def __init__(self, modules: Mapping[Path, nn.Module]) -> None:
         tensors = {
@@ -385,7 +377,10 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes states into nodes; each object of this process takes the place of one of the sender's."""
+    """Writes states into nodes.
+
+    Each object of this process takes the place of one of the sender's.
+    """
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
@@ -425,7 +420,7 @@ class _Update:
                 object.__setattr__(node, name, now)
 
     def merged(self, old: Any, new: Any) -> Any:
-        """The object of this process for ``new`` in place of ``old``: ``old`` itself if it can hold that."""
+        """The object here for ``new``: ``old`` itself if it can hold its value."""
         if id(new) in self._taken:
             return self._taken[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
@@ -528,7 +523,7 @@ class _Update:
         return MethodType(new.__func__, self._held(MISSING if old is None else old.__self__, new.__self__))
 
     def _held(self, old: Any, new: Any) -> Any:
-        """The object of this process for ``new``, which only functions hold if it is no node."""
+        """The object here for ``new``, which only functions hold if it is no node."""
         if id(new) in self._taken or id(new) in self._known or not is_node(new):
             return self.merged(old, new)
         self._received.append(new)

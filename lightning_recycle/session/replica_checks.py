@@ -1,4 +1,4 @@
-"""Values that workers report of applied steps, so that replicas that drift apart are detected.
+"""Comparison of replicas: counters, options, checksums of applied steps.
 
 Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
 optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
@@ -33,8 +33,9 @@ _MOST_STEPS = 10_000
 
 
 def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Any]]:
-    """State that the workers of a stage have in common, by the names of its checksums, in a fixed order: the parameters
-    of ``module`` and the states of ``optimizers``, not copied.
+    """Parameters and optimizer states that a stage's workers share, by checksum name.
+
+    In a fixed order; not copied.
     """
     return {
         "parameters": [parameter.detach() for parameter in module.parameters()],
@@ -43,7 +44,7 @@ def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str,
 
 
 def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
-    """The tensors and numbers in the optimizers' states, in the order of the parameters."""
+    """The tensors and numbers in the optimizers' states, by parameter."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -65,9 +66,7 @@ class StateChecks:
     """The checks of one worker.
 
     Args:
-        device: the name of its device, by which its machine knows it.
         every: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
-        clock: seconds.
     """
 
     def __init__(self, device: str, every: int | None, clock: Any = time.perf_counter) -> None:
@@ -95,7 +94,10 @@ class StateChecks:
         return Checked(sums, interval, self._device)
 
     def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
-        """The checksums of what the workers of a stage have in common; none if this run never checks."""
+        """The checksums of what the workers of a stage have in common.
+
+        None if this run never checks.
+        """
         if self._every == 0:
             return {}
         return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
@@ -116,17 +118,15 @@ class StateChecks:
 
 
 def sums_of_copies(ties: StageTies, parameters: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """The checksums of the copies that this stage holds of other stages' ``parameters``, by the name of the first."""
+    """Checksums of this stage's copies of other stages' parameters, by first name."""
     mine = [(tie.copies[0][1], name) for tie in ties.ties for stage, name in tie.copies if stage == ties.stage]
     return {first: checksum([parameters[name].detach()]) for first, name in mine if name in parameters}
 
 
 def copies_differ(sums: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
-    """Warns of copies that differ between stages, in words; empty if all are equal. What differs within a stage has
-    another cause, and is left to :class:`StateChecks`.
+    """Warns of copies that differ between stages, in words; empty if all are equal.
 
-    Args:
-        sums: the stage of each worker, and its checksums.
+    What differs within a stage has another cause, and is left to :class:`StateChecks`.
     """
     found: dict[str, dict[int, set[bytes]]] = {}
     for stage, own in sums:
@@ -154,7 +154,7 @@ _MOST_OPTIONS = 64  # that are reported one by one
 
 
 def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """The numbers among the options of all parameter groups, by name ("lr", "betas[1]", "lr of group 2").
+    """Numeric options of all groups, by name ("lr", "betas[1]", "lr of group 2").
 
     If there are many, the last ones are reported as one number.
     """

@@ -1,4 +1,4 @@
-"""Lightning's callbacks and loggers that report on the run or save it, on a worker that has one stage of it.
+"""Lightning's callbacks and loggers that report on the run or save it.
 
 Concept: Lightning's callbacks run in the workers, where they find one stage of the model and a batch that all workers
 share. Where that would make them report something else than on one device, they are given what they expect. When a
@@ -51,7 +51,10 @@ _EVALUATIONS = {  # stage -> its name in hooks
 
 
 def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCollectives) -> None:
-    """Prepares the callbacks and loggers of a worker; called while ``parts`` still are the whole model."""
+    """Prepares the callbacks and loggers of a worker.
+
+    Called while ``parts`` still are the whole model.
+    """
     grid = collectives.grid
     if grid.stages > 1 and trainer.enable_autolog_hparams:
         _draw_whole_graph(trainer, parts)
@@ -66,7 +69,10 @@ def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCo
 
 
 def keep_reports_apart(trainer: pl.Trainer) -> None:
-    """Lets the profiler name its report after this worker's device also if Lightning sees a world of one pipeline."""
+    """Makes the profiler name its report after this worker's device.
+
+    Also if Lightning sees a world of one pipeline.
+    """
     profiler = trainer.profiler  # type: ignore[attr-defined]
     profiler.setup = partial(_set_up_profiler, type(profiler).setup.__get__(profiler), trainer.local_rank)
 
@@ -94,7 +100,7 @@ def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: M
 
 
 class _TakenSummary:
-    """The contents of a summary now: Lightning's looks at the module when it is shown, and then layers may be gone."""
+    """The contents of a summary now: when Lightning shows it, layers may be gone."""
 
     def __init__(self, summary: Any) -> None:
         rows = summary._get_summary_data()
@@ -104,7 +110,7 @@ class _TakenSummary:
 
 
 def _draw_whole_graph(trainer: pl.Trainer, parts: ModelParts) -> None:
-    """Gives loggers the graph of the model now: when Lightning does, layers are gone, and one worker cannot run it."""
+    """Gives loggers the graph of the model while all layers are there."""
     for logger in trainer.loggers:
         if not is_overridden("log_graph", logger, Logger) or not getattr(logger, "_log_graph", True):  # TensorBoard's
             continue
@@ -126,7 +132,7 @@ def _is_drawn(*_: Any, **__: Any) -> None:
 
 
 def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
-    """A step's batch is the global one, so the rates are those of all devices together."""
+    """Makes rates those of all devices together: a step's batch is the global one."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = 1
         if throughput.available_flops is not None:
@@ -146,12 +152,7 @@ def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -
 
 
 def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
-    """Starts the throughput monitors of a new leader, which measure on the leader only, with what others have counted.
-
-    Args:
-        trainer: the Trainer.
-        first_batch: how many batches of training it had seen when this run began.
-    """
+    """Starts the throughput monitors of a new leader with the old one's counts."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, ThroughputMonitor):
             continue
@@ -184,7 +185,7 @@ def _update_after_others(
     batch: Any,
     *args: Any,
 ) -> None:
-    """The old leader's count of samples is lost: as many in each batch as in the first one from now on."""
+    """Adds the batches that the old leader counted, all sized like the first."""
     stage = trainer.state.stage
     batches = counted.pop(stage, 0)
     if batches:
@@ -195,20 +196,16 @@ def _update_after_others(
 
 
 def show_cursor(trainer: pl.Trainer) -> None:
-    """Shows the cursor of the terminal, which a ``RichProgressBar`` hides, after its worker was killed."""
+    """Shows the cursor that a ``RichProgressBar`` of a killed worker has hidden."""
     if isinstance(trainer.progress_bar_callback, RichProgressBar):
         Console().show_cursor()
 
 
 def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
-    """Lets the progress bar of a new leader go on where the old leader's ended, whatever is under way.
+    """Continues the progress bar of the old leader on a new one.
 
     The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. The hooks that
     begin what is under way are called again.
-
-    Args:
-        trainer: this worker's Trainer.
-        dataloader_idx: the loader that an evaluation has reached.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if bar is None:
@@ -253,8 +250,9 @@ _OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
 
 
 def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
-    """From now on the Trainer's ModelCheckpoint callbacks forget what could not be written, and keep the one before. Of
-    what is written in the background they know when it is complete.
+    """Makes ModelCheckpoint callbacks count checkpoints only once they are complete.
+
+    They forget those that could not be written, and keep the one before.
     """
 
     def link(_: pl.Trainer, target: str, path: str) -> None:
@@ -280,7 +278,7 @@ def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
 
 
 def remember_saves(trainer: pl.Trainer, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """The callbacks that save remember what they did when a checkpoint was completed, if they still save there."""
+    """Restores the records of callbacks that still save in the same folder."""
     for callback in _model_checkpoints(trainer):
         record = records.get(callback.state_key, {})
         if record.get("dirpath") == callback.dirpath:
@@ -324,7 +322,7 @@ def _save_or_undo(
 
 
 def _writes_itself(callback: ModelCheckpoint) -> bool:
-    """Whether it has methods of the user's, which may expect a checkpoint to be there when it has been asked for."""
+    """Whether the user overrides methods, which may expect a checkpoint at once."""
     kinds = type(callback).__mro__
     own = [vars(kind).values() for kind in kinds[: kinds.index(ModelCheckpoint)]]
     return any(isinstance(value, FunctionType) and value.__name__ != "__init__" for part in own for value in part)
@@ -338,8 +336,9 @@ def _record(callback: ModelCheckpoint) -> dict[str, Any]:
 def _put_off(
     callback: ModelCheckpoint, call: tuple[Any, ...], consequences: Consequences, before: dict[str, Any]
 ) -> None:
-    """The callback remembers what it did before it saved, until that is complete. ``call``: its number, the method that
-    saves, and the metrics.
+    """The callback remembers what it did before it saved, until that is complete.
+
+    ``call``: its number, the method that saves, and the metrics.
     """
     after = _record(callback)
     changed = {name: value for name, value in after.items() if not _is_same(value, before[name])}
@@ -356,7 +355,10 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, trainer: pl.Trainer, path: str) -> None:
-    """Asks for a checkpoint; loggers, which may want to read it, are told when it is complete."""
+    """Asks for a checkpoint.
+
+    Loggers, which may want to read it, are told when it is complete.
+    """
     consequences = checkpoints.saves
     if not consequences.is_deferring:
         ModelCheckpoint._save_checkpoint(callback, trainer, path)
@@ -367,7 +369,7 @@ def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, train
 
 
 def _state(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints) -> dict[str, Any]:
-    """The state for a checkpoint, with those of this step that are asked for before it, as if they were written."""
+    """The callback's state, as if this step's earlier checkpoints were written."""
     now = _record(callback)
     vars(callback).update(_asked_for(number, checkpoints))
     try:
@@ -377,7 +379,7 @@ def _state(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints) -> 
 
 
 def _asked_for(number: int, checkpoints: Checkpoints) -> dict[str, Any]:
-    """What a callback has changed while it asked for checkpoints whose outcome is not known."""
+    """A callback's changes by checkpoints whose outcome is not known."""
     changed: dict[str, Any] = {}
     for action in checkpoints.noted:
         if action.name == "record" and action.arguments[0][0] == number:
@@ -386,7 +388,7 @@ def _asked_for(number: int, checkpoints: Checkpoints) -> dict[str, Any]:
 
 
 def _records(callbacks: list[ModelCheckpoint], checkpoints: Checkpoints) -> dict[str, dict[str, Any]]:
-    """What the callbacks remember, with what they have asked for, as if it were written."""
+    """The callbacks' records, as if pending checkpoints were written."""
     kept = ("dirpath", "_defer_save_until_validation")
     return {
         callback.state_key: {
@@ -431,7 +433,10 @@ def _take_up(
 
 
 def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], saves: Consequences) -> None:
-    """Saves what was given up because a worker was lost, except for callbacks that have saved after this step."""
+    """Saves again checkpoints that were given up because a worker was lost.
+
+    Except for callbacks that have saved after this step.
+    """
     given_up, saves.given_up = saves.given_up, ()
     calls = [call for call in given_up if callbacks[call[0]]._last_global_step_saved != trainer.global_step]
     for number, name, metrics in calls:

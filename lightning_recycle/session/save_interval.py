@@ -1,4 +1,4 @@
-"""Interval of checkpoints by steps, from what a checkpoint costs and how often a run is disturbed.
+"""The interval of checkpoints, from their cost and the rate of failures.
 
 Concept: Young's formula. Saving every sqrt(2 cost mtbf) seconds, ``mtbf`` being the mean time between failures, loses
 the least time to checkpoints and to steps that are run again. The cost is the time for which a checkpoint holds up
@@ -31,7 +31,6 @@ class SaveFacts:
         stalled: for which the checkpoint has held up training.
         writing: that it took to be written meanwhile.
         step: from one step to the next, with all that comes between them.
-        failures: how many failures there were in ``trained``.
         trained: of training, in runs before this one, too.
     """
 
@@ -43,12 +42,7 @@ class SaveFacts:
 
 
 def steps_between_saves(facts: Iterable[SaveFacts], workers: int) -> tuple[int, str]:
-    """The best number of steps from one checkpoint to the next, and the reason in words.
-
-    Args:
-        facts: those of all workers.
-        workers: the number of workers.
-    """
+    """The best number of steps between checkpoints, and the reason in words."""
     facts = list(facts)
     longest = max(facts, key=lambda found: (found.trained, found.failures))
     cost, writing = max(found.stalled for found in facts), max(found.writing for found in facts)
@@ -65,9 +59,6 @@ def steps_between_saves(facts: Iterable[SaveFacts], workers: int) -> tuple[int, 
 class SaveInterval:
     """A worker's view of what decides on the interval of the run's checkpoints.
 
-    Args:
-        count: returns the number of failures since this run began.
-
     Attributes:
         steps: the interval; 0 if it is that of the callbacks.
     """
@@ -83,7 +74,7 @@ class SaveInterval:
         self._began, self._first_step = time.monotonic(), step
 
     def state(self) -> dict[str, float]:
-        """The interval, and failures and seconds of training so far, for a checkpoint or a replacement."""
+        """Interval, failures and seconds of training, for a checkpoint or a replacement."""
         trained, counted = self._trained + time.monotonic() - self._began, self._count()
         failures = self._failures + counted
         return {"steps": self.steps, "failures": failures, "trained": trained, "counted": counted}

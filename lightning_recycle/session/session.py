@@ -1,4 +1,4 @@
-"""One worker under Lightning: set up, followed through the functions of the Trainer, and released.
+"""One worker under Lightning: set up, run, and released.
 
 It is created once the process knows its place, before Lightning begins. What needs the model and the optimizer exists
 from Lightning's ``strategy.setup()`` on, which calls :meth:`Session.setup`. Its parts do the work: the sources of steps
@@ -62,24 +62,12 @@ log = logging.getLogger(__name__)
 class Session:
     """One worker.
 
-    Args:
-        context: its context, before Lightning begins.
-
     Attributes:
-        collectives: this worker's collectives.
         mesh: that of this worker's position, if it has several members.
         callbacks: the Trainer's callbacks when this worker began.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
-        loaders: the sources of steps.
-        weights: the callbacks that change weights.
         node_rank: the number of this machine; that of the leader, when the run began, is 0. 0 in a replacement.
         local_rank: the number of its device; while data is prepared, 0 in the worker that does that for its machine.
-        manual: runs the steps of a module that optimizes by itself; None for others.
-        module: the module with the parts of this stage; like what follows it exists from :meth:`setup` on.
-        parts: its division into stages.
-        executor: runs the steps.
-        steps: the training steps.
-        checkpoints: this worker's part in checkpoints.
     """
 
     module: RecordedModule
@@ -109,7 +97,7 @@ class Session:
         self._follow_leader()
 
     def leave(self) -> None:
-        """The run is over, but this process goes on as the launching process of the next one."""
+        """Releases the process, which becomes the launching process of the next run."""
         complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
@@ -123,8 +111,9 @@ class Session:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """An exception that leaves the block is the user's own: if a fault of the machine may explain it and others can
-        go on without this worker, the process ends in the block.
+        """Ends the process in the block if a fault of the machine may explain an error.
+
+        Where the others can go on without this worker. An exception that leaves the block is the user's own.
         """
         try:
             yield
@@ -136,18 +125,17 @@ class Session:
     # ------------------------------------------------------------------ setup
 
     def keep_log_files(self) -> None:
-        """Lets the Trainer's loggers go on after an earlier run, as in one process, and each worker's profiler write
-        files of its own.
-        """
+        """Makes loggers append to files of an earlier run, and profilers write their own."""
         if self.grid.num_workers > 1:
             keep_reports_apart(self.trainer)
         if self.run.has_run and self.collectives.is_leader:
             keep_files(self.trainer.loggers)
 
     def prepare_data_once(self) -> None:
-        """Lets one worker of each machine prepare data: the leader on its own one, so that ``is_global_zero`` and
-        ``rank_zero_only`` hold where Lightning asks for ``local_rank`` and ``node_rank``. A replacement asks nobody: it
-        prepares data if its device is the first.
+        """Lets one worker of each machine prepare data, the leader on its own.
+
+        So ``is_global_zero`` and ``rank_zero_only`` hold where Lightning asks for ``local_rank`` and ``node_rank``. A
+        replacement asks no other worker: it prepares data if its device is the first.
         """
         if self.client.joining or self.grid.num_workers * self.run.positions.members == 1:
             return
@@ -170,7 +158,7 @@ class Session:
             self.local_rank = self.place.device
 
     def setup(self) -> None:
-        """Builds this stage of the model, and the parts that run it, when it is first called."""
+        """Builds this stage of the model and its parts on the first call."""
         if hasattr(self, "executor"):
             return
         trainer, strategy, context = self.trainer, self.trainer.strategy, self._context
@@ -240,7 +228,10 @@ class Session:
         return steps
 
     def _background_saves(self) -> BackgroundSaves | None:
-        """Decides whether this run saves in the background; None if all wait for checkpoints."""
+        """Decides whether this run saves in the background.
+
+        None if all wait for checkpoints.
+        """
         wanted = self.options.checkpoints
         by_stage = wanted.save_distributed_checkpoint or self.grid.stages == 1
         if wanted.background == "auto" and not by_stage and (hook := users_save_hook(self.trainer)):
@@ -256,7 +247,7 @@ class Session:
         return BackgroundSaves(self._context)
 
     def resume_seed(self, seed: int) -> None:
-        """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
+        """Makes ``seed``, a checkpoint's, that of this run, before its first step."""
         context = self._context
         if seed == context.seed:
             return
@@ -307,13 +298,19 @@ class Session:
         self.client.send(LayoutWanted(self.place.rank, layers.layout_of(sizes)))
 
     def end_training(self) -> None:
-        """Waits until every stage has applied the last step; from then on no step can be redone."""
+        """Waits until every stage has applied the last step.
+
+        From then on no step can be redone.
+        """
         self.checkpoints.end_training()
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
 
     def _share_attributes(self) -> None:
-        """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""
+        """The workers of a pipeline take over the attributes of its last stage.
+
+        Copies of parameters are compared.
+        """
         if self.grid.stages == 1:
             return
         last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
@@ -333,11 +330,9 @@ class Session:
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, kind: str, step: tuple[Any, ...]) -> Any:
-        """Runs a batch through the pipelines; returns what the user's code returned for it, on every worker.
+        """Runs a batch through the pipelines.
 
-        Args:
-            kind: "validation", "test" or "predict".
-            step: (batch, its index, and the DataLoader's index if there are several).
+        Returns what the user's code returned for it, on every worker.
         """
         handle: StepHandle = step[0]
         if handle.index == 0:
@@ -354,7 +349,10 @@ class Session:
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
-        """The output of the whole model; see :class:`~lightning_recycle.session.whole_forward.WholeForward`."""
+        """The output of the whole model.
+
+        See :class:`~lightning_recycle.session.whole_forward.WholeForward`.
+        """
         if not hasattr(self, "_whole_forward"):
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
@@ -366,7 +364,7 @@ class Session:
     # ------------------------------------------------------------------ leadership
 
     def _lead(self) -> None:
-        """A new generation is complete, or an answer came in one: this worker may have become the leader."""
+        """Takes over leadership if a new generation has made this worker the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
         if self.collectives.is_leader and not was_leader:

@@ -1,4 +1,4 @@
-"""All that a worker must know to take part in a running training: the state of one step boundary.
+"""A worker's state at a step boundary, taken and restored.
 
 A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then show that the batch of
 that step has begun, and its first hooks have run. The worker that joins restores it twice. First it rewinds to right
@@ -51,15 +51,8 @@ class WorkerSnapshot:
     Args:
         objects: the module of the stage, callbacks, data module, DataLoaders, optimizers and schedulers, with all that
             they hold.
-        weights: the names of the stage's weights.
-        precision: the state dict of the precision plugin.
-        trainer: the state of Lightning's loops and connectors.
         orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
-        stop_agreed: whether all have agreed to stop.
-        next_collective: the number of the next control collective.
         hooks: how often the donor has run collectives of its position in hooks.
-        saves: the state of checkpoints that are written in the background.
-        side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that parameters hold, by name, if anything may see them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
         values: the values by which a copy is recognised, by name.
@@ -81,16 +74,7 @@ class WorkerSnapshot:
 
 
 class StateTransfer:
-    """Transfer of one worker's state to and from its peers, and of the users' objects to and from checkpoints.
-
-    Args:
-        context: the context of the worker.
-        module: the module of this stage.
-        recorder: has the side effects of steps.
-        steps: its training steps, once there is an executor.
-        weights: the callbacks that change weights.
-        background: writes checkpoints while the training goes on, if that is wanted.
-    """
+    """Transfer of a worker's state to and from peers, and of objects to checkpoints."""
 
     def __init__(
         self,
@@ -110,14 +94,17 @@ class StateTransfer:
         self._background = background
 
     def begin_training(self, restored: ObjectPack | None) -> None:
-        """Before the first step; ``restored``: the users' objects, if the run begins again."""
+        """Before the first step.
+
+        ``restored``: the users' objects, if the run begins again.
+        """
         if restored is not None:
             self.load_objects(restored, {})
         if self._context.grid.lanes > 1 or self._context.run.may_restart:
             self._note_objects()
 
     def _note_objects(self) -> None:
-        """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
+        """Notes large data as it is now, and warns of objects that cannot be carried."""
         self._large_data = LargeData(user_graph(self._trainer).large)
         graph = user_graph(self._trainer, TrainingParts(self._trainer))
         if self._context.collectives.is_leader and (stays := graph.unpicklable()):
@@ -129,7 +116,10 @@ class StateTransfer:
     # ------------------------------------------------------------------ checkpoints
 
     def common_state(self) -> dict[str, Any]:
-        """The state that completes a checkpoint on any grid; all workers call it, as hooks of the user's may."""
+        """The state that completes a checkpoint on any grid.
+
+        All workers call it, as hooks of the user's may.
+        """
         trainer = self._trainer
         options = [
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -146,12 +136,9 @@ class StateTransfer:
         }
 
     def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
-        """Before the first step of a run that goes on from a checkpoint: takes over what Lightning has not restored.
+        """Restores from a completion the state that Lightning has not.
 
-        Args:
-            state: what completes the checkpoint.
-            boundary: where the checkpoint was completed, if that was at one.
-            same_run: whether the run that wrote it begins again.
+        Before the first step of a run that goes on from a checkpoint.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert isinstance(loop, PipelineFitLoop)
@@ -171,7 +158,10 @@ class StateTransfer:
         return user_graph(self._trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
 
     def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
-        """The user's objects become what they were; ``state``: has buffers that hooks made."""
+        """The user's objects become what they were.
+
+        ``state``: has buffers that hooks made.
+        """
         graph, device = user_graph(self._trainer), self._context.device
         given = {name: tensor.to(device) for name, tensor in state.items()}
         graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
@@ -202,15 +192,16 @@ class StateTransfer:
         )
 
     def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
-        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
+        """Gradients that count for later steps, or that hooks may see."""
         return self._steps.left_gradients()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return trained_by_name(self._module, self._trainer.optimizers)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """Makes this worker one that is about to begin the batch of the donor's step: objects first, then all that
-        reads or runs them.
+        """Rewinds this worker to the beginning of the batch of the donor's step.
+
+        Objects first, then all that reads or runs them.
         """
         trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
@@ -238,7 +229,9 @@ class StateTransfer:
         self._joined_with = snapshot
 
     def complete(self) -> None:
-        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state.
+        """Takes over the donor's state at the point where it took the snapshot.
+
+        If this worker has just joined.
 
         Does not return if this worker is no copy of its donor all the same: then the others go on without it.
         """
@@ -268,7 +261,7 @@ class StateTransfer:
         return training
 
     def _restore_trainer(self, snapshot: WorkerSnapshot) -> None:
-        """Restores the rest of the donor's state, except for the place in a stream of data."""
+        """Restores the rest of the donor's state, except for places in streams."""
         trainer = self._trainer
         for name, parameter in self._trained().items():
             grad = snapshot.gradients.get(name)

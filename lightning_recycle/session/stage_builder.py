@@ -1,4 +1,4 @@
-"""Construction of the stage of one worker: layers, optimizers, stage bundle and executor."""
+"""Construction of a worker's stage: layers, optimizers, bundle, executor."""
 
 from __future__ import annotations
 
@@ -77,13 +77,7 @@ def build_layers(context: WorkerContext, parts: ModelParts, weights: WeightCallb
 
 
 class StageBuilder:
-    """Makes the parts of a worker that run its stage.
-
-    Args:
-        context: the context of the worker.
-        parts: the module, whose layers of this stage are there.
-        recorder: records the user's hooks that see outputs.
-    """
+    """Makes the parts of a worker that run its stage."""
 
     def __init__(self, context: WorkerContext, parts: ModelParts, recorder: OutputRecorder) -> None:
         self._context, self._parts, self._recorder = context, parts, recorder
@@ -92,7 +86,7 @@ class StageBuilder:
     def bundle(
         self, cuts: Cuts, ties: StageTies, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> StageBundle:
-        """The bundle of the parts of this worker under the layout ``cuts``, which are there."""
+        """The bundle of this worker's parts under the layout ``cuts``."""
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
         owned = ranges(cuts)[stage]
@@ -135,7 +129,7 @@ class StageBuilder:
     def _among(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
     ) -> tuple[Sequence[nn.Module], int]:
-        """Of ``modules``, which run the parts ``held``, those of a micro-batch under the layout ``cuts``."""
+        """Those of ``modules`` that a micro-batch runs here under the layout ``cuts``."""
         grid, stage = self._context.grid, self._context.worker.stage
         bounds = [math.floor(bound) for bound in cuts]
         if microbatch is not None:
@@ -146,24 +140,14 @@ class StageBuilder:
     def layers(
         self, left: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
     ) -> StageLayers | None:
-        """The layers of this worker, if they may move.
-
-        Args:
-            left: returns the gradients that count for later steps.
-            changed: called with the new bundle when they have moved.
-        """
+        """The layers of this worker, if they may move."""
         context = self._context
         if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
         return StageLayers(context, self._parts, self.bundle, left, changed)
 
     def executor(self, ties: StageTies, steps: TrainingSteps) -> Executor:
-        """The executor of this worker, for modules that train by the schedule.
-
-        Args:
-            ties: the parameters that stages share.
-            steps: the training steps of this worker.
-        """
+        """The executor of this worker, for modules that train by the schedule."""
         context, options = self._context, self._context.options
         needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
         bundle = self._first_bundle(ties)
@@ -192,7 +176,7 @@ class StageBuilder:
         return Executor(runner, steps.layers)
 
     def manual_executor(self, ties: StageTies, steps: TrainingSteps) -> tuple[Executor, ManualSteps]:
-        """The executor of this worker, for modules that optimize by themselves, and the steps that it runs."""
+        """The executor of a module with manual optimization, and its steps."""
         context = self._context
         if verify := context.options.verification.verify:
             rank_zero_warn(
@@ -228,16 +212,13 @@ class StageBuilder:
 
 
 def _materialize(module: nn.Module, device: torch.device, seed: int, is_elsewhere: Callable[[str], bool]) -> None:
-    """Gives the parameters and buffers of ``module`` that are on the meta device memory on ``device``, and values.
+    """Gives tensors of ``module`` on the meta device memory on ``device``, and values.
 
     As in Lightning's strategies, the ``reset_parameters()`` of the module that has them draws the values; for whole
     tensors, one module after the other, of which each worker keeps its part. So they do not depend on the grid, and no
     worker ever holds more of the weights than its own part and one module.
 
     Args:
-        module: the user's module.
-        device: the device of this worker.
-        seed: the seed of the run.
         is_elsewhere: whether a parameter or buffer, by its name, belongs to another stage.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -265,7 +246,10 @@ def _materialize(module: nn.Module, device: torch.device, seed: int, is_elsewher
 
 @torch.no_grad()
 def _reset(owner: nn.Module, device: torch.device) -> bool:
-    """Lets ``owner`` draw its own tensors, whole, and keeps this worker's part; whether it can."""
+    """Lets ``owner`` draw its own tensors, whole, and keeps this worker's part.
+
+    Whether it can.
+    """
     reset = getattr(owner, "reset_parameters", None)
     if not callable(reset):
         return False

@@ -1,4 +1,4 @@
-"""The layers of this worker's stage, with all that belongs to them, as they come and go while the run goes on.
+"""The layers of a worker's stage as they come and go during a run.
 
 Concept: a layer travels as the module that it is, with its parameters and buffers, and with what its parameters have
 elsewhere: the states of the optimizers, and gradients that count for later steps. The optimizers stay the objects that
@@ -44,7 +44,10 @@ _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]) -> str:
-    """Why the layers ``owned`` of this worker cannot go to another one; empty if they can."""
+    """Why the layers ``owned`` of this worker cannot go to another one.
+
+    Empty if they can.
+    """
     if parts.optimizes_itself:
         return "the module optimizes by itself"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -63,7 +66,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
 
 
 def _kept_besides(optimizer: Optimizer) -> str | None:
-    """The attribute in which an optimizer keeps tensors that are no states of parameters."""
+    """The optimizer's attribute with tensors that are no states of parameters."""
     for name, value in vars(optimizer).items():
         if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
             return name
@@ -90,10 +93,8 @@ class _Given:
     """Layers on their way to another worker.
 
     Args:
-        stage: of the worker that gave them.
         skeleton: ``(layers, states, gradients)`` without the tensors: the modules by index, the states of each
             optimizer, and gradients by name of the parameter.
-        tensors: those.
         kinds: of each whether it is a parameter, whether it requires a gradient, and whether it is on the device.
         names: the names of the parameters of that stage, by optimizer and group. A parameter that several layers share
             has several.
@@ -145,15 +146,13 @@ def _wait_for(inputs: Any) -> None:
 
 
 class StageLayers:
-    """The layers that this worker has; a :class:`~lightning_recycle.runtime.stage.stage_bundle.LayerKeeper`.
+    """The layers that this worker has.
+
+    A :class:`~lightning_recycle.runtime.stage.stage_bundle.LayerKeeper`.
 
     Args:
-        context: the context of the worker.
-        parts: the user's module.
         hold: what runs the parts of this stage under a layout, given the weights that stages share, and the
             gradients that come with layers of others.
-        left: returns the gradients that count for later steps, by parameter.
-        changed: called when this worker has other layers.
     """
 
     def __init__(
@@ -333,8 +332,9 @@ def _regroup(
     by_name: Mapping[str, nn.Parameter],
     states: Mapping[str, Any],
 ) -> None:
-    """Lets the groups of ``optimizer`` hold the parameters ``names``, as far as they are here, in that order, with the
-    ``states`` of those that were not here before.
+    """Sets the parameters in the groups of ``optimizer``, in the order of ``names``.
+
+    As far as they are here; ``states`` are those of parameters that were not here before.
     """
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = list(dict.fromkeys(by_name[name] for name in members if name in by_name))

@@ -24,9 +24,11 @@ _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
 
 
 class StateCopies:
-    """Copies of the tensors of one step boundary, on the CPU. Memory of copies that are not needed any more is used
-    again. Large tensors that only STEP writes are copied after the boundary, piece by piece, by the thread that writes
-    them, and at the latest by the training before its next STEP.
+    """Copies of the tensors of one step boundary, on the CPU.
+
+    Memory of copies that are not needed any more is used again. Large tensors that only STEP writes are copied after
+    the boundary, piece by piece, by the thread that writes them, and at the latest by the training before its next
+    STEP.
 
     Args:
         old: the copies of an earlier boundary, which are not read any more.
@@ -44,7 +46,10 @@ class StateCopies:
         self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
 
     def limit(self, needed: int, free: float) -> bool:
-        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more; otherwise none is made."""
+        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more.
+
+        Otherwise none is made.
+        """
         there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
         self.are_originals = needed - there > free
         if self.are_originals:
@@ -52,10 +57,11 @@ class StateCopies:
         return not self.are_originals
 
     def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
-        """A copy of ``value``. A tensor that was copied already, and not written since, has the same copy.
+        """A copy of ``value``.
+
+        A tensor that was copied already, and not written since, has the same copy.
 
         Args:
-            value: a tensor, or dicts, lists and tuples with tensors; anything else is copied deeply.
             place: the place of ``value`` in the state, where its copy was at an earlier boundary.
             until_step: whether nothing writes large tensors before the next STEP, so that :meth:`finish` copies them.
         """
@@ -68,8 +74,9 @@ class StateCopies:
         return deepcopy(value)
 
     def finish(self) -> bool:
-        """Makes the copies that are left, together with the other thread; returns when all are made, and whether they
-        are of the boundary: whether no original was written before.
+        """Makes the copies that are left, together with the other thread.
+
+        Returns when all are made, and whether they are of the boundary: whether no original was written before.
         """
         while True:
             with self._changed:

@@ -1,4 +1,4 @@
-"""What completes a checkpoint: the rest of the step in which Lightning's callbacks asked for it.
+"""Completion of a checkpoint: the rest of the step that asked for it.
 
 Concept: Lightning saves in the middle of the end of a step. Its checkpoint lacks hooks that come later, schedulers that
 follow a metric, sums of means over the epoch, and the callbacks' own records of this save. So a checkpoint is asked for
@@ -37,7 +37,10 @@ _BY_NAME = ("weights", "gradients")
 
 
 class Boundary(Enum):
-    """The places of a training at which a step is over; each follows the one before within one batch."""
+    """The places of a training at which a step is over.
+
+    Each follows the one before within one batch.
+    """
 
     BATCH = "batch"
     """All hooks of the batch have run, and Lightning has logged it."""
@@ -48,12 +51,7 @@ class Boundary(Enum):
 
 
 class StateMarks:
-    """Where the weights and optimizer states of a stage lie, and how often they were written: shows what has changed.
-
-    Args:
-        module: the module of the stage.
-        optimizers: its optimizers.
-    """
+    """Addresses and versions of a stage's weights and optimizer states."""
 
     def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
@@ -61,7 +59,7 @@ class StateMarks:
         self._states = [_marks_of(state) for state in self._by_name()]
 
     def changes(self) -> dict[str, Any]:
-        """The weights, and the states of each optimizer, by name, that differ from when the marks were made."""
+        """Weights and optimizer states, by name, that have changed since the marks."""
         weights = self._module.state_dict()
         return {
             "weights": {name: value for name, value in weights.items() if mark_of(value) != self._weights.get(name)},
@@ -94,7 +92,7 @@ def _marks_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frozen(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Returns what returns ``checkpoint``, as it would be read from a file that was written now."""
+    """A function that returns ``checkpoint`` as read from a file written now."""
     file = io.BytesIO()
     torch.save(dict(checkpoint), file)
 
@@ -112,7 +110,7 @@ def as_tensors(pack: ObjectPack) -> list[Tensor]:
 
 
 def add_parts(checkpoint: Mapping[str, Any], parts: Sequence[Mapping[str, Any] | None]) -> None:
-    """Adds the parts of all stages, if there are any, to what completes ``checkpoint``."""
+    """Adds the parts of all stages to the completion in ``checkpoint``."""
     found = [part for part in parts if part is not None]
     if not found:
         return
@@ -133,8 +131,6 @@ def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any]
     """Puts what is newer in ``completion`` in the place of Lightning's values.
 
     Args:
-        checkpoint: as Lightning has made it.
-        completion: what completes it.
         further: the entries in which the weights are if ``state_dict`` has others.
     """
     checkpoint["loops"]["fit_loop"] = completion["trainer"]["loops"]

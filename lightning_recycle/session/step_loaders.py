@@ -93,9 +93,7 @@ class StepLoaders:
         return loader
 
     def keep_for_training(self, loaders: Sequence[StepLoader]) -> None:
-        """Closes those of the training that are not among ``loaders``: batches that they have read ahead are not
-        needed.
-        """
+        """Closes training loaders other than ``loaders``, with what they have read ahead."""
         for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
             old.close()
             self._loaders.remove(old)
@@ -121,12 +119,18 @@ class StepLoaders:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step, of the first loader if there are several; 0 if no loader knows it."""
+        """Samples per step, of the first loader if there are several.
+
+        0 if no loader knows it.
+        """
         training = (loader for loader in self._loaders if not loader.evaluation)
         return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
     def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
-        """Converts and moves a collated batch with the user's hooks; their draws depend on the data's address."""
+        """Converts and moves a collated batch with the user's hooks.
+
+        Their draws depend on the data's address.
+        """
         trainer, device = self._context.trainer, self._context.device
         data = trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:

@@ -1,4 +1,4 @@
-"""Training steps of one worker: run by Lightning's loops, computed by the executor.
+"""Training steps of one worker: run by Lightning's loops and an executor.
 
 Lightning's loops (:mod:`~lightning_recycle.session.loops`) call some of its methods. The executor calls those of
 :class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`, for what only Lightning and the
@@ -58,25 +58,8 @@ log = logging.getLogger(__name__)
 class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
-    Args:
-        context: the context of the worker.
-        parts: the module, with the parts of this stage.
-        recorder: records the user's hooks that see outputs.
-        loaders: the sources of steps.
-        preemption: the signals to this worker.
-        reach: called with a point of the run and the step.
-
     Attributes:
-        stop_requests: the agreement about ``trainer.should_stop``.
-        executor: runs the steps; set once it exists, like the next four.
-        resume_seed: called with the seed of a checkpoint, with which the run goes on.
-        transfer: the transfer of this worker's state to and from its peers.
-        checkpoints: this worker's part in checkpoints.
-        ending: saves at the end of the last step of a run that a signal ends.
-        layers: the layers of this worker, if they may move.
-        records_outputs: whether the module has a hook that sees outputs in training.
         first_batch: the number of batches that the Trainer had trained on before this run.
-        after_step: what all workers do after the newest step.
     """
 
     executor: Executor
@@ -131,7 +114,7 @@ class TrainingSteps:
         return self._context.seed
 
     def enter_training(self) -> None:
-        """Before the first epoch: a worker that joins a running training waits until it is let in."""
+        """Enters the first epoch; a joining worker waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         begun = batches_so_far(self._trainer)
         self.first_batch = begun.completed
@@ -183,7 +166,7 @@ class TrainingSteps:
         return result
 
     def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
-        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
+        """Gradients that count for later steps, or that hooks may see."""
         if not self._module.automatic_optimization:  # it zeroes them itself
             return {p: p.grad for p in self._module.parameters() if p.grad is not None}
         if self._zeroes_next and not sees_old_gradients(self._trainer, self._module):
@@ -191,7 +174,9 @@ class TrainingSteps:
         return self.executor.gradients.held()
 
     def _follow_parameters(self) -> None:
-        """The parameters are those that the module and its optimizer have now; hooks may have changed that.
+        """The parameters are those that the module and its optimizer have now.
+
+        Hooks may have changed that.
 
         Raises:
             UnsupportedFeatureError: if they have, with several stages.
@@ -226,7 +211,10 @@ class TrainingSteps:
                 self.ending.end(self._trainer)
 
     def ends_after_batch(self) -> bool:
-        """Whether the run ends after this batch; not between batches whose gradients one step takes together."""
+        """Whether the run ends after this batch.
+
+        Not between batches whose gradients one step takes together.
+        """
         return self.after_step is AfterStep.END and ends_step(self._trainer)
 
     def as_loss(self, value: float) -> Tensor:
@@ -248,7 +236,7 @@ class TrainingSteps:
         return self._parts.split(data, index)
 
     def begin_whole_step(self, index: int) -> None:
-        """The step of the micro-batch with this index is about to run as a whole, with others in turns."""
+        """Enters the slot of a micro-batch whose step runs as a whole, in turns."""
         self._recorder.side_effects.slot = index
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
@@ -296,13 +284,13 @@ class TrainingSteps:
         return Facts(counters, options, checked, inputs)
 
     def describe(self) -> dict[str, Any]:
-        """The values at the beginning of a step that a copy of this worker must have, by name."""
+        """The values, by name, that a copy of this worker must have at a step's start."""
         self._follow_parameters()
         counters, options, inputs = self._numbers()
         return {**counters, **options, **inputs, **self._checks.sums(self._module, self._optimizers)}
 
     def _numbers(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Numbers that are equal on all workers, on those of the stage, and on all whose gradients are summed."""
+        """Numbers equal on all workers, on a stage, and where gradients are summed."""
         trainer = self._trainer
         counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
@@ -345,8 +333,9 @@ class TrainingSteps:
         return clip_factor(self._clip_val, norm) >= 1.0
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips by the norm over all stages, which the plugin itself does not see. The commit has delivered it, unless
-        hooks may have changed gradients since.
+        """Clips by the norm over all stages, which the plugin itself does not see.
+
+        The commit has delivered it, unless hooks may have changed gradients since.
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
         norm = self._gradient_norm
@@ -358,8 +347,9 @@ class TrainingSteps:
             foreach_mul_([local_part(grad) for grad in grads], scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips each value, in shards where there are any: ``torch.nn.utils.clip_grad_value_`` fails for sharded and
-        plain gradients together.
+        """Clips each value, in shards where there are any.
+
+        ``torch.nn.utils.clip_grad_value_`` fails for sharded and plain gradients together.
         """
         for parameter in self._trainer.strategy.precision_plugin.main_params(optimizer):
             if parameter.grad is not None:
@@ -370,8 +360,9 @@ class TrainingSteps:
         self._newest_step = OptimizerStep()
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with
-        those before the newest step.
+        """Tensors held from step to step besides parameters and gradients.
+
+        Buffers, and optimizer states with those before the newest step.
         """
         yield from self._module.buffers()
         yield from self._newest_step.tensors()

@@ -1,4 +1,4 @@
-"""Graphs of the objects of a run that users keep state in: module, callbacks, data module, DataLoaders, hooks."""
+"""Graphs of the objects in which users keep state."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from lightning_recycle.torch_internals import tree_map
 
 
 def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
-    """The tensors in the state dict of ``module``, to be left out of a pack: they travel by themselves."""
+    """Tensors in the state dict of ``module``, which travel outside of packs."""
     weights = weights_of(module)
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
 
 
 def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
-    """The substitutes for weights that were left out of a pack: those of ``module``; where it has none of that
-    name and shape, those of ``state``.
+    """The substitutes for weights that were left out of a pack: those of ``module``.
+
+    Where it has none of that name and shape, those of ``state``.
     """
     given = {f"weight {name}": tensor for name, tensor in state.items()}
     own = [(name, tensor) for name, tensor in weights_by_name(module).items() if not is_lazy(tensor)]
@@ -44,12 +45,11 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
 
 
 def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> ObjectGraph:
-    """The graph of the module, the callbacks, the data module, the DataLoaders of the training, and optimizers' hooks.
+    """The graph of module, callbacks, data module, DataLoaders and hooks.
 
     Streams are no part of it: each worker has its own place in them.
 
     Args:
-        trainer: the Trainer.
         training: for peers, which have the same layers: what takes optimizers and schedulers with it.
     """
     loops = fit_loops(trainer)
@@ -67,11 +67,9 @@ def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> Ob
 
 
 class TrainingParts:
-    """The parts of a Trainer that hooks of a training may replace, as an object that has them.
+    """The parts of a Trainer that hooks may replace, as one object.
 
     Attributes:
-        optimizers: the optimizers.
-        schedulers: Lightning's configurations of the schedulers.
         loaders: of training and validation, once they were read, the user's loaders as they were given, and how they
             are combined.
         streams: which of the two read streams.
@@ -92,7 +90,10 @@ class TrainingParts:
         strategy.lr_scheduler_configs = self.schedulers
 
     def read_loaders(self, trainer: pl.Trainer) -> None:
-        """Lets the loops of ``trainer`` read the loaders. Streams are asked for, as each worker has its own."""
+        """Lets the loops of ``trainer`` read the loaders.
+
+        Streams are asked for, as each worker has its own.
+        """
         for name, given in self.loaders.items():
             read_loaders(trainer, name, None if name in self.streams else given)
 
@@ -128,20 +129,24 @@ def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph
 
 
 def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | MetricTracker]:
-    """The torchmetrics objects that the module, the callbacks or the data module lead to, and what has them inside."""
+    """The torchmetrics objects reachable from module, callbacks and data module."""
     graph = ObjectGraph(_objects(trainer), {**process_anchors(trainer), **_callbacks(trainer)})
     return graph.nodes_of(Metric, MetricCollection, MetricTracker)
 
 
 def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``loaders`` that are streams, by name, and their datasets: each worker has its own place in them."""
+    """Streams among ``loaders``, by name, and their datasets.
+
+    Each worker has its own place in them.
+    """
     streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
 def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
-    """The module, the data module, and the callbacks that do not belong to their process; ``schedules``: with those
-    that have brought a scheduler of their own.
+    """Module, data module, and callbacks that do not belong to their process.
+
+    ``schedules``: with callbacks that have brought a scheduler of their own.
     """
     others = () if schedules else (StochasticWeightAveraging,)
     callbacks = {
@@ -153,7 +158,10 @@ def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
-    """The callbacks that all workers had when they began; a hook may have added or removed some since."""
+    """The callbacks that all workers had when they began.
+
+    A hook may have added or removed some since.
+    """
     session: Any = trainer.strategy.session  # type: ignore[attr-defined]
     return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
 
@@ -163,7 +171,10 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def process_anchors(trainer: pl.Trainer, optimizers: bool = True) -> dict[str, Any]:
-    """Objects that belong to the Trainer of a process; ``optimizers``: with optimizers and schedulers."""
+    """Objects that belong to the Trainer of a process.
+
+    ``optimizers``: with optimizers and schedulers.
+    """
     own = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
     schedulers = {f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}

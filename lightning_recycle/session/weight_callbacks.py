@@ -1,4 +1,4 @@
-"""Lightning's callbacks that change weights: averages, finetuning and pruning, on one stage of the model.
+"""Lightning's callbacks that change weights: averages, finetuning, pruning.
 
 Averages: an average is elementwise, so each worker lets the callback average the layers of its own stage, with the
 callback's own code. What differs is when the callback copies the model (not before the stage is built: no worker holds
@@ -86,10 +86,9 @@ class WeightCallbacks:
             callback.setup = _do_nothing  # type: ignore[method-assign]
 
     def enter_stage(self, module: pl.LightningModule, was_built: bool) -> None:
-        """Called when the layers of this stage have their first values, which averages copy.
+        """Sets up averages when the layers of this stage have their first values.
 
         Args:
-            module: the user's module.
             was_built: whether these layers were there when ``setup`` froze some.
         """
         assert self._trainer.state.fn is not None
@@ -102,8 +101,9 @@ class WeightCallbacks:
                 callback.setup(self._trainer, module, self._trainer.state.fn)
 
     def connect(self, checkpoints: Checkpoints, seed: int) -> None:
-        """From now on checkpoints have what those of one device would, the groups of all stages are alike, and pruning
-        draws from (``seed``, step).
+        """Makes callbacks write and read states of the whole model.
+
+        The groups of all stages stay alike, and pruning draws from (``seed``, step).
         """
         self._checkpoints = checkpoints
         for average in self._averaging:
@@ -129,8 +129,9 @@ class WeightCallbacks:
             vars(callback)["_run_pruning"] = partial(_seeded, run, self._trainer, seed)
 
     def release(self) -> None:
-        """The run is over: the callbacks are Lightning's again; they forget the stage, and know the names of the whole
-        model.
+        """The run is over: the callbacks are Lightning's again.
+
+        They forget the stage, and know the names of the whole model.
         """
         pruning = _callbacks_of(self._trainer, ModelPruning)
         for callback in (*self._averaging, *self._finetuning, *pruning):
@@ -159,12 +160,12 @@ class WeightCallbacks:
             checkpoint["state_dict"] = self._checkpoints.joined("averaged weights", mine)
 
     def _join_average(self, callback: StochasticWeightAveraging, states: dict[str, Any]) -> None:
-        """Among ``states`` of callbacks, that of ``callback`` has the whole model, in one piece even in a folder."""
+        """Joins ``callback``'s average among ``states``, in one piece even in a folder."""
         state = states[callback.state_key]
         state["average_model_state"] = self._checkpoints.joined("averaged weights", state["average_model_state"])
 
     def join_states(self, states: dict[str, Any]) -> None:
-        """Makes ``states`` of callbacks, by key, those of the whole model, as in a checkpoint; all workers call it."""
+        """Makes ``states`` of callbacks those of the whole model, on all workers."""
         for average in self._swa:
             self._join_average(average, states)
         for finetuning in self._finetuning:
@@ -201,7 +202,7 @@ class WeightCallbacks:
         state[_METADATA] = self._names_of_model(state[_METADATA])
 
     def _names_of_model(self, metadata: Mapping[int, Any]) -> dict[int, list[dict[str, Any]]]:
-        """The groups of the whole model, in the order of one device, as in the state of its optimizer."""
+        """The groups of the whole model, in the order of one device."""
         parts = self._checkpoints.collectives.gather_stages("names of parameters", lambda: metadata)
         merged: dict[int, list[dict[str, Any]]] = {}
         for optimizer, groups in parts[0].items():
@@ -233,8 +234,10 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
-    """Raises UnsupportedFeatureError for StochasticWeightAveraging of a model with BatchNorm: it ends with a pass over
-    the data that computes running statistics, and those are not the same on all workers.
+    """Refuses StochasticWeightAveraging of a model with BatchNorm.
+
+    Raises UnsupportedFeatureError. It ends with a pass over the data that computes running statistics, and those are
+    not the same on all workers.
     """
     if not _callbacks_of(trainer, StochasticWeightAveraging):
         return
@@ -247,7 +250,7 @@ def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
 
 
 def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-    """Makes the schedule of StochasticWeightAveraging, if that has begun, and puts it where the callback would have.
+    """Makes the schedule of StochasticWeightAveraging, if that has begun.
 
     For the launching process, where the callbacks have the attributes that they had in the workers. The optimizer gets
     options of the schedule, and loads its state afterwards.
@@ -271,7 +274,10 @@ def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs
 
 
 def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its state; until the epoch that begins the averaging (again), what was read from a checkpoint is its state."""
+    """Its state.
+
+    Until the epoch that begins the averaging (again), what was read from a checkpoint is its state.
+    """
     state = state_dict()
     if not callback._initialized:
         state |= {"n_averaged": callback._init_n_averaged, "scheduler_state": callback._scheduler_state}
@@ -283,7 +289,7 @@ def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dic
 
 @contextmanager
 def empty_optimizers() -> Iterator[None]:
-    """Within the block an optimizer may be made without parameters, as on a frozen stage; torch refuses that."""
+    """Allows optimizers without parameters in the block, as on a frozen stage."""
     make = Optimizer.__init__
 
     def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -304,7 +310,9 @@ def has_recipes(module: nn.Module) -> bool:
 def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Makes groups of these parameters, of which callbacks may have frozen or added some; options follow.
+    """Makes groups of these parameters, as callbacks may have changed them.
+
+    Options follow.
 
     Raises:
         ConfigurationError: if ``module`` lacks one of them.
@@ -327,7 +335,10 @@ _ORIGINAL, _MASK = "_orig", "_mask"
 
 
 def check_pruning(trainer: pl.Trainer, stages: int) -> None:
-    """Raises UnsupportedFeatureError if a callback would prune the layers of a stage as if they were the model."""
+    """Refuses a callback that would prune a stage as if it were the model.
+
+    Raises UnsupportedFeatureError.
+    """
     if stages > 1 and _callbacks_of(trainer, ModelPruning):
         raise UnsupportedFeatureError(
             "strategy='recycle' supports the callback ModelPruning with one stage only: it needs the whole"
@@ -336,7 +347,7 @@ def check_pruning(trainer: pl.Trainer, stages: int) -> None:
 
 
 def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
-    """Masks those parameters of ``module`` that are masked in a state dict with these ``names``, and no others."""
+    """Masks the parameters that are masked in a state dict with ``names``, only them."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         for name in [name for name, value in parameters_of(part).items() if value is not None]:

@@ -1,4 +1,4 @@
-"""``self(x)`` outside of steps, where a worker holds one stage of the model: all workers run it together.
+"""``self(x)`` outside of steps: all workers run the whole model together.
 
 Concept: hooks run on every worker alike, so each calls ``self(x)`` at the same place with the same ``x``. They first
 meet there, and compare what they were given; then one worker of each stage runs its layers, and the output of the last
@@ -39,15 +39,7 @@ Fingerprint: TypeAlias = tuple[Any, ...]
 
 
 class WholeForward:
-    """One worker's part.
-
-    Args:
-        parts: what runs, and how its result is recorded.
-        recorder: records.
-        module: the user's module.
-        collectives: this worker's collectives.
-        executor: runs the layers of this stage.
-    """
+    """One worker's part."""
 
     def __init__(
         self,
@@ -120,7 +112,7 @@ def fingerprint(inputs: Sequence[Any]) -> tuple[Fingerprint, ...]:
 
 
 def alike(a: Sequence[Fingerprint], b: Sequence[Fingerprint]) -> bool:
-    """Whether the inputs with these fingerprints can pass for the same: exactly, but for rounding of real numbers."""
+    """Whether inputs with these fingerprints are equal but for rounding."""
     return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
 
 
