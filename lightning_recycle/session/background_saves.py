@@ -138,10 +138,7 @@ class Batch:
 
     @staticmethod
     def _yield() -> None:
-        """From now on this thread has a low priority.
-
-        The training may wait for copies, but not for files.
-        """
+        """From now on this thread has a low priority."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
@@ -158,8 +155,6 @@ def _given_up(path: str, why: str) -> WriteFailure:
 @dataclass
 class PendingBatch:
     """A batch that has begun and whose outcome is not known yet.
-
-    The same on all workers.
 
     Args:
         new: those of them that replace nothing.
@@ -241,10 +236,7 @@ class Consequences:
         self._deferred[-1][1].insert(0, (name, arguments))
 
     def settle(self, failures: Mapping[str, WriteFailure]) -> None:
-        """Takes up what follows.
-
-        ``failures``: of the checkpoints that were not written, by path.
-        """
+        """Takes up what follows."""
         noted, self._noted = self._noted, []
         self._carry_out(noted, failures)
 
@@ -417,10 +409,7 @@ class BackgroundSaves(Consequences):
                 log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
 
     def _agree(self, patience: float | None) -> None:
-        """Waits for the pending batch, for ``patience`` seconds or without limit.
-
-        All workers call it at the same point of their program.
-        """
+        """Waits for the pending batch, for ``patience`` seconds or without limit."""
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:
             if (batch := self.batch) is not None:

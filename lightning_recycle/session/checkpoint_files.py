@@ -76,10 +76,7 @@ Checksum = tuple[int, int]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """``path`` as a path of this machine's file systems.
-
-    None for URLs of others (``s3://``, ``memory://``).
-    """
+    """``path`` as a path of this machine's file systems."""
     if "://" not in os.fspath(path):
         return Path(path)
     file_system, stripped = url_to_fs(os.fspath(path))
@@ -98,10 +95,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's CheckpointIO with atomic writes: a file is renamed when complete.
-
-    Files on other file systems than this machine's go Lightning's way.
-    """
+    """Lightning's CheckpointIO with atomic writes: a file is renamed when complete."""
 
     @override
     def save_checkpoint(
@@ -173,8 +167,6 @@ class WriteFailure:
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
     """The result of ``action``, which writes ``content`` to ``path``.
-
-    Or the file system's reason for refusing.
 
     Raises:
         Exception: what ``action`` raises, if the file system is not the reason.
@@ -254,8 +246,6 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 def damage(path: str | os.PathLike[str]) -> str | None:
     """The damage of the checkpoint at ``path`` on this machine's file systems.
-
-    None if it is whole.
 
     Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
     program that writes files may have switched them off: there only completeness is checked.
@@ -352,8 +342,6 @@ def save_sharded(
     before_naming: Callable[[Path | None], None],
 ) -> bool | WriteFailure:
     """Writes this worker's shard together with all others.
-
-    Every live worker takes part.
 
     Args:
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.

@@ -219,10 +219,7 @@ class Checkpoints:
 
     @property
     def in_background(self) -> BackgroundSaves | None:
-        """What writes the checkpoints that are asked for now while the training goes on.
-
-        None if all wait for them.
-        """
+        """What writes the checkpoints that are asked for now while the training goes on."""
         return self.background if self.is_training and not self.collectives.client.joining else None
 
     @property
@@ -279,10 +276,7 @@ class Checkpoints:
         return merged
 
     def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The states of all stages as one, on every worker.
-
-        Each gives its own, named like its parameters.
-        """
+        """The states of all stages as one, on every worker."""
         merged: dict[str, Any] = {}
         for part in self.collectives.gather_stages(name, lambda: to_cpu(state)):
             merged.update(part)
@@ -294,10 +288,7 @@ class Checkpoints:
         return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole model's optimizer state, parameters numbered in the order of layers.
-
-        With sharded checkpoints the stage's, by name.
-        """
+        """The whole model's optimizer state, parameters numbered in the order of layers."""
         optimizer = plain_optimizer(optimizer)
         if self.in_background is not None:  # its numbers follow when the stages are joined
             return complete_state(optimizer)
@@ -444,8 +435,6 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """The leader writes, or one worker of each stage.
-
-        If a writer dies before it is done, a peer takes over.
 
         Raises:
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
@@ -601,10 +590,7 @@ class Checkpoints:
             (names.add if exists else names.discard)(name)
 
     def link(self, target: str, path: str) -> None:
-        """Makes the checkpoint ``path`` a link to the one at ``target``.
-
-        As :meth:`save` if the file system refuses.
-        """
+        """Makes the checkpoint ``path`` a link to the one at ``target``."""
         if os.path.abspath(target) == os.path.abspath(path):
             return
         self._exists(path)
@@ -716,10 +702,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving while the training goes on
 
     def begin_batch(self) -> bool:
-        """Takes up what follows from the checkpoints before.
-
-        Whether one may be asked for now. All workers call it.
-        """
+        """Takes up what follows from the checkpoints before."""
         background = self.in_background
         if background is None:
             return True
@@ -741,10 +724,7 @@ class Checkpoints:
                 background.take_up()
 
     def complete(self) -> None:
-        """Waits for checkpoints that were asked for, and takes up what follows from them.
-
-        All workers call it.
-        """
+        """Waits for checkpoints that were asked for, and takes up what follows from them."""
         self._write(self._boundary)
         if (background := self.in_background) is not None:
             with self._stalling():
@@ -760,10 +740,7 @@ class Checkpoints:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The last epoch is over: checkpoints that were lost are saved.
-
-        The block has the hooks that follow.
-        """
+        """The last epoch is over: checkpoints that were lost are saved."""
         with self.at_boundary(Boundary.EPOCH):
             with self.waited_for():
                 self.ask_again()
@@ -800,10 +777,7 @@ class Checkpoints:
         marks: StateMarks | None,
         is_new: bool,
     ) -> _Asked | None:
-        """A checkpoint with a copy of this stage's part, if this worker holds one.
-
-        None if it is left out.
-        """
+        """A checkpoint with a copy of this stage's part, if this worker holds one."""
         batch = self._begun(background)
         if batch is None:
             return None

@@ -46,8 +46,6 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
     """Warns once if a step asks torch for a default process group.
 
-    There is none, and it would go on as if alone.
-
     Args:
         of_members: whether the members of a position form one, for torch's sharded tensors. Others are answered that
             there is none: what members hold, such as the state of a metric, is not to be summed over them.
@@ -226,10 +224,7 @@ class WorkerCollectives:
         return all(decisions) if all_agree else any(decisions)
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of ``action`` in the leader, on all workers.
-
-        If it dies before they have it, in the next one.
-        """
+        """The result of ``action`` in the leader, on all workers."""
         while True:
             mine = (action(),) if self.is_leader else None
             for found in self.gather_all(name, mine).values():
@@ -237,17 +232,12 @@ class WorkerCollectives:
                     return found[0]
 
     def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per stage, in order, on all workers: its members' parts, merged.
-
-        As :meth:`gather_columns`.
-        """
+        """One part per stage, in order, on all workers: its members' parts, merged."""
         parts, members = self.gather_columns(name, part), self.positions.members
         return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
 
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
         """One part per column, in order, on all workers.
-
-        Asks again if a speaker dies meanwhile.
 
         Raises:
             UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.

@@ -69,10 +69,7 @@ class CommitRequirements:
 
 
 def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
-    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``.
-
-    The same in every process.
-    """
+    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``."""
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
     overflow = scaler_of(trainer) is not None
     return CommitRequirements(
@@ -151,10 +148,7 @@ def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
-    """The norm of the gradients of ``parameters`` that all stages hold now.
-
-    All workers call it.
-    """
+    """The norm of the gradients of ``parameters`` that all stages hold now."""
     if _gather is None:
         return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
@@ -204,10 +198,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def keep(self, optimizers: list[Optimizer]) -> None:
-        """Copies their states; called right before they step.
-
-        As much memory as the states take.
-        """
+        """Copies their states; called right before they step."""
         old: list[OptimizerState | None] = [*self._before, *([None] * len(optimizers))]
         self._before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
 
@@ -249,8 +240,6 @@ _parameter_names: Mapping[int, str] = {}
 
 def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
     """From now on norms are those of all stages.
-
-    With None, of what this process holds.
 
     Args:
         names: the names of this stage's parameters, by ``id``; those that are tied have the same.

@@ -250,8 +250,6 @@ class ResultRoute(Enum):
 class Gathering:
     """The facts that decide on the way of the result.
 
-    All workers of a run decide alike.
-
     Args:
         large_bytes: the size from which on a result is large.
         folder: where they leave files for it then, to be made by the first that needs it; None if there is no place.

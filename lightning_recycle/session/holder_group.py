@@ -36,8 +36,6 @@ class GivenUp(Exception):
 class HolderGroup:
     """Messages between the holders of one batch, from their threads.
 
-    In place of the collectives of all workers.
-
     Args:
         ranks: the holder of each stage; the last one is the writer.
         since: a generation in which they were alive.
@@ -180,10 +178,7 @@ class HolderGroup:
 
 
 class _Pieces(io.RawIOBase):
-    """A file whose content goes to the writer.
-
-    :attr:`given_up` is why no more of it does.
-    """
+    """A file whose content goes to the writer."""
 
     def __init__(self, group: HolderGroup) -> None:
         self._group, self._number = group, 0

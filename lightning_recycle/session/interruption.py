@@ -63,10 +63,7 @@ def saves_on_exception(callback: Callback) -> bool:
 
 
 def saved_already(trainer: pl.Trainer) -> None:
-    """Marks the last step as saved for ``ModelCheckpoint(save_on_exception=True)``.
-
-    In the launching process, where there is nothing to save.
-    """
+    """Marks the last step as saved for ``ModelCheckpoint(save_on_exception=True)``."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             mark_saved(callback, trainer.global_step)
@@ -107,10 +104,7 @@ class SaveAndEnd:
             requeue(self._options.signal_timeout)
 
     def _path(self, trainer: pl.Trainer) -> str | None:
-        """The path of the checkpoint that this worker would choose.
-
-        None if none is wanted.
-        """
+        """The path of the checkpoint that this worker would choose."""
         wanted = self._options.save_on_signal
         if not isinstance(wanted, bool):
             return os.fspath(wanted)
@@ -177,10 +171,7 @@ class StopRequests:
         self._is_told_to_wait = False
 
     def agree(self, place: StopPlace) -> None:
-        """Sets ``trainer.should_stop`` here as on all other workers.
-
-        Lightning is about to look at it.
-        """
+        """Sets ``trainer.should_stop`` here as on all other workers."""
         trainer, client = self._trainer, self._client
         if self.agreed or client.joining:
             return

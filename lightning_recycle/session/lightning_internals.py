@@ -148,10 +148,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
-        """The state of ``trainer``.
-
-        ``is_wanted``: whether the state dict of a callback is.
-        """
+        """The state of ``trainer``."""
         keys = {c.state_key for c in trainer.callbacks if is_wanted(c)}  # type: ignore[attr-defined]
         states = call._call_callbacks_state_dict(trainer) if keys else {}
         return cls(
@@ -272,10 +269,7 @@ def rewind_to_batch(trainer: pl.Trainer) -> None:
 
 
 def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-    """Settings that a run leaves in the parts of ``trainer``, by path.
-
-    Without states of loops and loaders.
-    """
+    """Settings that a run leaves in the parts of ``trainer``, by path."""
     return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
 
 
@@ -376,10 +370,7 @@ _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 
 
 def _as_data(logged: _ResultMetric) -> dict[str, Any]:
-    """A value that was logged, as plain data.
-
-    A metric of the module's is named by its attribute.
-    """
+    """A value that was logged, as plain data."""
     meta = {field.name: getattr(logged.meta, field.name) for field in fields(_Metadata)}
     sync = meta.pop("_sync")
     meta["reduce_fx"] = next(name for name, function in _REDUCTIONS.items() if function is meta["reduce_fx"])
@@ -405,8 +396,6 @@ _move = _ResultMetric.to
 
 def spare_moves() -> None:
     """Lets this process move the metric of a logged value only to another device.
-
-    The result is the same.
 
     Lightning moves it to the device of each value, tensor by tensor, also when it is there: two thirds of the time that
     ``self.log`` takes, and a part of every step.
@@ -442,8 +431,6 @@ def combined_loaders(loop: Any) -> tuple[Any, Any]:
 
 def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
     """Makes a loop of :func:`fit_loops` read ``given`` loaders instead of its own.
-
-    ``given`` is as by :func:`combined_loaders`.
 
     If none are given the user is asked, as in the epoch in which the loop has asked last.
     """
@@ -548,10 +535,7 @@ def cluster_environment_of(trainer: pl.Trainer) -> ClusterEnvironment:
 
 
 class SignalHandlers:
-    """Handlers that Lightning registers when it begins to run.
-
-    When it has ended, it restores those before.
-    """
+    """Handlers that Lightning registers when it begins to run."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._handlers = vars(trainer._signal_connector)

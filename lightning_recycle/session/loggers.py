@@ -75,10 +75,7 @@ class LogRelay:
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        """Writes what the previous leader had not written.
-
-        Called when this worker has become the leader.
-        """
+        """Writes what the previous leader had not written."""
         known = [_keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)

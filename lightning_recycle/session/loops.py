@@ -211,10 +211,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        """The batch is all that is needed here.
-
-        The parent inspects the signature of ``training_step`` each time.
-        """
+        """The batch is all that is needed here."""
         kwargs["batch"] = batch
         return kwargs
 
@@ -243,10 +240,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """The parent broadcasts from rank 0 through torch's default group.
-
-        There is none, and rank 0 may be dead.
-        """
+        """The parent broadcasts from rank 0 through torch's default group."""
 
 
 class PipelineFitLoop(_FitLoop):
@@ -334,10 +328,7 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Adds seed, batch size, samplers and interval of saves to the loop's state.
-
-        Under names that Lightning's own loop does not read.
-        """
+        """Adds seed, batch size, samplers and interval of saves to the loop's state."""
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
@@ -398,10 +389,7 @@ class PipelineFitLoop(_FitLoop):
             )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Lets the batch that the counters have begun begin here once more.
-
-        ``state``: that of the donor's loop.
-        """
+        """Lets the batch that the counters have begun begin here once more."""
         self.on_load_checkpoint(state)
         self.find_places()
         epoch = self.epoch_loop
@@ -410,10 +398,7 @@ class PipelineFitLoop(_FitLoop):
         epoch._enters_mid_epoch = True
 
     def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
-        """Goes on behind ``boundary``, to which its counters belong.
-
-        ``on_entered``: called when it has its data.
-        """
+        """Goes on behind ``boundary``, to which its counters belong."""
         go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
         self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
@@ -441,8 +426,6 @@ def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
 
     Such as ``on_train_epoch_end`` and ``on_validation_epoch_end``, which may then log means over an epoch without
     ``batch_size``: Lightning cannot see it in a batch that is an address. It takes the place of an earlier run's.
-
-    It takes the place of that of an earlier run of the Trainer.
     """
     connector = trainer._logger_connector
     start, reached = type(connector).on_batch_start, type(connector).epoch_end_reached

@@ -172,10 +172,7 @@ class ManualSteps:
     def _average(
         self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
-        """The mean gradients over all micro-batches.
-
-        None for a parameter that had no part in any.
-        """
+        """The mean gradients over all micro-batches."""
         self._exchange.check(self._way)
         found: dict[int, Tensor | None] = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):

@@ -377,10 +377,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes states into nodes.
-
-    Each object of this process takes the place of one of the sender's.
-    """
+    """Writes states into nodes."""
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights

@@ -47,18 +47,12 @@ _ELEMENTWISE = (
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` by their names in its state dict.
-
-    It hides torch's ``checkpoint_wrapper``.
-    """
+    """The parameters of ``module`` by their names in its state dict."""
     return {name.replace(_WRAPPER, ""): parameter for name, parameter in module.named_parameters()}
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the optimizer's parameters, by group.
-
-    Those that are in no module by their places.
-    """
+    """The names of the optimizer's parameters, by group."""
     names = {id(parameter): name for name, parameter in parameters_by_name(module).items()}
     return [
         [names.get(id(p), f"parameter {j} of group {i}") for j, p in enumerate(group["params"])]
@@ -142,10 +136,7 @@ def merge_optimizer_states(
 
 
 def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """The entries of an optimizer's state that belong to no parameter.
-
-    Such as ``optimizer.state["all"]``.
-    """
+    """The entries of an optimizer's state that belong to no parameter."""
     numbers = {number for group in state["param_groups"] for number in group["params"]}
     return {key: value for key, value in state["state"].items() if key not in numbers}
 
@@ -211,10 +202,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
-    """All items once.
-
-    Each comes when it is the next of all ``parts`` that have it, and the first part's first.
-    """
+    """All items once."""
     places = [{item: place for place, item in enumerate(part)} for part in parts]
     nexts = [0] * len(parts)
     found: dict[str, None] = {}

@@ -229,10 +229,7 @@ class OutputRecorder:
         self.side_effects.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
 
     def _parsed(self, records: Mapping[int, bytes]) -> dict[int, tuple[Any, list[Effect]]]:
-        """The record and the changes of each micro-batch, in order.
-
-        Those of the newest step are kept.
-        """
+        """The record and the changes of each micro-batch, in order."""
         if self._newest[0] is not records:
             apart = {index: taken_apart(data) for index, data in sorted(records.items())}
             self._newest = records, {i: (unpack_tensors(r) if r else _EMPTY, found) for i, (r, found) in apart.items()}
@@ -345,10 +342,7 @@ class StepOutputs:
 
 
 def _joined(parts: Sequence[Any], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]] = ()) -> Any:
-    """``parts`` as one; numbers are averaged over ``samples``, or kept.
-
-    ``divisions``: the places of the samples of each part in the batch, by loader.
-    """
+    """``parts`` as one; numbers are averaged over ``samples``, or kept."""
     if all(part is None for part in parts):
         return None
     first = parts[0]
@@ -448,10 +442,7 @@ def _updated_metrics() -> Iterator[Iterable[Metric]]:
 
 
 class _RefusedShare:
-    """``compute`` of a metric that has counted the micro-batches of one worker alone.
-
-    A step may still call it.
-    """
+    """``compute`` of a metric that has counted the micro-batches of one worker alone."""
 
     def __init__(self, metric: Metric, module: RecordedModule) -> None:
         self._metric, self._module, self._compute = metric, module, metric.compute
@@ -508,10 +499,7 @@ def _state_names(metric: Metric) -> tuple[str, ...]:
 
 
 def _has_gained(metric: Metric) -> bool:
-    """Whether ``metric`` was updated since its reset.
-
-    Wrappers do not count, and some begin at 1.
-    """
+    """Whether ``metric`` was updated since its reset."""
     if isinstance(metric, Running):
         return bool(metric._num_vals_seen)
     if isinstance(metric, WrapperMetric):
@@ -521,10 +509,7 @@ def _has_gained(metric: Metric) -> bool:
 
 
 def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_step_value: bool) -> None:
-    """Adds what ``metric`` gained in a step.
-
-    With ``keep_step_value`` its step value becomes that of the step alone.
-    """
+    """Adds what ``metric`` gained in a step."""
     before = metric_states(metric)
     if isinstance(metric, Running):
         set_metric_states(metric, _moved_on(metric, path, before, gained))

@@ -33,10 +33,7 @@ _MOST_STEPS = 10_000
 
 
 def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Any]]:
-    """Parameters and optimizer states that a stage's workers share, by checksum name.
-
-    In a fixed order; not copied.
-    """
+    """Parameters and optimizer states that a stage's workers share, by checksum name."""
     return {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "optimizer state": list(_leaves(optimizers)),
@@ -94,10 +91,7 @@ class StateChecks:
         return Checked(sums, interval, self._device)
 
     def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
-        """The checksums of what the workers of a stage have in common.
-
-        None if this run never checks.
-        """
+        """The checksums of what the workers of a stage have in common."""
         if self._every == 0:
             return {}
         return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
@@ -154,10 +148,7 @@ _MOST_OPTIONS = 64  # that are reported one by one
 
 
 def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """Numeric options of all groups, by name ("lr", "betas[1]", "lr of group 2").
-
-    If there are many, the last ones are reported as one number.
-    """
+    """Numeric options of all groups, by name ("lr", "betas[1]", "lr of group 2")."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     numbers: dict[str, float] = {}
     for index, group in enumerate(groups):

@@ -51,10 +51,7 @@ _EVALUATIONS = {  # stage -> its name in hooks
 
 
 def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCollectives) -> None:
-    """Prepares the callbacks and loggers of a worker.
-
-    Called while ``parts`` still are the whole model.
-    """
+    """Prepares the callbacks and loggers of a worker."""
     grid = collectives.grid
     if grid.stages > 1 and trainer.enable_autolog_hparams:
         _draw_whole_graph(trainer, parts)
@@ -69,10 +66,7 @@ def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCo
 
 
 def keep_reports_apart(trainer: pl.Trainer) -> None:
-    """Makes the profiler name its report after this worker's device.
-
-    Also if Lightning sees a world of one pipeline.
-    """
+    """Makes the profiler name its report after this worker's device."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     profiler.setup = partial(_set_up_profiler, type(profiler).setup.__get__(profiler), trainer.local_rank)
 
@@ -250,10 +244,7 @@ _OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
 
 
 def undo_failed_saves(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
-    """Makes ModelCheckpoint callbacks count checkpoints only once they are complete.
-
-    They forget those that could not be written, and keep the one before.
-    """
+    """Makes ModelCheckpoint callbacks count checkpoints only once they are complete."""
 
     def link(_: pl.Trainer, target: str, path: str) -> None:
         checkpoints.link(target, path)
@@ -336,10 +327,7 @@ def _record(callback: ModelCheckpoint) -> dict[str, Any]:
 def _put_off(
     callback: ModelCheckpoint, call: tuple[Any, ...], consequences: Consequences, before: dict[str, Any]
 ) -> None:
-    """The callback remembers what it did before it saved, until that is complete.
-
-    ``call``: its number, the method that saves, and the metrics.
-    """
+    """The callback remembers what it did before it saved, until that is complete."""
     after = _record(callback)
     changed = {name: value for name, value in after.items() if not _is_same(value, before[name])}
     consequences.follow_first("record", call, {name: before[name] for name in changed}, changed)
@@ -355,10 +343,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def _ask(callback: ModelCheckpoint, number: int, checkpoints: Checkpoints, trainer: pl.Trainer, path: str) -> None:
-    """Asks for a checkpoint.
-
-    Loggers, which may want to read it, are told when it is complete.
-    """
+    """Asks for a checkpoint."""
     consequences = checkpoints.saves
     if not consequences.is_deferring:
         ModelCheckpoint._save_checkpoint(callback, trainer, path)
@@ -433,10 +418,7 @@ def _take_up(
 
 
 def _ask_again(trainer: pl.Trainer, callbacks: list[ModelCheckpoint], saves: Consequences) -> None:
-    """Saves again checkpoints that were given up because a worker was lost.
-
-    Except for callbacks that have saved after this step.
-    """
+    """Saves again checkpoints that were given up because a worker was lost."""
     given_up, saves.given_up = saves.given_up, ()
     calls = [call for call in given_up if callbacks[call[0]]._last_global_step_saved != trainer.global_step]
     for number, name, metrics in calls:

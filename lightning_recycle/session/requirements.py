@@ -78,10 +78,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
 
 
 def _check_finders(trainer: pl.Trainer) -> None:
-    """Raises UnsupportedFeatureError for callbacks that tune.
-
-    Lightning's Tuner is a run with such a callback.
-    """
+    """Raises UnsupportedFeatureError for callbacks that tune."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
             search, value = "lr_find", "learning rate"
@@ -219,10 +216,7 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
 
 
 def loaders_in(loaders: Any) -> list[Any]:
-    """The single loaders of an argument of the Trainer's entry point.
-
-    None of a data module.
-    """
+    """The single loaders of an argument of the Trainer's entry point."""
     if loaders is None or isinstance(loaders, pl.LightningDataModule):
         return []
     return list(loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders))
@@ -264,10 +258,7 @@ def check_graphs(module: pl.LightningModule, stages: int) -> None:
 
 
 def warn_of_lost_compilation(module: pl.LightningModule) -> None:
-    """Warns of modules that were compiled in place in the launching process.
-
-    Workers get a copy, and torch's copies are not compiled.
-    """
+    """Warns of modules that were compiled in place in the launching process."""
     names = [name for name, part in module.named_modules() if is_compiled(part)]
     if names:
         rank_zero_warn(
@@ -279,10 +270,7 @@ def warn_of_lost_compilation(module: pl.LightningModule) -> None:
 
 @contextlib.contextmanager
 def several_optimizers_refused(module: pl.LightningModule) -> Iterator[None]:
-    """Raises ConfigurationError for several optimizers of a PipelineModule.
-
-    Lightning's advice is manual optimization, which such a module does not have.
-    """
+    """Raises ConfigurationError for several optimizers of a PipelineModule."""
     try:
         yield
     except RuntimeError as error:

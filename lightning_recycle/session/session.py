@@ -228,10 +228,7 @@ class Session:
         return steps
 
     def _background_saves(self) -> BackgroundSaves | None:
-        """Decides whether this run saves in the background.
-
-        None if all wait for checkpoints.
-        """
+        """Decides whether this run saves in the background."""
         wanted = self.options.checkpoints
         by_stage = wanted.save_distributed_checkpoint or self.grid.stages == 1
         if wanted.background == "auto" and not by_stage and (hook := users_save_hook(self.trainer)):
@@ -298,19 +295,13 @@ class Session:
         self.client.send(LayoutWanted(self.place.rank, layers.layout_of(sizes)))
 
     def end_training(self) -> None:
-        """Waits until every stage has applied the last step.
-
-        From then on no step can be redone.
-        """
+        """Waits until every stage has applied the last step."""
         self.checkpoints.end_training()
         self.reach("end", self.executor.version)
         self.collectives.barrier("end of training")
 
     def _share_attributes(self) -> None:
-        """The workers of a pipeline take over the attributes of its last stage.
-
-        Copies of parameters are compared.
-        """
+        """The workers of a pipeline take over the attributes of its last stage."""
         if self.grid.stages == 1:
             return
         last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
@@ -349,10 +340,7 @@ class Session:
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
-        """The output of the whole model.
-
-        See :class:`~lightning_recycle.session.whole_forward.WholeForward`.
-        """
+        """The output of the whole model."""
         if not hasattr(self, "_whole_forward"):
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"

@@ -94,10 +94,7 @@ class StateTransfer:
         self._background = background
 
     def begin_training(self, restored: ObjectPack | None) -> None:
-        """Before the first step.
-
-        ``restored``: the users' objects, if the run begins again.
-        """
+        """Before the first step."""
         if restored is not None:
             self.load_objects(restored, {})
         if self._context.grid.lanes > 1 or self._context.run.may_restart:
@@ -116,10 +113,7 @@ class StateTransfer:
     # ------------------------------------------------------------------ checkpoints
 
     def common_state(self) -> dict[str, Any]:
-        """The state that completes a checkpoint on any grid.
-
-        All workers call it, as hooks of the user's may.
-        """
+        """The state that completes a checkpoint on any grid."""
         trainer = self._trainer
         options = [
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -136,10 +130,7 @@ class StateTransfer:
         }
 
     def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
-        """Restores from a completion the state that Lightning has not.
-
-        Before the first step of a run that goes on from a checkpoint.
-        """
+        """Restores from a completion the state that Lightning has not."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert isinstance(loop, PipelineFitLoop)
         metrics = self._recorder.metrics_by_path()
@@ -158,10 +149,7 @@ class StateTransfer:
         return user_graph(self._trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
 
     def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
-        """The user's objects become what they were.
-
-        ``state``: has buffers that hooks made.
-        """
+        """The user's objects become what they were."""
         graph, device = user_graph(self._trainer), self._context.device
         given = {name: tensor.to(device) for name, tensor in state.items()}
         graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
@@ -199,10 +187,7 @@ class StateTransfer:
         return trained_by_name(self._module, self._trainer.optimizers)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """Rewinds this worker to the beginning of the batch of the donor's step.
-
-        Objects first, then all that reads or runs them.
-        """
+        """Rewinds this worker to the beginning of the batch of the donor's step."""
         trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
@@ -230,8 +215,6 @@ class StateTransfer:
 
     def complete(self) -> None:
         """Takes over the donor's state at the point where it took the snapshot.
-
-        If this worker has just joined.
 
         Does not return if this worker is no copy of its donor all the same: then the others go on without it.
         """

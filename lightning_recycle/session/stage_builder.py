@@ -246,10 +246,7 @@ def _materialize(module: nn.Module, device: torch.device, seed: int, is_elsewher
 
 @torch.no_grad()
 def _reset(owner: nn.Module, device: torch.device) -> bool:
-    """Lets ``owner`` draw its own tensors, whole, and keeps this worker's part.
-
-    Whether it can.
-    """
+    """Lets ``owner`` draw its own tensors, whole, and keeps this worker's part."""
     reset = getattr(owner, "reset_parameters", None)
     if not callable(reset):
         return False

@@ -44,10 +44,7 @@ _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]) -> str:
-    """Why the layers ``owned`` of this worker cannot go to another one.
-
-    Empty if they can.
-    """
+    """Why the layers ``owned`` of this worker cannot go to another one."""
     if parts.optimizes_itself:
         return "the module optimizes by itself"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -147,8 +144,6 @@ def _wait_for(inputs: Any) -> None:
 
 class StageLayers:
     """The layers that this worker has.
-
-    A :class:`~lightning_recycle.runtime.stage.stage_bundle.LayerKeeper`.
 
     Args:
         hold: what runs the parts of this stage under a layout, given the weights that stages share, and the
@@ -332,10 +327,7 @@ def _regroup(
     by_name: Mapping[str, nn.Parameter],
     states: Mapping[str, Any],
 ) -> None:
-    """Sets the parameters in the groups of ``optimizer``, in the order of ``names``.
-
-    As far as they are here; ``states`` are those of parameters that were not here before.
-    """
+    """Sets the parameters in the groups of ``optimizer``, in the order of ``names``."""
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = list(dict.fromkeys(by_name[name] for name in members if name in by_name))
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -46,10 +46,7 @@ class StateCopies:
         self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
 
     def limit(self, needed: int, free: float) -> bool:
-        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more.
-
-        Otherwise none is made.
-        """
+        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more."""
         there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
         self.are_originals = needed - there > free
         if self.are_originals:

@@ -37,10 +37,7 @@ _BY_NAME = ("weights", "gradients")
 
 
 class Boundary(Enum):
-    """The places of a training at which a step is over.
-
-    Each follows the one before within one batch.
-    """
+    """The places of a training at which a step is over."""
 
     BATCH = "batch"
     """All hooks of the batch have run, and Lightning has logged it."""

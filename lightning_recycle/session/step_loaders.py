@@ -119,18 +119,12 @@ class StepLoaders:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step, of the first loader if there are several.
-
-        0 if no loader knows it.
-        """
+        """Samples per step, of the first loader if there are several."""
         training = (loader for loader in self._loaders if not loader.evaluation)
         return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
     def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
-        """Converts and moves a collated batch with the user's hooks.
-
-        Their draws depend on the data's address.
-        """
+        """Converts and moves a collated batch with the user's hooks."""
         trainer, device = self._context.trainer, self._context.device
         data = trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:

@@ -176,8 +176,6 @@ class TrainingSteps:
     def _follow_parameters(self) -> None:
         """The parameters are those that the module and its optimizer have now.
 
-        Hooks may have changed that.
-
         Raises:
             UnsupportedFeatureError: if they have, with several stages.
         """
@@ -347,10 +345,7 @@ class TrainingSteps:
             foreach_mul_([local_part(grad) for grad in grads], scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips each value, in shards where there are any.
-
-        ``torch.nn.utils.clip_grad_value_`` fails for sharded and plain gradients together.
-        """
+        """Clips each value, in shards where there are any."""
         for parameter in self._trainer.strategy.precision_plugin.main_params(optimizer):
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-clip_val, clip_val)
@@ -360,10 +355,7 @@ class TrainingSteps:
         self._newest_step = OptimizerStep()
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Tensors held from step to step besides parameters and gradients.
-
-        Buffers, and optimizer states with those before the newest step.
-        """
+        """Tensors held from step to step besides parameters and gradients."""
         yield from self._module.buffers()
         yield from self._newest_step.tensors()
         for optimizer in self._optimizers:

@@ -47,8 +47,6 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
 def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> ObjectGraph:
     """The graph of module, callbacks, data module, DataLoaders and hooks.
 
-    Streams are no part of it: each worker has its own place in them.
-
     Args:
         training: for peers, which have the same layers: what takes optimizers and schedulers with it.
     """
@@ -90,10 +88,7 @@ class TrainingParts:
         strategy.lr_scheduler_configs = self.schedulers
 
     def read_loaders(self, trainer: pl.Trainer) -> None:
-        """Lets the loops of ``trainer`` read the loaders.
-
-        Streams are asked for, as each worker has its own.
-        """
+        """Lets the loops of ``trainer`` read the loaders."""
         for name, given in self.loaders.items():
             read_loaders(trainer, name, None if name in self.streams else given)
 
@@ -135,19 +130,13 @@ def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | 
 
 
 def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """Streams among ``loaders``, by name, and their datasets.
-
-    Each worker has its own place in them.
-    """
+    """Streams among ``loaders``, by name, and their datasets."""
     streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
 def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
-    """Module, data module, and callbacks that do not belong to their process.
-
-    ``schedules``: with callbacks that have brought a scheduler of their own.
-    """
+    """Module, data module, and callbacks that do not belong to their process."""
     others = () if schedules else (StochasticWeightAveraging,)
     callbacks = {
         name: value
@@ -158,10 +147,7 @@ def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
-    """The callbacks that all workers had when they began.
-
-    A hook may have added or removed some since.
-    """
+    """The callbacks that all workers had when they began."""
     session: Any = trainer.strategy.session  # type: ignore[attr-defined]
     return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
 
@@ -171,10 +157,7 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def process_anchors(trainer: pl.Trainer, optimizers: bool = True) -> dict[str, Any]:
-    """Objects that belong to the Trainer of a process.
-
-    ``optimizers``: with optimizers and schedulers.
-    """
+    """Objects that belong to the Trainer of a process."""
     own = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
     schedulers = {f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}

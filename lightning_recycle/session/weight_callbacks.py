@@ -129,10 +129,7 @@ class WeightCallbacks:
             vars(callback)["_run_pruning"] = partial(_seeded, run, self._trainer, seed)
 
     def release(self) -> None:
-        """The run is over: the callbacks are Lightning's again.
-
-        They forget the stage, and know the names of the whole model.
-        """
+        """The run is over: the callbacks are Lightning's again."""
         pruning = _callbacks_of(self._trainer, ModelPruning)
         for callback in (*self._averaging, *self._finetuning, *pruning):
             for name in _REPLACED:
@@ -311,8 +308,6 @@ def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
     """Makes groups of these parameters, as callbacks may have changed them.
-
-    Options follow.
 
     Raises:
         ConfigurationError: if ``module`` lacks one of them.
