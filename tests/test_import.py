@@ -245,7 +245,7 @@ PRIVATE = {
         "torch:Tensor._version",
     ],
     "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.session.reporting": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",

@@ -113,7 +113,7 @@ def run_worker(
     user = UserObjects(call, keeps_large=reports)
     with session.settled():
         returned = call()
-        session.weights.release()
+        session.checkpoints.weights.release()
         way = way_home(session, setup.gathering)
         whole = None
         if setup.outsiders and way is ResultRoute.MESSAGES:

@@ -23,16 +23,18 @@ from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.lightning_internals import final_settings, loader_states, loop_states
 from lightning_recycle.session.object_attributes import is_own
-from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
-from lightning_recycle.session.optimizer_states import complete_state, group_names
-from lightning_recycle.session.session import Session
-from lightning_recycle.session.user_objects import (
+from lightning_recycle.session.object_graph import (
     CallbackList,
+    LargeData,
+    ObjectGraph,
+    ObjectPack,
     process_anchors,
     streams_among,
     weights_by_name,
     weights_for,
 )
+from lightning_recycle.session.optimizer_states import complete_state, group_names
+from lightning_recycle.session.session import Session
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -56,6 +55,7 @@ from lightning_recycle.files import (
     write_json,
 )
 from lightning_recycle.runtime.executor.device_memory import storage_bytes
+from lightning_recycle.session.collectives import StageGroup
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
@@ -311,34 +311,11 @@ _TORCH_METADATA = ".metadata"
 _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
-class Writers(Protocol):
-    """The workers that write a folder: all, or those that hold copies of its stages."""
-
-    rank: int
-    positions: Positions
-    pace: Pace
-    """How fast each of them writes."""
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker names the folder."""
-
-    @property
-    def is_column_leader(self) -> bool:
-        """Whether this worker writes a stage's part."""
-
-    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all of them, by rank."""
-
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may give what is at ``temporary`` its name."""
-
-
 def save_sharded(
     path: str | os.PathLike[str],
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
 ) -> bool | WriteFailure:
     """Writes this worker's shard together with all others.
@@ -352,31 +329,31 @@ def save_sharded(
     Returns:
         Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
     """
-    gather, upload = collectives.gather_all, None
+    gather, upload = group.gather_all, None
     if (local := local_path(path)) is None:
         upload = _Upload(os.fspath(path))
         local = Path(tempfile.gettempdir()) / Path(path).name
     path = local
     folder: Path | None = None
     while True:
-        if collectives.is_leader:
+        if group.is_leader:
             if folder is not None:  # all live workers have left it, because a writer died
                 discard(folder)
             remove_leftovers(path.parent)
-        proposals = gather("checkpoint folder", temporary_path(path).name if collectives.is_leader else None)
+        proposals = gather("checkpoint folder", temporary_path(path).name if group.is_leader else None)
         names = [name for _, name in sorted(proposals.items()) if name is not None]
         if not names:
             continue
         folder = path.with_name(names[0])
         try:
-            outcome = _write_once(path, folder, shard, rest, collectives, before_naming, upload)
+            outcome = _write_once(path, folder, shard, rest, group, before_naming, upload)
         except BaseException:
-            if collectives.is_leader:
+            if group.is_leader:
                 discard(folder)
             raise
         if outcome is None:
             continue
-        if upload is not None or (isinstance(outcome, WriteFailure) and collectives.is_leader):
+        if upload is not None or (isinstance(outcome, WriteFailure) and group.is_leader):
             discard(folder)
         return outcome
 
@@ -404,7 +381,7 @@ def _write_once(
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
     upload: _Upload | None,
 ) -> bool | WriteFailure | None:
@@ -412,21 +389,21 @@ def _write_once(
 
     As :func:`save_sharded`, or None if a writer died meanwhile.
     """
-    gather, num_writers = collectives.gather_all, collectives.positions.columns
+    gather, num_writers = group.gather_all, group.positions.columns
     writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(collectives.pace)
+    writer.fs = _PacedFileSystem(group.pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
     def plan() -> Any:
         # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
         # the members of a position have in common one copy is written.
-        if upload is not None and collectives.is_leader:
+        if upload is not None and group.is_leader:
             upload.begin()
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    mine = attempt(plan, path, shard) if collectives.is_column_leader else None
+    mine = attempt(plan, path, shard) if group.is_column_leader else None
     plans = _parts(gather("checkpoint plan", mine))
     if isinstance(plans, WriteFailure):
         return plans
@@ -437,7 +414,7 @@ def _write_once(
     merged = writer.prepare_global_plan(merged)
 
     def write() -> tuple[Any, dict[str, Checksum]]:
-        plan = planner.finish_plan(merged[ranks.index(collectives.rank)])
+        plan = planner.finish_plan(merged[ranks.index(group.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         if upload is not None:
@@ -468,7 +445,7 @@ def _write_once(
         put_in_place(folder, path)
         return True
 
-    named = attempt(finish, path, rest) if collectives.is_leader else None
+    named = attempt(finish, path, rest) if group.is_leader else None
     outcomes = _parts(gather("checkpoint", named))
     if isinstance(outcomes, WriteFailure):
         return outcomes

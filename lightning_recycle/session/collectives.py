@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol.positions import Positions
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.files import Pace
 from lightning_recycle.model.module import global_seed
@@ -73,20 +76,61 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
     dist.is_initialized = is_initialized
 
 
-class WorkerCollectives:
+class StageGroup(ABC):
+    """Workers that hold all stages between them: all of a run, or the holders of copies.
+
+    Attributes:
+        pace: how fast each of them writes.
+    """
+
+    rank: int
+    positions: Positions
+    pace: Pace
+
+    @property
+    @abstractmethod
+    def is_leader(self) -> bool:
+        """Whether this worker speaks for all of them, and names files."""
+
+    @property
+    @abstractmethod
+    def is_column_leader(self) -> bool:
+        """Whether this worker speaks for its stage, or for its part of that."""
+
+    @abstractmethod
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of all of them, by rank."""
+
+    @abstractmethod
+    def confirm(self, temporary: Path | None = None) -> None:
+        """Returns if this worker may give the checkpoint at ``temporary`` its name."""
+
+    def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """One part per column, in order. Asks again if a speaker dies meanwhile."""
+        while True:
+            found = self.gather_all(name, (part(),) if self.is_column_leader else None)
+            parts = {self.positions.column(rank): value[0] for rank, value in found.items() if value is not None}
+            if len(parts) == self.positions.columns:
+                return [parts[column] for column in range(len(parts))]
+
+    def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """One part per stage, in order: its members' parts, merged."""
+        parts, members = self.gather_columns(name, part), self.positions.members
+        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
+
+
+class WorkerCollectives(StageGroup):
     """A worker's role, and its collectives."""
 
-    def __init__(self, run: RunSetup, client: ControlClient) -> None:
+    def __init__(self, run: RunSetup, client: ControlClient, is_in_step: Callable[[], bool]) -> None:
         self._run, self.grid, self.positions = run, run.grid, run.positions
         self.client = client
         self.rank = client.rank
         self.worker = self.positions.position(client.rank)
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.is_in_step = is_in_step
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
-        self.keeps: Callable[[], tuple[bool, bool]] = lambda: (False, False)
-        """Whether steps keep numbers for each worker in attributes, and lists that are whole on all."""
         self.pace = Pace()
         """Of checkpoints for which all wait: no limit."""
         self._answers: dict[str, Any] = {}
@@ -107,17 +151,19 @@ class WorkerCollectives:
         return self.positions.rank(Worker(0, self.grid.stages - 1))
 
     @property
+    @override
     def is_leader(self) -> bool:
         """Whether this worker speaks for the run."""
         return not self.client.joining and self.rank == self.leader
 
     @property
+    @override
     def is_column_leader(self) -> bool:
         """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
+    @override
     def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker, a member of the run, may name ``temporary``."""
         self.client.confirm()
 
     # ------------------------------------------------------------------ collectives
@@ -140,6 +186,7 @@ class WorkerCollectives:
             if (rank - self.rank) % tensor == 0
         }
 
+    @override
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all live workers, by rank.
 
@@ -177,7 +224,7 @@ class WorkerCollectives:
             self._answers[obj] = answer
         return answer
 
-    def reduce(self, tensor: Any, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, reduce_op: Any, keeps_shares: bool, keeps_lists: bool) -> Any:
         """The values of all live workers as one.
 
         A sum of equal values is that value: it concerns the whole global batch, so each worker holds what under DDP the
@@ -186,7 +233,7 @@ class WorkerCollectives:
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        found = sorted(self.gather("reduce", (tensor.detach(), *self.keeps())).items())
+        found = sorted(self.gather("reduce", (tensor.detach(), keeps_shares, keeps_lists)).items())
         shares, lists = (any(flags) for flags in zip(*(kept for _, (_, *kept) in found), strict=True))
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         if shares:  # of a pipeline, the last stage has it
@@ -231,13 +278,9 @@ class WorkerCollectives:
                 if found is not None:  # of one worker: only one leads
                     return found[0]
 
-    def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per stage, in order, on all workers: its members' parts, merged."""
-        parts, members = self.gather_columns(name, part), self.positions.members
-        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
-
+    @override
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per column, in order, on all workers.
+        """One part per column, in order, on all workers. Asks again if a speaker dies.
 
         Raises:
             UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
@@ -245,13 +288,7 @@ class WorkerCollectives:
         if self.client.joining and self.grid.stages > 1:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         self.settle()
-        while True:
-            payloads = self.gather_all(name, (part(),) if self.is_column_leader else None)
-            parts = {
-                self.positions.column(rank): value[0] for rank, value in sorted(payloads.items()) if value is not None
-            }
-            if len(parts) == self.positions.columns:
-                return [parts[column] for column in range(len(parts))]
+        return super().gather_columns(name, part)
 
 
 # ---------------------------------------------------------------------- context
@@ -266,6 +303,11 @@ def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> Posit
     return PositionMesh(run.mesh_sizes, member, device_type, client.joining)
 
 
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """Whether a step runs, or a hook that sees the output of one micro-batch."""
+    return getattr(trainer.lightning_module, "recorded_logs", None) is not None
+
+
 class WorkerContext:
     """The context of one worker, whose Trainer is about to run."""
 
@@ -273,7 +315,7 @@ class WorkerContext:
         self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
     ) -> None:
         self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
-        self.collectives = WorkerCollectives(run, client)
+        self.collectives = WorkerCollectives(run, client, lambda: is_in_step(trainer))
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.mesh = _mesh_of(run, client, trainer)
         self.resumed_seed: int | None = None

@@ -29,89 +29,19 @@ Where all set it, they stop there, as on one device; else after one of the next 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.control.protocol.state import ENDED
-from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import (
     SignalHandlers,
     cluster_environment_of,
-    mark_saved,
-    path_of_ended_run,
 )
-
-if TYPE_CHECKING:
-    from lightning_recycle.session.training_steps import TrainingSteps
-
-
-def saves_on_exception(callback: Callback) -> bool:
-    """Whether ``callback``, of Lightning's, writes a checkpoint in ``on_exception``."""
-    return isinstance(callback, OnExceptionCheckpoint) or (
-        isinstance(callback, ModelCheckpoint) and callback.save_on_exception
-    )
-
-
-def saved_already(trainer: pl.Trainer) -> None:
-    """Marks the last step as saved for ``ModelCheckpoint(save_on_exception=True)``."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            mark_saved(callback, trainer.global_step)
-
-
-class SaveAndEnd:
-    """Saves at the end of the last step of a run that a signal ends, and ends the run."""
-
-    def __init__(self, context: WorkerContext, steps: TrainingSteps, preemption: Preemption) -> None:
-        self._context, self._steps, self._preemption = context, steps, preemption
-        self._collectives, self._options = context.collectives, context.options.checkpoints
-
-    def end(self, trainer: pl.Trainer) -> None:
-        """Ends this worker, with all others, if the run is to end after this step."""
-        if not self._steps.ends_after_batch():
-            return
-        self._save(trainer)
-        for logger in trainer.loggers:
-            logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
-        if self._collectives.decide(self._preemption.requeue_wanted, all_agree=False):
-            self._collectives.by_leader("requeue", self._requeue)
-        self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        # There is no later step after which a checkpoint that is lost could be asked for again.
-        with self._steps.checkpoints.waited_for():
-            self._steps.checkpoints.ask_again()
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if saves_on_exception(callback):
-                    callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
-            # A number in it is found by looking into the folder.
-            path = self._collectives.broadcast(self._path(trainer))
-            if path is not None:
-                trainer.save_checkpoint(path)
-
-    def _requeue(self) -> None:
-        with self._context.client.busy("requeue"):
-            requeue(self._options.signal_timeout)
-
-    def _path(self, trainer: pl.Trainer) -> str | None:
-        """The path of the checkpoint that this worker would choose."""
-        wanted = self._options.save_on_signal
-        if not isinstance(wanted, bool):
-            return os.fspath(wanted)
-        if not wanted and not self._preemption.resumes:
-            return None
-        return path_of_ended_run(trainer)
-
 
 # ---------------------------------------------------------------------- signals
 
@@ -165,20 +95,20 @@ class StopRequests:
         agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
     """
 
-    def __init__(self, context: WorkerContext, steps: TrainingSteps) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self.agreed = False
-        self._trainer, self._client, self._steps = context.trainer, context.client, steps
+        self._trainer, self._client = context.trainer, context.client
         self._is_told_to_wait = False
 
-    def agree(self, place: StopPlace) -> None:
+    def agree(self, place: StopPlace, step: int, after_step: AfterStep) -> None:
         """Sets ``trainer.should_stop`` here as on all other workers."""
         trainer, client = self._trainer, self._client
         if self.agreed or client.joining:
             return
-        if self._steps.after_step is AfterStep.STOP:
+        if after_step is AfterStep.STOP:
             self.agreed = trainer.should_stop = True
             return
-        point = stop_point(self._steps.executor.version, place)
+        point = stop_point(step, place)
         if trainer.should_stop and not self._is_told_to_wait:
             self.agreed = client.request_stop(point)
             if self.agreed:

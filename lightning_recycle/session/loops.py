@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -36,16 +34,14 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
-from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.commit_requirements import called_once
-from lightning_recycle.session.lightning_internals import go_on, lightning_optimizers, loaders_of, rewind_to_batch
+from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
 from lightning_recycle.session.step_completion import Boundary
-
-if TYPE_CHECKING:
-    from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.step_loaders import addressed_loaders
+from lightning_recycle.session.training_steps import TrainingSteps
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +52,6 @@ def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
     """The share of the batch that Lightning has just begun in a step of the optimizer."""
     batches = trainer.accumulate_grad_batches
     return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
-
-
-def ends_step(trainer: pl.Trainer) -> bool:
-    """Whether the optimizer steps after the current or newest batch."""
-    return not trainer.fit_loop._should_accumulate()
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -162,7 +153,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        self._runner.stop_requests.agree(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
+        self._runner.agree_to_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
         return super().done
 
     @override
@@ -230,7 +221,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._has_advanced:
-            self._runner.stop_requests.agree(StopPlace.STEP_END)
+            self._runner.agree_to_stop(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
@@ -288,7 +279,7 @@ class PipelineFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        self.runner.stop_requests.agree(StopPlace.FIT if self._has_started else StopPlace.START)
+        self.runner.agree_to_stop(StopPlace.FIT if self._has_started else StopPlace.START)
         return not self._goes_on and super().done
 
     @override
@@ -333,8 +324,8 @@ class PipelineFitLoop(_FitLoop):
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
-        if (interval := self.runner.checkpoints.interval) is not None:
-            state["save_interval"] = interval.state()
+        if (interval := self.runner.checkpoints.interval_state()) is not None:
+            state["save_interval"] = interval
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
             state["sampler_states"] = [order and {**order, **reload} for order in orders]
@@ -442,48 +433,3 @@ def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
 
     connector.on_batch_start = on_batch_start  # type: ignore[method-assign]
     connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
-
-
-def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
-    """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
-    return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]
-
-
-# ---------------------------------------------------------------------- counters of a step
-
-
-@dataclass(frozen=True)
-class ProgressSnapshot:
-    """The counters of a step.
-
-    Args:
-        batch: the number of its batch in the epoch, counted from 1.
-    """
-
-    steps: int
-    epoch: int
-    batch: int
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
-        """The moment of the step that the loops of ``trainer`` are in."""
-        loop = trainer.fit_loop
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)
-
-    def restore(self, trainer: pl.Trainer) -> None:
-        """Sets the counters of ``trainer``."""
-        loop = trainer.fit_loop
-        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = self.steps
-        loop.epoch_progress.current.completed = self.epoch
-        loop.epoch_loop.batch_progress.current.ready = self.batch
-
-    @contextmanager
-    def again(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Within the block the counters of ``trainer`` are those of this moment."""
-        now = ProgressSnapshot.of(trainer)
-        self.restore(trainer)
-        try:
-            yield
-        finally:
-            now.restore(trainer)

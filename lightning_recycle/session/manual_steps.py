@@ -25,31 +25,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchmetrics import Metric
 
 from lightning_recycle.devices import enter_device
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
 from lightning_recycle.session.microbatch_state import MicrobatchState
-from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.outputs import OutputRecorder
 
 
 class ManualSteps:
     """Runs the steps of one worker."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        step: nn.Module,
-        steps: TrainingSteps,
-        metrics: Callable[[], list[Metric]],
-    ) -> None:
+    def __init__(self, context: WorkerContext, step: nn.Module, parts: ModelParts, recorder: OutputRecorder) -> None:
         self._context, self._trainer = context, context.trainer
-        self._step, self._steps, self._metrics = step, steps, metrics
+        self._step, self._parts, self._recorder = step, parts, recorder
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self._exchange: WholeStepRunner
@@ -73,7 +67,9 @@ class ManualSteps:
         trainer = self._trainer
         module = trainer.lightning_module
         self._states = [
-            MicrobatchState(module, trainer.optimizers, self._context.device, self._metrics, first=number == 0)
+            MicrobatchState(
+                module, trainer.optimizers, self._context.device, lambda: self._recorder.metrics, first=number == 0
+            )
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
         self._turns = Lockstep(self._states)
@@ -92,9 +88,10 @@ class ManualSteps:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._steps.begin_whole_step(microbatch.index)
+            self._recorder.side_effects.slot = microbatch.index
             output = self._step(*microbatch.inputs)
-        return _loss_in(output), self._steps.record_output(output, None, microbatch.samples)
+        with self._context.forward_context():
+            return _loss_in(output), self._parts.record_training(self._recorder, output, None, microbatch.samples)
 
     # ------------------------------------------------------------------ what is done together
 

@@ -14,12 +14,16 @@ from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.lightning_internals import plain_optimizer
+from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
@@ -69,6 +73,13 @@ def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
             places = {f"parameter {j} of group {i} of optimizer {number}": p for j, p in enumerate(group["params"])}
             named.update({name: p for name, p in places.items() if id(p) not in known})
     return named
+
+
+def not_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """The parameters of ``module`` that no optimizer has."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    optimized = {id(parameter) for group in groups for parameter in group["params"]}
+    return [parameter for parameter in module.parameters() if id(parameter) not in optimized]
 
 
 def complete_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -279,6 +290,65 @@ def split_optimizer_state(
             next_index += 1
         groups.append({**group, "params": indices})
     return {"state": state, "param_groups": groups}
+
+
+class StageStates:
+    """The states of a worker's stage, joined with those of the others, or cut out of the whole model's.
+
+    Args:
+        copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
+    """
+
+    def __init__(self, context: WorkerContext, parts: ModelParts, copies: Copies) -> None:
+        self.context, self.parts, self.copies = context, parts, copies
+        self.collectives, self.sharded = context.collectives, context.options.checkpoints.save_distributed_checkpoint
+
+    @property
+    def module(self) -> pl.LightningModule:
+        return self.parts.module
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether checkpoints asked for now get the stages' states one by one."""
+        return self.sharded
+
+    @property
+    def stage(self) -> int:
+        return self.collectives.worker.stage
+
+    def owned_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The name in a checkpoint of each parameter of this stage."""
+        return {name: self.copies.get((self.stage, name), name) for name in names}
+
+    def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of all stages, by name of the parameter, as one on every worker."""
+        merged: dict[str, Any] = {}
+        for part in self.collectives.gather_stages(name, lambda: to_cpu(state)):
+            merged.update(part)
+        return merged
+
+    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` of the whole model without what belongs to layers of other stages."""
+        owned = set(self.module.state_dict())
+        return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole model's optimizer state, parameters numbered in the order of layers.
+
+        Where checkpoints get the stages' states one by one, that of the stage; its numbers follow.
+        """
+        optimizer = plain_optimizer(optimizer)
+        if self.by_stage:
+            return complete_state(optimizer)
+        parts = self.collectives.gather_stages(
+            "optimizer state", lambda: (to_cpu(complete_state(optimizer)), group_names(self.module, optimizer))
+        )
+        return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
+
+    def own_optimizer_state(self, whole: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
+        """This stage's part of the whole model's optimizer state, and the names of its parameters."""
+        names = self.collectives.gather_stages("names of parameters", lambda: group_names(self.module, optimizer))
+        return split_optimizer_state(whole, names, self.copies, self.stage), names[self.stage]
 
 
 # ---------------------------------------------------------------------- rewinding an optimizer

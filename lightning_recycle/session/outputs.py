@@ -33,7 +33,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects, put_together, taken_apart
-from lightning_recycle.session.user_objects import metric_parts
+from lightning_recycle.session.object_graph import metric_parts
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
 
 MetricStates: TypeAlias = dict[str, Any]
@@ -94,13 +94,20 @@ class OutputRecorder:
 
     Args:
         shared: whether several workers run the hooks.
+        on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
-    def __init__(self, module: RecordedModule, side_effects: HookSideEffects, shared: bool = True) -> None:
+    def __init__(
+        self,
+        module: RecordedModule,
+        side_effects: HookSideEffects,
+        shared: bool = True,
+        on_logger_call: Callable[[LoggerCall], None] = lambda call: None,
+    ) -> None:
         self._module, self.side_effects, self._shared = module, side_effects, shared
         self._newest: tuple[Any, dict[int, tuple[Any, list[Effect]]]] = None, {}
         self._found_for: tuple[Any, ...] = ()
-        self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
+        self._on_logger_call = on_logger_call
         self._find_metrics()
 
     @property
@@ -283,7 +290,7 @@ class OutputRecorder:
             else:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
         for call in next(iter(calls.values()), []):
-            self.on_logger_call(call)
+            self._on_logger_call(call)
         values = [from_host(record.result, device) for record in ordered]
         return StepOutputs(values, [record.samples for record in ordered])
 

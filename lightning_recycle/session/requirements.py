@@ -33,8 +33,7 @@ from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.weights import names_by_parameter
 from lightning_recycle.runtime.stage.fully_sharded import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
-from lightning_recycle.session.interruption import saves_on_exception
-from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
+from lightning_recycle.session.lightning_internals import mode_of, saves_on_exception, synchronises_batchnorm
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 from lightning_recycle.torch_internals import fsdp_parameters, is_compiled, tree_leaves
 

@@ -2,7 +2,7 @@
 
 It is created once the process knows its place, before Lightning begins. What needs the model and the optimizer exists
 from Lightning's ``strategy.setup()`` on, which calls :meth:`Session.setup`. Its parts do the work: the sources of steps
-(:mod:`~lightning_recycle.session.step_loaders`), the stage (:mod:`~lightning_recycle.session.stage_builder`), training
+(:mod:`~lightning_recycle.session.step_loaders`), the stage (:mod:`~lightning_recycle.session.stage_layers`), training
 steps (:mod:`~lightning_recycle.session.training_steps`), checkpoints, and the transfer of state to a replacement.
 """
 
@@ -26,34 +26,29 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.background_saves import BackgroundSaves
-from lightning_recycle.session.checkpoints import Checkpoints, users_save_hook
+from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.hook_side_effects import HookSideEffects
-from lightning_recycle.session.interruption import Preemption, SaveAndEnd
+from lightning_recycle.session.interruption import Preemption
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
-from lightning_recycle.session.loggers import LogRelay, keep_files
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
-from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.model_checkpoint import leave_saves_alone
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import copies_differ, sums_of_copies
-from lightning_recycle.session.reporting_callbacks import (
+from lightning_recycle.session.reporting import (
+    LogRelay,
+    keep_files,
     keep_monitors_going,
     keep_reports_apart,
-    leave_saves_alone,
     show_progress_bar,
     show_whole_run,
-    undo_failed_saves,
 )
-from lightning_recycle.session.snapshot import StateTransfer
-from lightning_recycle.session.stage_builder import StageBuilder, build_layers
+from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
-from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.session.whole_forward import WholeForward
 
 log = logging.getLogger(__name__)
@@ -70,13 +65,6 @@ class Session:
         local_rank: the number of its device; while data is prepared, 0 in the worker that does that for its machine.
     """
 
-    module: RecordedModule
-    parts: ModelParts
-    executor: Executor
-    steps: TrainingSteps
-    checkpoints: Checkpoints
-    _relay: LogRelay
-
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self.trainer = trainer = context.trainer
@@ -88,13 +76,36 @@ class Session:
         self.callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         number_hooks(self.place.rank, self.place.incarnation)
         self.loaders = StepLoaders(context)
-        self.weights = WeightCallbacks(trainer)
-        self.manual: ManualSteps | None = None
         self.node_rank, self.local_rank = 0, self.place.device
         self._preemption = Preemption(context)
+        self._steps: TrainingSteps | None = None
+        self._whole_forward: WholeForward | None = None
         self._dataloader_idx = 0  # of the current evaluation
         self._has_warned = False  # of copies that differ
         self._follow_leader()
+
+    @property
+    def steps(self) -> TrainingSteps:
+        """The training steps; like the next ones there from :meth:`setup` on."""
+        if self._steps is None:
+            raise AttributeError("This worker has no stage of the model before setup().")
+        return self._steps
+
+    @property
+    def module(self) -> RecordedModule:
+        return self.steps.module
+
+    @property
+    def parts(self) -> ModelParts:
+        return self.steps.parts
+
+    @property
+    def executor(self) -> Executor:
+        return self.steps.executor
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.steps.checkpoints
 
     def leave(self) -> None:
         """Releases the process, which becomes the launching process of the next run."""
@@ -118,7 +129,7 @@ class Session:
         try:
             yield
         except Exception as error:
-            if hasattr(self, "executor") and not self.client.joining:  # otherwise no member has met it
+            if self._steps is not None and not self.client.joining:  # otherwise no member has met it
                 self.executor.settle(error)
             raise
 
@@ -159,135 +170,45 @@ class Session:
 
     def setup(self) -> None:
         """Builds this stage of the model and its parts on the first call."""
-        if hasattr(self, "executor"):
+        if self._steps is not None:
             return
         trainer, strategy, context = self.trainer, self.trainer.strategy, self._context
         assert strategy.accelerator is not None
-        self.module = module = recorded(trainer.lightning_module)
-        self.parts = parts_of(module, self.grid.stages, self.options.layers)
+        module = recorded(trainer.lightning_module)
+        parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
-        show_whole_run(trainer, self.parts, self.collectives)
+        show_whole_run(trainer, parts, self.collectives)
         adapt_connector(trainer, self._share_attributes)
         spare_moves()
         quicken()
-        build_layers(context, self.parts, self.weights)
+        watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
+        build_layers(context, parts)
         _check_shapes(module)
-        self._recorder = self._make_recorder()
+        microbatches = self.run.data_grid.global_microbatches
+        side_effects = HookSideEffects(module, microbatches == self.grid.num_workers == 1, microbatches)
+        relay = LogRelay(context, module, lambda: self.executor.version)
+        recorder = OutputRecorder(module, side_effects, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
-        ties = StageTies(self.parts.ties(self.run.parts), self.worker.stage, parameters_by_name(module))
-        self._ties = ties
-        self._name_norms(ties)
-        self.steps = self._make_steps(ties)
-        self.collectives.settle = self.executor.settle_newest
-        self._whole_forward = WholeForward(self.parts, self._recorder, module, self.collectives, self.executor)
-        self.weights.connect(self.checkpoints, context.seed)
-        undo_failed_saves(trainer, self.checkpoints)
-        self._relay = LogRelay(context, self.executor, module)
-        self._recorder.on_logger_call = self._relay.on_call
-        self.client.on_leader = self._lead
+        self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
+        self._whole_forward = WholeForward(parts, recorder, module, self.collectives, self.executor)
+        self.client.on_leader = partial(self._lead, relay)
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
-            self.steps.ending = SaveAndEnd(context, self.steps, self._preemption)
         if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
         self.reach("setup", 0)
 
-    def _make_recorder(self) -> OutputRecorder:
-        module, microbatches = self.module, self.run.data_grid.global_microbatches
-        alone = microbatches == self.grid.num_workers == 1
-        side_effects = HookSideEffects(module, alone, microbatches)
-        recorder = OutputRecorder(module, side_effects, shared=self.grid.num_workers > 1)
-        self.collectives.keeps = lambda: (side_effects.keeps_shares, bool(side_effects.names))
-        self.collectives.is_in_step = lambda: module.recorded_logs is not None
-        watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
-        return recorder
-
-    def _make_steps(self, ties: StageTies) -> TrainingSteps:
-        context, trainer = self._context, self.trainer
-        steps = TrainingSteps(context, self.parts, self._recorder, self.loaders, self._preemption, self.reach)
-        builder = StageBuilder(context, self.parts, self._recorder)
-        if context.fitting and self.parts.optimizes_itself:
-            self.executor, self.manual = builder.manual_executor(ties, steps)
-        else:
-            steps.layers = builder.layers(steps.left_gradients, self._has_other_layers)
-            self.executor = builder.executor(ties, steps)
-        if not self.parts.optimizes_itself:  # otherwise the plugin sees all there is
-            plugin = trainer.strategy.precision_plugin
-            plugin.clip_grad_by_norm = steps.clip_grad_by_norm  # type: ignore[method-assign]
-            plugin.clip_grad_by_value = steps.clip_grad_by_value  # type: ignore[method-assign]
-        steps.executor = self.executor
-        steps.resume_seed = self.resume_seed
-        background = self._background_saves() if context.fitting else None
-        if background is not None:
-            self.client.complete_saves = background.await_thread
-        steps.transfer = transfer = StateTransfer(context, self.module, self._recorder, steps, self.weights, background)
-        self.checkpoints = steps.checkpoints = Checkpoints(
-            context, self.parts, self.executor, ties.copies, self.reach, transfer, background
-        )
-        return steps
-
-    def _background_saves(self) -> BackgroundSaves | None:
-        """Decides whether this run saves in the background."""
-        wanted = self.options.checkpoints
-        by_stage = wanted.save_distributed_checkpoint or self.grid.stages == 1
-        if wanted.background == "auto" and not by_stage and (hook := users_save_hook(self.trainer)):
-            if self.collectives.is_leader:
-                log.info(
-                    "The training waits for checkpoints, so that %s sees the whole model. With"
-                    " CheckpointOptions(background=True) it does not wait, and the hook sees the part of one stage.",
-                    hook,
-                )
-            return None
-        if not wanted.background or self.mesh is not None:
-            return None
-        return BackgroundSaves(self._context)
-
-    def resume_seed(self, seed: int) -> None:
-        """Makes ``seed``, a checkpoint's, that of this run, before its first step."""
-        context = self._context
-        if seed == context.seed:
-            return
-        if self.collectives.is_leader:
-            log.warning(
-                "The checkpoint was written with seed %d, and this run was given seed %d: it goes on with seed %d, so"
-                " that it reads the rest of the epoch in the same order and draws the same random numbers.",
-                *(seed, context.own_seed, seed),
-            )
-        context.resumed_seed = seed
-        self.loaders.reseed(seed)
-        self.executor.reseed(seed)
-        self.weights.prune_by(seed)
-
-    def _name_norms(self, ties: StageTies) -> None:
-        """Lets hooks see norms of gradients over all stages."""
-        if self.mesh is not None:
-            complete_norms(_refuse_norms)
-        elif self.grid.stages > 1:
-            stage = self.worker.stage
-            names = {id(p): name for name, p in self.module.named_parameters()}
-            copies = ties.copies
-            for name, p in parameters_by_name(self.module).items():
-                names[id(p)] = copies.get((stage, name), names[id(p)])
-            complete_norms(self.collectives.gather_stages, names)
-
-    def _has_other_layers(self, bundle: StageBundle) -> None:
-        """The layers of this worker have changed."""
-        self._ties = bundle.ties
-        self._name_norms(bundle.ties)
-        self.checkpoints.copies = bundle.ties.copies
-        self.steps.forget_newest()
-
     @property
     def saves_in_background(self) -> bool:
         """Whether the training does not wait for checkpoints that are asked for now."""
-        return hasattr(self, "checkpoints") and self.checkpoints.in_background is not None
+        return self._steps is not None and self.checkpoints.in_background is not None
 
     # ------------------------------------------------------------------ training
 
     def move_layers(self, sizes: Sequence[float]) -> None:
         """Asks for a layout in which the stages have that many layers."""
-        layers = self.steps.layers if hasattr(self, "steps") else None
+        layers = None if self._steps is None else self._steps.layers
         if layers is None:
             raise ConfigurationError(
                 "Layers move while fit trains a module in several stages by a schedule, only then."
@@ -304,8 +225,8 @@ class Session:
         """The workers of a pipeline take over the attributes of its last stage."""
         if self.grid.stages == 1:
             return
-        last, side_effects = self.worker.stage == self.grid.stages - 1, self._recorder.side_effects
-        sums = {} if self.mesh is not None else sums_of_copies(self._ties, parameters_by_name(self.module))
+        last, side_effects = self.worker.stage == self.grid.stages - 1, self.steps.recorder.side_effects
+        sums = {} if self.mesh is not None else sums_of_copies(self.steps.ties, parameters_by_name(self.module))
         answers = self.collectives.gather("attributes", (side_effects.shares() if last else None, sums))
         found = {rank: share for rank, (share, _) in answers.items()}
         stage = self.collectives.positions.stage
@@ -317,6 +238,14 @@ class Session:
         shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:
             side_effects.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
+
+    def reduce(self, tensor: Any, reduce_op: Any) -> Any:
+        """The values of all workers as one; see :meth:`WorkerCollectives.reduce`."""
+        shares = lists = False
+        if self._steps is not None:
+            side_effects = self._steps.recorder.side_effects
+            shares, lists = side_effects.keeps_shares, bool(side_effects.names)
+        return self.collectives.reduce(tensor, reduce_op, shares, lists)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -331,17 +260,17 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
-        self._recorder.side_effects.begin_step()
+        self.steps.recorder.side_effects.begin_step()
         with self.module.logging_allowed(False):
             records = self.executor.evaluate(handle, split, partial(self.steps.record, record))
         with self._context.forward_context():
-            returned = self._recorder.replay(records, on_step=False)
+            returned = self.steps.recorder.replay(records, on_step=False)
         is_one = self.run.data_grid.global_microbatches == 1
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
         """The output of the whole model."""
-        if not hasattr(self, "_whole_forward"):
+        if self._whole_forward is None:
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
                 " stage of it and was not connected to the others yet, as in configure_optimizers(). Call it before,"
@@ -351,7 +280,7 @@ class Session:
 
     # ------------------------------------------------------------------ leadership
 
-    def _lead(self) -> None:
+    def _lead(self, relay: LogRelay) -> None:
         """Takes over leadership if a new generation has made this worker the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
@@ -359,7 +288,7 @@ class Session:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
             keep_monitors_going(self.trainer, self.steps.first_batch)
-            self._relay.take_over()
+            relay.take_over()
             if self.checkpoints.background is not None:
                 self.checkpoints.background.name_files()
 
@@ -375,10 +304,3 @@ def _check_shapes(module: RecordedModule) -> None:
             f"{lazy[0]} of {type(module).__name__} gets its shape from the first input, and workers need all shapes"
             " before: give its size, or run a batch through the model before fit()."
         )
-
-
-def _refuse_norms(*_: Any) -> list[Any]:
-    raise UnsupportedFeatureError(
-        "grad_norm() is not supported where several processes hold a position: a worker has parts of gradients. With"
-        " Trainer(gradient_clip_val=...) they are clipped by the norm of all."
-    )

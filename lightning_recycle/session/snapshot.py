@@ -12,10 +12,10 @@ when Lightning resumes in the middle of an epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -24,22 +24,27 @@ from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.weights import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
+from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.session.background_saves import CommonState
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
+from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
-from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
-from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.optimizer_states import trained_by_name
+from lightning_recycle.session.object_graph import (
+    LargeData,
+    ObjectPack,
+    TrainingParts,
+    user_graph,
+    weights_by_name,
+    weights_for,
+)
+from lightning_recycle.session.optimizer_states import not_optimized, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
-from lightning_recycle.session.user_objects import TrainingParts, user_graph, weights_by_name, weights_for
-from lightning_recycle.session.weight_callbacks import WeightCallbacks, take_pruned_form
+from lightning_recycle.session.step_loaders import addressed_loaders
+from lightning_recycle.session.weight_callbacks import take_pruned_form
 from lightning_recycle.tensor_memory import local_part, sharded_like
-
-if TYPE_CHECKING:
-    from lightning_recycle.session.training_steps import TrainingSteps
 
 log = logging.getLogger(__name__)
 
@@ -74,24 +79,30 @@ class WorkerSnapshot:
 
 
 class StateTransfer:
-    """Transfer of a worker's state to and from peers, and of objects to checkpoints."""
+    """Transfer of a worker's state to and from peers, and of objects to checkpoints.
+
+    Args:
+        left_gradients: returns gradients that count for later steps, or that hooks may see.
+        describe: returns the values by which a copy of this worker is recognised, by name.
+    """
 
     def __init__(
         self,
         context: WorkerContext,
         module: pl.LightningModule,
         recorder: OutputRecorder,
-        steps: TrainingSteps,
-        weights: WeightCallbacks,
-        background: BackgroundSaves | None,
+        executor: Executor,
+        stop_requests: StopRequests,
+        left_gradients: Callable[[], Mapping[nn.Parameter, Tensor]],
+        describe: Callable[[], dict[str, Any]],
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
         self._recorder, self._side_effects = recorder, recorder.side_effects
-        self._executor, self._weights, self._steps = steps.executor, weights, steps
+        self._executor, self._stop_requests = executor, stop_requests
+        self.left_gradients, self._describe = left_gradients, describe
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
-        self._background = background
 
     def begin_training(self, restored: ObjectPack | None) -> None:
         """Before the first step."""
@@ -120,7 +131,6 @@ class StateTransfer:
             for optimizer in trainer.optimizers
         ]
         states = states_for_checkpoint(trainer)
-        self._weights.join_states(states["callbacks"])
         return {
             **states,
             "trainer": TrainerState.of(trainer, lambda _: False).as_data(),
@@ -131,8 +141,7 @@ class StateTransfer:
 
     def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
         """Restores from a completion the state that Lightning has not."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        assert isinstance(loop, PipelineFitLoop)
+        trainer = self._trainer
         metrics = self._recorder.metrics_by_path()
         for path, states in state["metrics"].items():
             if path in metrics:
@@ -141,6 +150,7 @@ class StateTransfer:
         restored.load(trainer)
         if boundary is not None:
             restored.load_progress(trainer)
+            loop: Any = trainer.fit_loop  # of this package, which runs the steps that use this module
             loop.go_on(boundary, partial(set_generators, state["generators"]))
 
     def pack_objects(self) -> ObjectPack:
@@ -157,11 +167,11 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ peers
 
-    def take(self) -> WorkerSnapshot:
+    def take(self, saves: CommonState | None) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
-        beside = {p: p.grad for p in self._steps.not_optimized() if p.grad is not None}
+        beside = {p: p.grad for p in not_optimized(module, trainer.optimizers) if p.grad is not None}
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
@@ -169,19 +179,15 @@ class StateTransfer:
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
-            stop_agreed=self._steps.stop_requests.agreed,
+            stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
-            saves=None if self._background is None else self._background.state(),
+            saves=saves,
             side_effects=self._side_effects.state(),
             gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
-            values=self._steps.describe(),
+            values=self._describe(),
         )
-
-    def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
-        """Gradients that count for later steps, or that hooks may see."""
-        return self._steps.left_gradients()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return trained_by_name(self._module, self._trainer.optimizers)
@@ -202,36 +208,34 @@ class StateTransfer:
         if training.streams:
             self._restore_objects(snapshot)  # as they were before the user was asked for streams
         self._restore_trainer(snapshot)
-        loop = trainer.fit_loop
-        assert isinstance(loop, PipelineFitLoop)
+        loop: Any = trainer.fit_loop
         loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
         for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
-        self._steps.stop_requests.agreed = snapshot.stop_agreed
+        self._stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)
         self._joined_with = snapshot
 
-    def complete(self) -> None:
+    def complete(self) -> CommonState | None:
         """Takes over the donor's state at the point where it took the snapshot.
 
         Does not return if this worker is no copy of its donor all the same: then the others go on without it.
         """
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
-            return
+            return None
         self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
         self._side_effects.load_state(snapshot.side_effects)
-        client, mine = self._context.client, self._steps.describe()
+        client, mine = self._context.client, self._describe()
         if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"
             client.send(Differs(client.rank, self._executor.version - 1, cause))
             client.resign(cause)
         client.member.joining = False
-        if self._background is not None and snapshot.saves is not None:
-            self._background.enter(snapshot.saves)
+        return snapshot.saves
 
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
         """Restores the donor's objects as they were when it took the snapshot."""

@@ -22,7 +22,7 @@ from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.lightning_internals import transfer_batch
+from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -134,3 +134,8 @@ class StepLoaders:
             reseed(seed)
             generator.manual_seed(seed)
             return transfer_batch(module, data, device, dataloader_idx)
+
+
+def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
+    """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
+    return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]

@@ -35,8 +35,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.optimizer_states import group_names, merged_names, parameters_by_name
+from lightning_recycle.session.optimizer_states import StageStates, group_names, merged_names, parameters_by_name
 from lightning_recycle.torch_internals import parameters_of
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
@@ -60,60 +59,48 @@ def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
+def _averaging(trainer: pl.Trainer) -> list[WeightAveraging | StochasticWeightAveraging]:
+    return [*_callbacks_of(trainer, WeightAveraging), *_callbacks_of(trainer, StochasticWeightAveraging)]
+
+
+def await_stage(trainer: pl.Trainer) -> None:
+    """Postpones the ``setup`` of averages, which Lightning calls, to :func:`enter_stage`."""
+    for callback in _averaging(trainer):
+        callback.setup = _do_nothing  # type: ignore[method-assign]
+
+
+def enter_stage(trainer: pl.Trainer, module: pl.LightningModule, was_built: bool) -> None:
+    """Sets up averages when the layers of this stage have their first values.
+
+    Args:
+        was_built: whether these layers were there when ``setup`` froze some.
+    """
+    assert trainer.state.fn is not None
+    for finetuning in _callbacks_of(trainer, BaseFinetuning) if not was_built else ():
+        finetuning.freeze_before_training(module)
+    for callback in _averaging(trainer):
+        del callback.setup
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*doesn't support sharding model layers.*")  # here it does
+            callback.setup(trainer, module, trainer.state.fn)
+
+
 class WeightCallbacks:
-    """The callbacks of a worker's Trainer that change weights."""
+    """The callbacks of a worker's Trainer that change weights, with states of the whole model.
 
-    _checkpoints: Checkpoints
+    The groups of all stages stay alike, and pruning draws from (``seed``, step).
+    """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def _averaging(self) -> list[WeightAveraging | StochasticWeightAveraging]:
-        return [*_callbacks_of(self._trainer, WeightAveraging), *self._swa]
-
-    @property
-    def _swa(self) -> list[StochasticWeightAveraging]:
-        return _callbacks_of(self._trainer, StochasticWeightAveraging)
-
-    @property
-    def _finetuning(self) -> list[BaseFinetuning]:
-        return _callbacks_of(self._trainer, BaseFinetuning)
-
-    def await_stage(self) -> None:
-        """Before Lightning calls ``setup``: averages wait for :meth:`enter_stage`."""
-        for callback in self._averaging:
-            callback.setup = _do_nothing  # type: ignore[method-assign]
-
-    def enter_stage(self, module: pl.LightningModule, was_built: bool) -> None:
-        """Sets up averages when the layers of this stage have their first values.
-
-        Args:
-            was_built: whether these layers were there when ``setup`` froze some.
-        """
-        assert self._trainer.state.fn is not None
-        for finetuning in self._finetuning if not was_built else ():
-            finetuning.freeze_before_training(module)
-        for callback in self._averaging:
-            del callback.setup
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*doesn't support sharding model layers.*")  # here it does
-                callback.setup(self._trainer, module, self._trainer.state.fn)
-
-    def connect(self, checkpoints: Checkpoints, seed: int) -> None:
-        """Makes callbacks write and read states of the whole model.
-
-        The groups of all stages stay alike, and pruning draws from (``seed``, step).
-        """
-        self._checkpoints = checkpoints
-        for average in self._averaging:
+    def __init__(self, trainer: pl.Trainer, checkpoints: StageStates, seed: int) -> None:
+        self._trainer, self._checkpoints = trainer, checkpoints
+        for average in _averaging(trainer):
             vars(average)["on_save_checkpoint"] = partial(self._save_average, average, average.on_save_checkpoint)
             if isinstance(average, WeightAveraging):
                 vars(average)["on_load_checkpoint"] = partial(self._load_average, average.on_load_checkpoint)
             else:
                 vars(average)["state_dict"] = partial(_swa_state, average, average.state_dict)
                 vars(average)["load_state_dict"] = partial(self._load_swa_state, average.load_state_dict)
-        for callback in self._finetuning:
+        for callback in _callbacks_of(trainer, BaseFinetuning):
             vars(callback).update(
                 unfreeze_and_add_param_group=partial(self._unfreeze, callback.unfreeze_and_add_param_group),
                 on_save_checkpoint=partial(self._save_names, callback),
@@ -130,13 +117,13 @@ class WeightCallbacks:
 
     def release(self) -> None:
         """The run is over: the callbacks are Lightning's again."""
-        pruning = _callbacks_of(self._trainer, ModelPruning)
-        for callback in (*self._averaging, *self._finetuning, *pruning):
+        averages, finetunings = _averaging(self._trainer), _callbacks_of(self._trainer, BaseFinetuning)
+        for callback in (*averages, *finetunings, *_callbacks_of(self._trainer, ModelPruning)):
             for name in _REPLACED:
                 vars(callback).pop(name, None)
-        for averaging in self._averaging:
+        for averaging in averages:
             averaging._average_model = None
-        for finetuning in self._finetuning:
+        for finetuning in finetunings:
             finetuning._internal_optimizer_metadata = self._names_of_model(finetuning._internal_optimizer_metadata)
 
     # ------------------------------------------------------------------ averages
@@ -163,9 +150,9 @@ class WeightCallbacks:
 
     def join_states(self, states: dict[str, Any]) -> None:
         """Makes ``states`` of callbacks those of the whole model, on all workers."""
-        for average in self._swa:
+        for average in _callbacks_of(self._trainer, StochasticWeightAveraging):
             self._join_average(average, states)
-        for finetuning in self._finetuning:
+        for finetuning in _callbacks_of(self._trainer, BaseFinetuning):
             self._save_names(finetuning, self._trainer, self._trainer.lightning_module, {"callbacks": states})
 
     def _load_average(self, load: Callable[..., None], trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
