@@ -13,7 +13,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from torch.utils.data import get_worker_info
@@ -21,6 +24,7 @@ from torch.utils.data import get_worker_info
 __all__ = [
     "NormBase",
     "TorchDispatchMode",
+    "after_unscaling",
     "buffers_of",
     "drop_unsharded_gradients",
     "foreach_add_",
@@ -29,6 +33,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "fsdp_parameters",
+    "has_step_hooks",
     "is_compiled",
     "is_fsdp_root",
     "is_registered_from_outside",
@@ -38,6 +43,7 @@ __all__ = [
     "offset_of",
     "parameters_of",
     "replace_tensors",
+    "replace_total_norm",
     "show_dataset",
     "tree_flatten",
     "tree_leaves",
@@ -143,3 +149,33 @@ def offset_of(tensor: Any) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks see each call of the optimizer's ``step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def replace_total_norm(function: Callable[..., Tensor] | None) -> None:
+    """Replaces the norm that ``torch.nn.utils.clip_grad_norm_`` clips by; with None it is torch's again."""
+    clip_grad._get_total_norm = nn.utils.get_total_norm if function is None else function
+
+
+@contextmanager
+def after_unscaling(
+    scaler: GradScaler, change: Callable[[Tensor, dict[Any, Tensor]], dict[Any, Tensor]]
+) -> Iterator[None]:
+    """Changes the overflows that ``scaler`` finds in the block, by device.
+
+    Torch's own scaler for sharded gradients overrides the same method.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_change(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+        return change(found_inf, unscale(optimizer, inv_scale, found_inf, allow_fp16))
+
+    scaler._unscale_grads_ = unscale_and_change  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_

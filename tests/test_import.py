@@ -243,8 +243,16 @@ PRIVATE = {
         "torch.nn:Module._apply",
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
         "torch:Tensor._version",
+        "torch.nn.utils.clip_grad:_get_total_norm",
+        "torch.amp:GradScaler._unscale_grads_",
     ],
     "lightning_recycle.data.stream_reader": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
+    "lightning_recycle.session.model_checkpoint": [
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_last_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._link_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_checkpoint",
+    ],
     "lightning_recycle.session.reporting": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
@@ -267,13 +275,10 @@ PRIVATE = {
         "lightning.pytorch.callbacks:ModelCheckpoint._find_last_checkpoints",
         "lightning.pytorch.callbacks:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
         "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
+        "lightning.pytorch.utilities:grad_norm.__code__",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
-    ],
-    "lightning_recycle.session.commit_requirements": [
-        "lightning.pytorch.utilities:grad_norm.__code__",
-        "torch.nn.utils.clip_grad:_get_total_norm",
     ],
 }
 

@@ -45,7 +45,7 @@ from lightning_recycle.session.lightning_internals import (
     set_checkpoint_path,
     sets_checkpoint_path,
 )
-from lightning_recycle.session.step_completion import COMPLETION
+from lightning_recycle.session.state_transfer import COMPLETION
 
 log = logging.getLogger(__name__)
 

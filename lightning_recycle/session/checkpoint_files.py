@@ -1,21 +1,13 @@
 """Checkpoint files and folders: written in one piece, checked by their checksums.
 
 Contract: a checkpoint under its name is whole (:func:`damage` finds nothing), whenever its writers die; a write that
-fails leaves the previous checkpoint unchanged.
+fails leaves the previous checkpoint unchanged. A file is the zip archive that torch writes, whose directory has the
+size and the CRC-32 of each record. A folder is in torch's distributed format, with the names of Lightning's strategies:
+``state_dict``, and by reference to the same bytes ``model``; ``optimizer_0`` has states by names of parameters;
+everything but tensors is in ``meta.pt``; sizes and checksums are in ``manifest.json``, written last.
 
-A file is the zip archive that torch writes: the directory of the archive, which comes last, has the size and the CRC-32
-of each of its records, so the file needs nothing beside it to be checked, copied or renamed.
-
-A folder is a sharded checkpoint in torch's distributed format, with the names of Lightning's strategies: the weights
-are ``state_dict``, as ModelParallelStrategy has them, and by reference to the same bytes ``model``, as FSDPStrategy and
-``python -m lightning.pytorch.utilities.consolidate_checkpoint`` do; ``optimizer_0`` has states by names of parameters.
-Each writer's tensors are in a file, everything else in ``meta.pt``. Sizes and checksums of its files are in
-``manifest.json``, written last. torch.distributed.checkpoint coordinates its writers through the default process group;
-without one it takes each writer for the only one. Here its steps (local plan, global plan, write, finish) are called
-one by one, and their messages go through the control plane, so a peer replaces a writer that dies, and the folder is
-written again.
-
-Must not know: the run's reaction to a failure.
+torch.distributed.checkpoint coordinates writers through the default process group. Here its steps are called one by
+one, and their messages go through the control plane, so a peer replaces a writer that dies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of the whole model from its stages, and back: checkpoints and results.
 
 A checkpoint holds no trace of the grid. One that is asked for in the middle of the end of a step is written at the next
-boundary (:mod:`~lightning_recycle.session.step_completion`); only a user's own ``trainer.save_checkpoint``, which
+boundary (:mod:`~lightning_recycle.session.state_transfer`); only a user's own ``trainer.save_checkpoint``, which
 returns with the file, does not wait for it.
 """
 
@@ -66,11 +66,11 @@ from lightning_recycle.session.optimizer_states import (
     sharded_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.session.snapshot import StateTransfer
-from lightning_recycle.session.step_completion import (
+from lightning_recycle.session.state_transfer import (
     COMPLETION,
     Boundary,
     StateMarks,
+    StateTransfer,
     add_parts,
     as_tensors,
     boundary_of,

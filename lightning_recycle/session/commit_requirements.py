@@ -1,24 +1,14 @@
 """Facts about the whole gradient that a stage's step needs: norm and overflow.
 
-A run that needs neither has the staggered optimizer: a stage steps as soon as its own gradient is complete. In the
-others all stages commit each step together, and the plans that such a run asks for are plans with that barrier.
+Where a run needs neither, a stage steps as soon as its own gradient is complete; otherwise all stages commit each step
+together. Speculative clipping: a stage steps as if nothing were clipped when that is likely, and learns the norm
+afterwards. If it was too large, the optimizer steps once more from where it was; learning rates that hooks changed
+since then stay. That is right only if no code changes gradients or parameters in a step, or looks at them between it
+and the next forward (:func:`may_speculate`).
 
-Speculative clipping: clipping by norm needs the norm of all stages, and a stage that waits for it loses what the
-staggered optimizer gains. So it steps as if nothing were clipped when that is likely, and learns the norm afterwards.
-If the norm was too large after all, the optimizer steps once more from where it was, with clipped gradients. A
-correction concerns parameters and optimizer states alone: Lightning and the user's hooks have seen the step, once, and
-their later changes (learning rates) stay. That is right only if no code changes gradients or parameters in a step, or
-looks at them between it and the next forward; otherwise no stage speculates (:func:`may_speculate`).
-
-Norms in hooks: ``lightning.pytorch.utilities.grad_norm`` returns the norm of each gradient of a module and their total;
-in a worker it asks the other stages and returns what one device would, the same on all workers. All must call it at the
-same place, as its norms travel through the coordinator. ``torch.nn.utils.clip_grad_norm_`` cannot know whether it is
-given all parameters that are to be clipped together, so it warns that they are those of one stage.
-
-Loss scale of ``16-mixed``: the precision plugin scales, unscales, skips steps and adapts the scale as on one device,
-with a scaler on each worker. They stay alike because each decides from the same: whether the gradient of *any* stage
-overflowed. The last stage scales the loss of each micro-batch, so gradients travel and are reduced scaled. The scale
-changes in steps only, which all stages commit together: a step that is redone has the scale that it had.
+``16-mixed``: the plugin scales and skips steps as on one device, with a scaler on each worker. They stay alike because
+each decides from the same: whether the gradient of *any* stage overflowed. A step that is redone has the scale that it
+had.
 """
 
 from __future__ import annotations
@@ -28,24 +18,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as known
-from lightning.pytorch.utilities import grad_norm, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.session.lightning_internals import replace_grad_norm, stage_grad_norm
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import foreach_mul
+from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_step_hooks, replace_total_norm
 
 
 @dataclass(frozen=True)
@@ -150,7 +139,7 @@ def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients of ``parameters`` that all stages hold now."""
     if _gather is None:
-        return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
+        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
     own = [
         (_parameter_names.get(id(p), name), float(p.grad.norm()))
@@ -194,7 +183,7 @@ class OptimizerStep:
     @staticmethod
     def is_watched(optimizers: list[Optimizer]) -> bool:
         """Whether hooks see each call of an optimizer's ``step``."""
-        return any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers)
+        return any(map(has_step_hooks, optimizers))
 
     @torch.no_grad()
     def keep(self, optimizers: list[Optimizer]) -> None:
@@ -232,8 +221,6 @@ def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
 
 _Gather: TypeAlias = Callable[[str, Callable[[], Any]], list[Any]]
 
-_stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
-_total_norm = clip_grad._get_total_norm
 _gather: _Gather | None = None
 _parameter_names: Mapping[int, str] = {}
 
@@ -246,15 +233,14 @@ def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = Non
     """
     global _gather, _parameter_names
     _gather, _parameter_names = gather, names or {}
-    # Users' modules hold the function itself (``from ... import grad_norm``): only what it runs can be replaced.
-    grad_norm.__code__ = (_stage_grad_norm if gather is None else _grad_norm).__code__
-    clip_grad._get_total_norm = _total_norm if gather is None else _warned_total_norm
+    replace_grad_norm(None if gather is None else _grad_norm)
+    replace_total_norm(None if gather is None else _warned_total_norm)
 
 
 def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
     """The result of ``grad_norm`` for ``module`` on one device."""
     assert _gather is not None
-    norms = _stage_grad_norm(module, norm_type, group_separator)
+    norms = stage_grad_norm(module, norm_type, group_separator)
     prefix = f"grad_{float(norm_type)}_norm"
     own = [
         (_parameter_names.get(id(parameter), name), entry, norms[entry].detach().cpu())
@@ -292,7 +278,7 @@ def _warned_total_norm(*args: Any, **kwargs: Any) -> Tensor:
             " norm of its own. To clip by the norm of the whole model, use Trainer(gradient_clip_val=...), or"
             " self.clip_gradients(...) in configure_gradient_clipping()."
         )
-    return _total_norm(*args, **kwargs)
+    return nn.utils.get_total_norm(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------- loss scale
@@ -310,23 +296,16 @@ def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]
     if scaler is None:
         yield
         return
-    unscale = scaler._unscale_grads_
 
-    def unscale_and_tell(
-        optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
+    def change(found_inf: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         # Nothing is found where nothing is trained; a scaler wants to have looked at something.
-        found = unscale(optimizer, inv_scale, found_inf, allow_fp16) or {found_inf.device: found_inf}
+        found = found or {found_inf.device: found_inf}
         for one in found.values() if overflow else ():
             one.fill_(1.0)
         return found
 
-    # What torch's own scaler for sharded gradients overrides, too; it concerns optimizers that unscale by themselves.
-    scaler._unscale_grads_ = unscale_and_tell  # type: ignore[method-assign]
-    try:
+    with after_unscaling(scaler, change):
         yield
-    finally:
-        del scaler._unscale_grads_
 
 
 def restore_scale(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""Early ends of a run: signals, ``trainer.should_stop``, the last checkpoint.
+"""Early ends of a run: signals and ``trainer.should_stop``.
 
-Signals: a handler runs between any two bytecodes of the main thread, maybe amid a collective or a recovery, so it can
-neither save a checkpoint, as Lightning's handlers for SLURM do, nor wait for others. It leaves a note, which the
-heartbeat takes to the coordinator at once; what follows is agreed on with a step.
+A signal handler runs amid a collective or a recovery, so it can neither save a checkpoint nor wait for others. It
+leaves a note, which the heartbeat takes to the coordinator; the run ends after a step whose answer says so.
 
 =========================  ==========================================  ===========================================
 the signal                 in a job that SLURM may run again            elsewhere
@@ -13,17 +12,11 @@ the one for requeueing     the run ends with a checkpoint, and then     Lightnin
                            the job is requeued
 =========================  ==========================================  ===========================================
 
-SIGTERM alone never requeues: it is also what ``scancel`` and the time limit send; who preempts a job by it requeues it,
-too. Whether SLURM may run the job again, and which signal it sends before, is in Lightning's ``SLURMEnvironment``.
+SIGTERM alone never requeues: it is also what ``scancel`` and the time limit send.
 
-The last step: the answer to its losses (``StepResult.after_step``) announces it to all workers. Once Lightning has
-logged the step, they save together, and the run ends (:class:`SaveAndEnd`). If the job is to run again, one worker
-requeues it before: the checkpoint is complete. Lightning's callbacks that save on exceptions are called there. In the
-launching process, where Lightning calls ``on_exception``, there is nothing to save.
-
-``trainer.should_stop``: a callback may set it on all workers at the same place, or on one alone, say by its own clock.
-Where all set it, they stop there, as on one device; else after one of the next steps
-(:mod:`~lightning_recycle.control.protocol.control_collectives`). A worker's own wish is taken back until then.
+``trainer.should_stop`` may be set on all workers at the same place, or on one alone, say by its own clock. Where all
+set it, they stop there; else after one of the next steps
+(:mod:`~lightning_recycle.control.protocol.control_collectives`).
 """
 
 from __future__ import annotations

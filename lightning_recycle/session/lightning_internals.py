@@ -12,7 +12,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from operator import attrgetter
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +31,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.distributed.checkpoint import _nested_dict as nested_dict
@@ -368,6 +369,15 @@ def _move_elsewhere(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _Result
     if isinstance(value, Tensor) and args == (value.device,) and not kwargs:
         return metric
     return _move(metric, *args, **kwargs)
+
+
+stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
+"""Lightning's ``grad_norm``, of the gradients that this process holds."""
+
+
+def replace_grad_norm(function: Callable[..., Any] | None) -> None:
+    """Replaces the code of ``grad_norm``, which users' modules hold; with None it is Lightning's again."""
+    grad_norm.__code__ = (function or stage_grad_norm).__code__
 
 
 # ---------------------------------------------------------------------- data and optimizers

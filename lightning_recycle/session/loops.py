@@ -1,14 +1,9 @@
 """Lightning's training loop with a schedule instead of step and backward.
 
-Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
-running training goes through the same loops, and waits before its first epoch until it is let in.
-
-Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
-``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
-
-A worker that has applied a step may have to compute it once more for others, which have lost a worker. By then its
-loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot` restores ``self.global_step`` and
-``self.current_epoch`` of the step.
+Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's, in its order. All hooks
+concern the whole global batch: ``on_before_backward`` and ``on_after_backward`` come with its mean loss when its
+gradient is complete. A worker that joins goes through the same loops, and waits before its first epoch until it is let
+in.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
-from lightning_recycle.session.step_completion import Boundary
+from lightning_recycle.session.state_transfer import Boundary
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.training_steps import TrainingSteps
 

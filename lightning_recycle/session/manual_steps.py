@@ -1,17 +1,12 @@
 """Manual optimization: the training step of several micro-batches as one.
 
-Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
-Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes. Here
-a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each
-in a state of its own (:mod:`~lightning_recycle.session.microbatch_state`). They meet
+A worker runs the user's ``training_step`` for each of its micro-batches, in turns
+(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a state of its own. They meet at each backward pass,
+whose gradients are averaged over all micro-batches of all workers, as under DDP; and at each step of an optimizer or
+scheduler, which is done once.
 
-- at each backward pass: the gradients of all micro-batches of all workers are summed, divided by their fixed number,
-  and added to those that were there. So ``.grad`` is what DDP leaves, for clipping and norms too;
-- at each step of an optimizer or scheduler, which is done once.
-
-Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. What is
-done together is done by the worker's main thread. A closure of an optimizer is called once, by each micro-batch.
-Optimizers that ``configure_optimizers`` did not return are refused, as no other worker would know of them.
+Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. Closures
+of optimizers are called once, by each micro-batch. Optimizers that ``configure_optimizers`` did not return are refused.
 """
 
 from __future__ import annotations

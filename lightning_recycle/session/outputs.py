@@ -1,19 +1,13 @@
 """Records of hooks that see outputs: logs and metrics, the same on every worker.
 
-Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
-computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object
-gained, and side effects on other attributes of the module (:mod:`~lightning_recycle.session.hook_side_effects`). The
-records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
-order of the micro-batches. So every worker holds the complete metrics, whichever die, and callbacks take the same
-decisions everywhere.
+The user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on one worker. Calls of
+``self.log``, gains of torchmetrics objects and side effects on other attributes are *recorded* there, travel through
+the coordinator, and are *replayed* on all workers in the order of the micro-batches. So every worker holds the complete
+metrics, and callbacks decide alike. Logged values are combined by ``reduce_fx``, metric states by their
+``dist_reduce_fx``.
 
-Values that were logged are combined by ``reduce_fx``: the mean weighted by samples, the sum, the extremes.
-Metric states are combined by the reduction that each state declares (``dist_reduce_fx``); metrics that work on whole
-batches alone are refused with the remedy. A hook must not look at what it logged or at
-metrics of earlier micro-batches.
-
-Metrics are found wherever the module, the callbacks and the data module lead to, when recording begins and again for
-each epoch and evaluation. Other metrics, such as globals, count one worker's micro-batches: ``compute()`` refuses that.
+Metrics are found wherever the module, the callbacks and the data module lead to. Others, such as globals, count one
+worker's micro-batches: their ``compute()`` is refused.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
@@ -22,12 +24,13 @@ from lightning_recycle.control.protocol.messages import LayoutWanted
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
+from lightning_recycle.model.full_forward import CallResult
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule, as_it_was, recorded
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import WorkerContext, watch_process_group
+from lightning_recycle.session.collectives import ALONE, WorkerCollectives, WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
 from lightning_recycle.session.hook_side_effects import HookSideEffects
 from lightning_recycle.session.interruption import Preemption
@@ -37,7 +40,7 @@ from lightning_recycle.session.model_checkpoint import leave_saves_alone
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.outputs import OutputRecorder
-from lightning_recycle.session.replica_checks import copies_differ, sums_of_copies
+from lightning_recycle.session.replica_checks import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.reporting import (
     LogRelay,
     keep_files,
@@ -49,7 +52,6 @@ from lightning_recycle.session.reporting import (
 from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
-from lightning_recycle.session.whole_forward import WholeForward
 
 log = logging.getLogger(__name__)
 
@@ -294,6 +296,78 @@ class Session:
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]
+
+
+class WholeForward:
+    """``self(x)`` outside of steps: all workers run the whole model together.
+
+    Hooks run on every worker alike, so each calls ``self(x)`` at the same place with the same ``x``. There are no
+    gradients. Draws depend on (seed, step, number of the call since that step, layer). State that the user's ``forward``
+    keeps in attributes stays on its worker. Where only some workers call it, the coordinator ends the run.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        recorder: OutputRecorder,
+        module: RecordedModule,
+        collectives: WorkerCollectives,
+        executor: Executor,
+    ) -> None:
+        self._parts, self._recorder = parts, recorder
+        self._module, self._collectives, self._executor = module, collectives, executor
+        self._version = -1
+        self._calls = 0  # since that version
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """The output of the whole model, on every worker.
+
+        Args:
+            inputs: what the first of the parts that run takes, and is the target for the last one.
+
+        Raises:
+            UnsupportedFeatureError: in code that sees one micro-batch, and while this worker is about to join.
+            ConfigurationError: if workers were given different inputs.
+        """
+        self._refuse_here()
+        number = self._meet(inputs)
+        value = inputs[0] if len(inputs) == 1 else tuple(inputs)
+        side_effects = self._recorder.side_effects
+        keeps_shares = side_effects.keeps_shares
+        with torch.no_grad():
+            done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
+        side_effects.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
+        (output,) = self._recorder.replay({0: done}, on_step=False).values
+        return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
+
+    def _refuse_here(self) -> None:
+        name = type(self._module).__name__
+        if self._module.sees_one_microbatch:
+            raise UnsupportedFeatureError(
+                f"{name} was called, as in self(x), by code that sees one micro-batch: loss(), split_batch(), a layer,"
+                " or a hook that sees outputs. This worker holds one stage of the model, and the others do not run that"
+                " code. Use the output that the hook gets; call self(x) in a hook that all workers run, such as"
+                " on_train_batch_end or on_validation_epoch_end."
+            )
+        if self._collectives.client.joining:
+            raise UnsupportedFeatureError(ALONE.format(what=f"{name} was called, as in self(x)"))
+
+    def _meet(self, inputs: Sequence[Any]) -> int:
+        """Waits for all workers; returns the number of this call."""
+        if self._version != self._executor.version:
+            self._version, self._calls = self._executor.version, 0
+        mine = fingerprint(inputs)
+        numbers, given = zip(*self._collectives.gather("self(x)", (self._calls, mine)).values(), strict=True)
+        if not all(alike(theirs, mine) for theirs in given):
+            raise ConfigurationError(
+                f"{type(self._module).__name__} was called, as in self(x), with inputs that differ between the workers,"
+                " which evaluate it together. Make them the same on all: from what every worker has (batch,"
+                " self.trainer.datamodule, what hooks collected), or drawn by a torch.Generator with a seed of its own;"
+                " not from what one worker has, such as its rank, its clock, or what it read alone."
+            )
+        number: int = max(numbers)  # one that has joined since the step has counted fewer
+        self._calls = number + 1
+        return number
 
 
 def _check_shapes(module: RecordedModule) -> None:

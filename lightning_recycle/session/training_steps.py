@@ -58,9 +58,8 @@ from lightning_recycle.session.model_checkpoint import ModelCheckpointSaves, rem
 from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
-from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
-from lightning_recycle.session.step_completion import Boundary
+from lightning_recycle.session.state_transfer import Boundary, StateTransfer, WorkerSnapshot
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
