@@ -1,8 +1,4 @@
-"""Private parts of Lightning's Trainer that a worker reads or sets.
-
-:class:`TrainerState` is the state of a Trainer that lies in no object of the user's and in no optimizer. Subclasses of
-Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
-"""
+"""Private parts of Lightning's Trainer that a worker reads or sets."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Lightning's ModelCheckpoint on a worker: when it saves, and that a checkpoint counts once it is complete.
+"""ModelCheckpoint on a worker: checkpoints count once they are complete.
 
 ModelCheckpoint records a new checkpoint as the best or the last one before it is written, and then deletes the one that
 it replaces. Here it asks for the checkpoint, and the record and the deletion follow when that is complete; if it could
 not be written, nothing follows. All workers do the same, because all know of the outcome.
 
-The interval by steps is Young's formula: saving every sqrt(2 cost mtbf) seconds loses the least time, ``mtbf`` being the
-mean time between failures, and the cost the time for which a checkpoint holds up training. It is at least twice the time
-that writing takes. Each start from a checkpoint counts as a failure, too. All workers follow the same facts.
+The interval by steps is Young's formula: saving every sqrt(2 cost mtbf) seconds loses the least time, ``mtbf`` being
+the mean time between failures, and the cost the time for which a checkpoint holds up training. Each start from a
+checkpoint counts as a failure, too. All workers follow the same facts.
 """
 
 from __future__ import annotations
@@ -136,11 +136,10 @@ class ModelCheckpointSaves(Checkpoints):
             return
         trainer = self.context.trainer
         given_up, self.background.given_up = self.background.given_up, ()
-        for number, name, metrics in given_up:
-            callback = self._callbacks[number]
-            if callback._last_global_step_saved != trainer.global_step:
-                now = callback._monitor_candidates(trainer)
-                getattr(callback, name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
+        calls = [call for call in given_up if self._callbacks[call[0]]._last_global_step_saved != trainer.global_step]
+        for number, name, metrics in calls:  # of one callback all, or none
+            now = self._callbacks[number]._monitor_candidates(trainer)
+            getattr(self._callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
 
     # ------------------------------------------------------------------ how often
 

@@ -1,14 +1,9 @@
-"""Comparison of replicas: counters, options, checksums of applied steps.
+"""Comparison of replicas: counters, options, checksums of applied steps, inputs.
 
-Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
-optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
-compared now and then by checksums. Buffers are not compared. All workers check after the same steps: the first of each
-generation that no worker has applied, and those that the coordinator announces. A worker that joins compares itself
-with its donor before its first step.
-
-Copies of a parameter on several stages are the same bits, too, unless a hook has changed one of them otherwise: hooks
-that go through ``self.parameters()`` find those of one stage, and may pair them wrongly. Copies are compared at the end
-of each epoch and evaluation.
+The parameters and optimizer states of a stage's workers are the same bits, since they step with the same reduced
+gradient; checksums are compared now and then, after the same steps on all workers. Buffers are not compared. Copies of
+a parameter on several stages are compared at the end of each epoch and evaluation: a hook that goes through
+``self.parameters()`` finds those of one stage, and may pair them wrongly.
 """
 
 from __future__ import annotations

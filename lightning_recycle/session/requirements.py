@@ -1,7 +1,6 @@
 """Requirements on Trainer, data and module, checked before a step is run.
 
-``check_trainer`` and ``check_loaders`` need no worker: the launching process calls them before
-anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.
+docs/trainer_flags.md lists what is supported, with the reasons for the rest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """One worker under Lightning: set up, run, and released.
 
-It is created once the process knows its place, before Lightning begins. What needs the model and the optimizer exists
-from Lightning's ``strategy.setup()`` on, which calls :meth:`Session.setup`. Its parts do the work: the sources of steps
-(:mod:`~lightning_recycle.session.step_loaders`), the stage (:mod:`~lightning_recycle.session.stage_layers`), training
-steps (:mod:`~lightning_recycle.session.training_steps`), checkpoints, and the transfer of state to a replacement.
+It is created once the process knows its place; the stage of the model exists from Lightning's ``strategy.setup()`` on.
 """
 
 from __future__ import annotations
@@ -302,8 +299,8 @@ class WholeForward:
     """``self(x)`` outside of steps: all workers run the whole model together.
 
     Hooks run on every worker alike, so each calls ``self(x)`` at the same place with the same ``x``. There are no
-    gradients. Draws depend on (seed, step, number of the call since that step, layer). State that the user's ``forward``
-    keeps in attributes stays on its worker. Where only some workers call it, the coordinator ends the run.
+    gradients. Draws depend on (seed, step, number of the call since that step, layer). Where only some workers call it,
+    the coordinator ends the run.
     """
 
     def __init__(

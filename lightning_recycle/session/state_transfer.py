@@ -1,8 +1,8 @@
-"""A worker's state at a step boundary: for a replacement, and for the completion of a checkpoint.
+"""A worker's state at a step boundary, for replacements and checkpoints.
 
-A donor takes a :class:`WorkerSnapshot` while it waits at the beginning of a step, after its first hooks. The worker that
-joins restores it twice: it rewinds to right before that batch and begins it itself, and at the point where the donor
-waits it takes over the donor's whole state, so nothing that those hooks logged or changed counts twice.
+A donor takes a :class:`WorkerSnapshot` while it waits at the beginning of a step, after its first hooks. The worker
+that joins restores it twice: it rewinds to right before that batch and begins it itself, and at the point where the
+donor waits it takes over the donor's whole state, so nothing that those hooks logged or changed counts twice.
 
 Lightning saves in the middle of the end of a step: its checkpoint lacks later hooks, schedulers that follow a metric,
 sums of means over the epoch, and the callbacks' records of this save. So a checkpoint is asked for there, and

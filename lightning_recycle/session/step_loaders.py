@@ -1,7 +1,6 @@
 """Sources of the steps that one worker runs, made from the user's DataLoaders.
 
-Lightning hands each DataLoader to the strategy. A worker reads the micro-batches of its schedule, by address, so each
-becomes a :class:`~lightning_recycle.data.steps.StepLoader`. The user's hooks that convert and move a batch run on what
+A worker reads the micro-batches of its schedule, by address. The user's hooks that convert and move a batch run on what
 it reads.
 """
 

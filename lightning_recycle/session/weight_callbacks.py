@@ -1,18 +1,10 @@
 """Lightning's callbacks that change weights: averages, finetuning, pruning.
 
-Averages: an average is elementwise, so each worker lets the callback average the layers of its own stage, with the
-callback's own code. What differs is when the callback copies the model (not before the stage is built: no worker holds
-the whole model), and the contents of a checkpoint: the averages of all stages, under the names of one device. A custom
-``avg_fn`` sees one parameter at a time; a custom ``multi_avg_fn`` sees those of one stage.
-
-Finetuning: which parameters require a gradient, and in which group of the optimizer they are, is up to the user's code.
-It runs on every worker for the layers of its stage, and may change that between two steps. All stages have the same
-groups, if need be empty ones, so that they can be joined to one optimizer's.
-
-Pruning: torch's pruning replaces a parameter ``weight`` by ``weight_orig``, the same object, and a buffer
-``weight_mask``. The callback needs the whole model for it: one stage. Random pruning is the same everywhere, whichever
-workers have died or joined; and a process that did not see it done (a worker that joins, the launching process) takes
-the form of a state dict before it loads that.
+Averages are elementwise, so each worker lets the callback average the layers of its stage; a checkpoint gets the
+averages of all stages, under the names of one device. A custom ``multi_avg_fn`` sees the parameters of one stage.
+Finetuning runs on every worker for the layers of its stage; all stages have the same groups, if need be empty ones.
+Pruning needs the whole model, so one stage; a process that did not see it done takes the form of a state dict before it
+loads that.
 """
 
 from __future__ import annotations
