@@ -1,46 +1,351 @@
 """Checkpoints that are written while the training goes on.
 
-Concept: at the step boundary where a checkpoint is asked for, one worker of each stage, its *holder*, copies the
-stage's state; all others go on at once. A thread of each holder then does what all workers do together otherwise, with
-the same functions: messages between holders (:mod:`~lightning_recycle.session.holder_group`) replace the control
-collectives. One holder is the *writer*, which gives the checkpoint its name.
+At the step boundary where a checkpoint is asked for, one worker of each stage, its *holder*, copies the stage's state;
+all others go on at once. A thread of each holder writes, and the holders exchange messages in place of the control
+collectives. One of them is the *writer*, which gives the checkpoint its name once the coordinator knows that it is
+whole. All checkpoints of one boundary are a *batch*, and share the copies. The next batch, and the end of the training,
+wait for it. How it ended comes with a message that all workers have
+(:mod:`~lightning_recycle.control.protocol.control_collectives`), so all carry out the actions that follow after the
+same step.
 
-All checkpoints of one boundary are a *batch*, and share the copies. There is one batch at a time: the next one, and the
-end of the training, wait for it. No worker waits for others at the boundary: the holders were named by the last message
-that all have had, and how a batch ended comes with one of the next
-(:mod:`~lightning_recycle.control.protocol.control_collectives`). So all take up what follows (the record of
-``ModelCheckpoint``, deletions, links, messages to loggers) after the same step. What all workers know of a batch is in
-:class:`CommonState`, which a newcomer gets from its donor.
-
-Contract: no wait of a thread outlives the worker that it waits for; whatever a thread meets becomes the outcome of its
-checkpoint. A file gets its name only after the coordinator was told that it is whole.
-
-Must not know: Lightning's callbacks, what a checkpoint is for.
+Contract: no wait of a thread outlives the worker that it waits for; an error in a thread becomes the outcome of its
+checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.payload import pack, unpack
 from lightning_recycle.control.protocol.control_collectives import batch_number
+from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
-from lightning_recycle.devices import DeviceThread
-from lightning_recycle.files import Pace, put_in_place_if_left
-from lightning_recycle.session.checkpoint_files import WriteFailure
-from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.holder_group import GivenUp, HolderGroup
-from lightning_recycle.session.state_copies import StateCopies
-from lightning_recycle.tensor_memory import to_cpu
+from lightning_recycle.devices import DeviceThread, is_accelerator
+from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
+from lightning_recycle.planning.grid import Positions
+from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
+from lightning_recycle.session.collectives import StageGroup, WorkerContext
+from lightning_recycle.session.optimizer_states import copied, fits
+from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
+from lightning_recycle.torch_internals import version_of
+
+_LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
+
+
+class StateCopies:
+    """Copies of the tensors of one step boundary, on the CPU.
+
+    Memory of copies that are not needed any more is used again. Large tensors that only STEP writes are copied after
+    the boundary, piece by piece, by the thread that writes them, and at the latest by the training before its next
+    STEP.
+
+    Args:
+        old: the copies of an earlier boundary, which are not read any more.
+
+    Attributes:
+        are_originals: whether there is no memory for copies: then they are the tensors themselves.
+    """
+
+    def __init__(self, old: StateCopies | None = None) -> None:
+        self.are_originals = False
+        self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
+        self._by_place: dict[Any, Tensor] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
+        self._owed: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
+        self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
+
+    @classmethod
+    def none(cls) -> StateCopies:
+        """No copies, but the tensors themselves."""
+        copies = cls()
+        copies.are_originals = True
+        return copies
+
+    def limit(self, needed: int, free: float) -> bool:
+        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more."""
+        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
+        self.are_originals = needed - there > free
+        if self.are_originals:
+            self._memory.clear()
+        return not self.are_originals
+
+    def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
+        """A copy of ``value``.
+
+        A tensor that was copied already, and not written since, has the same copy.
+
+        Args:
+            place: the place of ``value`` in the state, where its copy was at an earlier boundary.
+            until_step: whether nothing writes large tensors before the next STEP, so that :meth:`finish` copies them.
+        """
+        if isinstance(value, Tensor):
+            return self._copy(value, place, until_step)
+        if isinstance(value, Mapping):
+            return {key: self.take(item, (*place, key), until_step) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.take(item, (*place, n), until_step) for n, item in enumerate(value))
+        return deepcopy(value)
+
+    def finish(self) -> bool:
+        """Makes the copies that are left, together with the other thread.
+
+        Returns when all are made, and whether they are of the boundary: whether no original was written before.
+        """
+        while True:
+            with self._changed:
+                if not self._owed:
+                    self._changed.wait_for(lambda: not self._under_way)
+                    return not self._is_torn
+                original, copy, version = self._owed.popleft()
+                self._under_way += 1
+            is_whole = False
+            try:
+                with torch.no_grad():
+                    copy.copy_(original)
+                is_whole = version_of(original) == version
+            finally:
+                with self._changed:
+                    self._is_torn = self._is_torn or not is_whole
+                    self._under_way -= 1
+                    self._changed.notify_all()
+
+    def forget_originals(self) -> None:
+        """The boundary is over: what is copied from now on is of another one."""
+        self._made.clear()
+
+    def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
+        if self.are_originals:
+            return tensor.detach()
+        is_plain = has_plain_memory(tensor) and not is_accelerator(tensor.device)
+        if not is_plain or tensor.is_inference():  # which has no version
+            return tensor.detach().clone().cpu()
+        key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = self._made.get(key)
+        if known is None:
+            known = self._made[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
+        self._by_place[place] = known[1]
+        return known[1]
+
+    @torch.no_grad()
+    def _new_copy(self, tensor: Tensor, old: Tensor | None, until_step: bool) -> Tensor:
+        if not (until_step and tensor.nbytes >= _LARGE and tensor.is_contiguous()):
+            copy: Tensor = copied(tensor.detach(), old)
+            return copy
+        copy = old if old is not None and fits(old, tensor) and old.is_contiguous() else torch.empty_like(tensor)
+        size = _PIECE // tensor.itemsize
+        pieces = zip(tensor.detach().view(-1).split(size), copy.view(-1).split(size), strict=True)
+        with self._changed:
+            self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
+        return copy
+
+
+_PIECE = 1 << 20  # bytes that are copied, or sent in one message, at once: other traffic waits meanwhile
+_WINDOW = 4  # pieces under way
+_FAILED = "failed"
+
+
+class GivenUp(Exception):
+    """Why a checkpoint cannot be completed."""
+
+
+@dataclass
+class HolderGroup(StageGroup):
+    """Messages between the holders of one batch, from their threads.
+
+    Args:
+        ranks: the holder of each stage; the last one is the writer.
+        since: a generation in which they were alive.
+        request: which checkpoint of the batch is being written.
+        is_wanted: whether all others still wait for the batch.
+    """
+
+    client: ControlClient
+    positions: Positions
+    number: int
+    version: int
+    ranks: tuple[int, ...]
+    since: int
+    pace: Pace = field(default_factory=Pace)
+    request: int = 0
+    is_wanted: bool = True
+    _messages: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank, self.writer = self.client.rank, self.ranks[-1]
+        self._returns = self.client.returns
+
+    @property
+    @override
+    def is_leader(self) -> bool:
+        """Whether this worker is the writer."""
+        return self.rank == self.writer
+
+    @property
+    @override
+    def is_column_leader(self) -> bool:
+        """Whether this worker has a part of the state."""
+        return self.rank in self.ranks
+
+    @override
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of all holders, by rank.
+
+        Raises:
+            GivenUp: if one is lost.
+        """
+        others = [rank for rank in self.ranks if rank != self.rank]
+        self._messages += 1
+        question, answer = f"{name} {self._messages}", f"answer {self._messages}"
+        if self.is_leader:
+            parts = {rank: self._take(rank, question) for rank in others}
+            found = {rank: self._of_this_step(*part) for rank, part in parts.items()}
+            found[self.rank] = value
+            for rank in others:
+                self._give(rank, answer, found)
+            return found
+        self._give(self.writer, question, (self.version, value))
+        return self._take(self.writer, answer)  # type: ignore[no-any-return]
+
+    def _of_this_step(self, version: int, value: Any) -> Any:
+        if version != self.version:
+            raise GivenUp(f"a worker gave its state after {version} steps, and it is to hold {self.version}")
+        return value
+
+    def send(self, value: Any) -> None:
+        """Sends ``value`` to the writer, in pieces, as the writer takes them."""
+        pieces = _Pieces(self)
+        try:
+            stream = io.BufferedWriter(pieces, _PIECE)
+            torch.save((self.version, value), stream)
+            stream.close()
+        except RuntimeError:  # torch ends its archive after an exception of the stream, too, and finds a part missing
+            if pieces.given_up is not None:
+                raise pieces.given_up from None
+            raise
+
+    def receive(self, rank: int, path: Any) -> Any:
+        """The value that ``rank`` sends.
+
+        Its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is not on this machine.
+        """
+        spool = temporary_path(local_path(path) or Path(tempfile.gettempdir()) / "part")
+        spool.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(spool, "xb") as file:
+                number = 0
+                while piece := self._take(rank, f"piece {number}"):
+                    file.write(piece)
+                    number += 1
+                    self._give(rank, f"taken {number}", None)
+            return self._of_this_step(*torch.load(spool, map_location="cpu", mmap=True, weights_only=False))
+        finally:
+            spool.unlink(missing_ok=True)
+
+    def fail(self, why: str) -> None:
+        """Lets all other holders know that this one has given up."""
+        for rank in self.ranks:
+            if rank != self.rank:
+                self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
+
+    @override
+    def confirm(self, temporary: Path | None = None) -> None:
+        """Returns if this worker may go on.
+
+        With ``temporary``, where the whole file is, announces it: from then on it counts.
+
+        Raises:
+            GivenUp: if it is not wanted any more.
+        """
+        self._check()
+        if temporary is None:
+            self.client.confirm(in_background=True)
+        else:
+            self.client.announce(self.number, self.request, os.path.abspath(temporary))
+
+    def _check(self) -> None:
+        if not self.is_wanted:
+            raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
+
+    def end(self) -> None:
+        """Nothing is taken any more."""
+        self.is_wanted = False
+        self.client.forget_parcels(self.number)
+
+    def _give(self, rank: int, key: str, value: Any) -> None:
+        self._check()  # after ``value`` was made
+        self.client.give(rank, self.number, f"{self.request} {key}", value)
+
+    def _take(self, rank: int, key: str) -> Any:
+        try:
+            return self.client.take(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
+        except Interrupted:
+            raise GivenUp(self._why(rank)) from None
+
+    def _goes_on(self) -> bool:
+        return self.is_wanted and self.client.returns == self._returns and self._failed() is None
+
+    def _failed(self) -> int | None:
+        failed = f"{self.request} {_FAILED}"
+        return next((rank for rank in self.ranks if self.client.has_parcel(rank, self.number, failed)), None)
+
+    def _why(self, rank: int) -> str:
+        failed = self._failed()
+        if failed is not None:
+            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True))
+        if self.client.returns != self._returns:
+            return "the coordinator was started again, and parts of it were under way"
+        return f"the worker of rank {rank} was lost, which had a part of it"
+
+
+class _Pieces(io.RawIOBase):
+    """A file whose content goes to the writer."""
+
+    def __init__(self, group: HolderGroup) -> None:
+        self._group, self._number = group, 0
+        self.given_up: GivenUp | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        piece = bytes(memoryview(data)[:_PIECE])  # a copy of a whole tensor would keep Python's lock for too long
+        self._send(piece)
+        return len(piece)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._send(b"")
+            super().close()
+
+    def _send(self, piece: bytes) -> None:
+        group = self._group
+        group.pace.spend(len(piece))
+        try:
+            group._give(group.writer, f"piece {self._number}", piece)
+            self._number += 1
+            if self._number > _WINDOW:
+                group._take(group.writer, f"taken {self._number - _WINDOW}")
+        except GivenUp as error:
+            self.given_up = error
+            raise
+
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +358,7 @@ class SaveRequest:
     """One checkpoint of a batch.
 
     Args:
-        path: where it is to be.
         write: writes it together with the other holders; None if this worker has no part in it.
-        weights_only: whether no run can go on from it.
-        is_new: whether it is known to replace nothing.
-        failure: why it was not written.
         error: an exception of the user's code, such as of an object that cannot be pickled.
     """
 
@@ -74,9 +375,8 @@ class Action:
     """What follows when checkpoints are complete, on all workers.
 
     Args:
-        name: the name by which :attr:`BackgroundSaves.actions` has it.
+        name: the name by which :class:`Consequences` has it.
         paths: the checkpoints of the batch on which it depends.
-        arguments: its arguments.
     """
 
     name: str
@@ -84,19 +384,23 @@ class Action:
     arguments: tuple[Any, ...]
 
 
+def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., None]]) -> None:
+    """Carries out those of ``actions`` that are ``known``, on files, at the end of a run or after it."""
+    for action in actions:
+        if action.name in known:
+            try:
+                known[action.name](*action.arguments)
+            except OSError as error:
+                log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
+
+
 @dataclass
 class Batch:
     """The checkpoints of one step boundary.
 
     Args:
-        version: the number of steps.
-        group: the holders; on all workers.
-        copies: this holder's copies.
         ended: called in the writer's thread when it is done with a checkpoint: its index, why there is none, and for
             how many seconds the thread has written.
-        requests: the checkpoints, in order.
-        actions: what follows, in order.
-        is_sealed: whether all are asked for, and are written.
     """
 
     version: int
@@ -110,7 +414,7 @@ class Batch:
     _is_done: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """All checkpoints are asked for: begins to write them, if this worker has a part in them."""
+        """Begins to write the batch, if this worker has a part in it."""
         self.is_sealed = True
         if self.group.is_column_leader:
             self._thread = DeviceThread(self._run, "recycle-checkpoint")
@@ -149,7 +453,7 @@ class Batch:
 
     @staticmethod
     def _yield() -> None:
-        """From now on this thread has a low priority. The training may wait for copies, but not for files."""
+        """From now on this thread has a low priority."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
@@ -165,14 +469,10 @@ def _given_up(path: str, why: str) -> WriteFailure:
 
 @dataclass
 class PendingBatch:
-    """A batch that has begun and whose outcome is not known yet; the same on all workers.
+    """A batch that has begun and whose outcome is not known yet.
 
     Args:
-        number: its number.
-        version: how many steps its checkpoints hold.
-        paths: the checkpoints, in order.
         new: those of them that replace nothing.
-        actions: what follows, in order.
     """
 
     number: int
@@ -187,9 +487,6 @@ class CommonState:
     """State of background checkpoints that all workers have in common.
 
     Args:
-        status: as of the newest message that is the same for all workers.
-        batches: how many have begun.
-        pending: the batch that has begun, if there is one.
         given_up: what is to be asked for again at the next boundary.
         unnamed: temporary paths and names of whole files whose writer was lost.
         names: of folders with checkpoints, the names in them.
@@ -204,17 +501,19 @@ class CommonState:
 
 
 class Consequences:
-    """What follows from checkpoints that are asked for, when it is known whether they are complete.
+    """Actions that follow from checkpoints once their outcome is known.
+
+    Args:
+        actions: by name, called on all workers with why a checkpoint is not complete, or None, and
+            :attr:`Action.arguments`.
 
     Attributes:
-        actions: what may follow, by name. Called on all workers with why a checkpoint is not complete, or None, and
-            :attr:`Action.arguments`.
         given_up: what is to be asked for again at the next boundary; the same on all workers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, actions: Mapping[str, Callable[..., None]]) -> None:
         self.given_up: tuple[Any, ...] = ()
-        self.actions: dict[str, Callable[..., None]] = {}
+        self._actions = actions
         self._noted: list[Action] = []
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
 
@@ -230,7 +529,7 @@ class Consequences:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """What :meth:`follow` is called with within the block depends on all checkpoints that the block asks for."""
+        """Actions noted in the block depend on all checkpoints that it asks for."""
         paths: list[str] = []
         actions: list[tuple[str, tuple[Any, ...]]] = []
         self._deferred.append((paths, actions))
@@ -246,7 +545,7 @@ class Consequences:
             paths.append(path)
 
     def follow(self, name: str, *arguments: Any) -> None:
-        """Has action ``name`` called with ``arguments`` when it is known whether the checkpoints are complete."""
+        """Calls action ``name`` when the outcome of the checkpoints is known."""
         self._deferred[-1][1].append((name, arguments))
 
     def follow_first(self, name: str, *arguments: Any) -> None:
@@ -254,45 +553,58 @@ class Consequences:
         self._deferred[-1][1].insert(0, (name, arguments))
 
     def settle(self, failures: Mapping[str, WriteFailure]) -> None:
-        """Takes up what follows; ``failures``: of the checkpoints that were not written, by path."""
+        """Takes up what follows."""
         noted, self._noted = self._noted, []
         self._carry_out(noted, failures)
 
     def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, WriteFailure]) -> None:
         for action in actions:
             failure = next((failures[path] for path in action.paths if path in failures), None)
-            self.actions[action.name](failure, *action.arguments)
+            self._actions[action.name](failure, *action.arguments)
+
+
+@dataclass(frozen=True)
+class SaveEvents:
+    """Functions that are called when batches begin and end.
+
+    Args:
+        stalled: returns for how many seconds checkpoints have held up this worker so far.
+        measure: returns what this worker has measured, if its thread has written for so many seconds.
+        follow: called on all workers with what the writer of a batch has measured.
+        failed: called on all workers with why checkpoints were not written.
+        discard: called on the leader with the path of a new checkpoint that was given up.
+    """
+
+    stalled: Callable[[], float]
+    measure: Callable[[float], Any]
+    follow: Callable[[Any], None]
+    failed: Callable[[Iterable[WriteFailure]], None]
+    discard: Callable[[str], None]
 
 
 class BackgroundSaves(Consequences):
     """This worker's part in checkpoints that are written in the background.
 
     Args:
-        context: the context of the worker.
+        by_writer: the actions that the writer carries out where a run ends before all know the outcome.
+        events: what is called when batches begin and end.
 
     Attributes:
-        on_failures: called on all workers with why checkpoints were not written, by path.
-        discard: called on the leader with the path of a new checkpoint that was given up.
-        measure: returns what this worker has measured, if its thread has written for so many seconds.
-        on_facts: called on all workers with what the writer of a batch has measured.
-        stalled: returns for how many seconds checkpoints have held up this worker so far.
-        by_writer: what the writer does of them where a run ends before all know the outcome, by name.
         pending: the batch that has begun and whose outcome is not known; the same on all workers.
         names: of folders with checkpoints, the names in them; the same on all workers.
-        batch: this worker's part in the current batch.
     """
 
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        context: WorkerContext,
+        actions: Mapping[str, Callable[..., None]],
+        by_writer: Mapping[str, Callable[..., None]],
+        events: SaveEvents,
+    ) -> None:
+        super().__init__(actions)
         self._collectives, self._options = context.collectives, context.options.checkpoints
-        self._client = context.client
+        self._client, self._by_writer, self._events = context.client, by_writer, events
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
-        self.on_failures: Callable[[Mapping[str, WriteFailure]], None] = lambda failures: None
-        self.discard: Callable[[str], None] = lambda path: None
-        self.measure: Callable[[float], Any] = lambda seconds: None
-        self.on_facts: Callable[[Any], None] = lambda facts: None
-        self.stalled: Callable[[], float] = lambda: 0.0
-        self.by_writer: dict[str, Callable[..., None]] = {}
         self.batch: Batch | None = None
         self.pending: PendingBatch | None = None
         self.names: dict[str, set[str]] = {}
@@ -303,8 +615,9 @@ class BackgroundSaves(Consequences):
     # ------------------------------------------------------------------ the next batch
 
     def begin(self, version: int) -> Batch | None:
-        """The batch of the boundary after ``version`` steps, which :meth:`seal` completes; None if the one before is
-        not over. All call it.
+        """The batch of the boundary after ``version`` steps, which :meth:`seal` completes.
+
+        None if the one before is not over. All call it.
         """
         if self.batch is not None and not self.batch.is_sealed:
             return self.batch
@@ -326,8 +639,9 @@ class BackgroundSaves(Consequences):
         return self.batch
 
     def seal(self, mid_step: bool) -> None:
-        """What was asked for since :meth:`begin` is written from now on. All call it; ``mid_step``: before the end of
-        the step.
+        """What was asked for since :meth:`begin` is written from now on.
+
+        All call it; ``mid_step``: before the end of the step.
         """
         batch = self.batch
         if batch is None or batch.is_sealed:
@@ -341,7 +655,7 @@ class BackgroundSaves(Consequences):
         self.pending = PendingBatch(batch.group.number, batch.version, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
-        facts = (batch.version, batch.group.writer, paths, weights_only, mid_step, self.stalled())
+        facts = (batch.version, batch.group.writer, paths, weights_only, mid_step, self._events.stalled())
         self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts))
         batch.start()
 
@@ -349,9 +663,9 @@ class BackgroundSaves(Consequences):
         """Called in the thread of the writer, which is done with a checkpoint."""
         why = None if failure is None else SaveFailure(failure.text, failure.is_refusal)
         assert self.batch is not None
-        facts = pack(self.measure(seconds))
+        facts = pack(self._events.measure(seconds))
         number = self.batch.group.number
-        self._client.send(SaveEnded(self._client.rank, number, index, why, self.stalled(), facts))
+        self._client.send(SaveEnded(self._client.rank, number, index, why, self._events.stalled(), facts))
 
     @property
     @override
@@ -366,7 +680,7 @@ class BackgroundSaves(Consequences):
             self.batch.copies.finish()
 
     def take_up(self) -> None:
-        """After a step: takes up what follows from the batch, if it was over when the losses of the step were known."""
+        """Carries out a batch's actions after the step whose losses came with its outcome."""
         if self.batch is not None:
             self.batch.raise_error()
         self._hear()
@@ -390,8 +704,9 @@ class BackgroundSaves(Consequences):
         self._agree(None)
 
     def await_originals(self) -> None:
-        """Waits until the thread has written what it has no copies of, or a generation is announced in which they may
-        change: then it is given up.
+        """Waits until the thread has written tensors of which there are no copies.
+
+        Or until a generation is announced in which they may change: then the checkpoint is given up.
         """
         batch, client = self.batch, self._client
         if batch is not None and batch.copies.are_originals:
@@ -401,8 +716,9 @@ class BackgroundSaves(Consequences):
             batch.group.is_wanted = batch.is_written
 
     def await_thread(self) -> None:
-        """The run is over: waits until this worker has done its part, as long as the next checkpoint would. The writer
-        takes up what follows for the files.
+        """Waits at the end of the run until this worker has done its part.
+
+        As long as the next checkpoint would. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
         while (batch := self.batch) is not None and not batch.is_written and time.monotonic() < deadline:
@@ -410,15 +726,10 @@ class BackgroundSaves(Consequences):
         if batch is None or not (batch.group.is_leader and batch.is_written):
             return
         written = {request.path for request in batch.requests if request.failure is None}
-        for action in batch.actions:
-            if action.name in self.by_writer and written.issuperset(action.paths):
-                try:
-                    self.by_writer[action.name](*action.arguments)
-                except OSError as error:
-                    log.warning("After the last checkpoint of the run a file is not as it should be: %s.", error)
+        settle_files([action for action in batch.actions if written.issuperset(action.paths)], self._by_writer)
 
     def name_files(self) -> None:
-        """The leader gives whole files their names whose writer was lost before they surely had them."""
+        """The leader gives complete files of lost writers their names."""
         if not self._collectives.is_leader:
             return
         unnamed, self._unnamed = self._unnamed, ()
@@ -429,9 +740,7 @@ class BackgroundSaves(Consequences):
                 log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
 
     def _agree(self, patience: float | None) -> None:
-        """If a batch is pending: waits for it, for ``patience`` seconds or without limit, at the same point of all
-        workers' program.
-        """
+        """Waits for the pending batch, for ``patience`` seconds or without limit."""
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:
             if (batch := self.batch) is not None:
@@ -462,9 +771,9 @@ class BackgroundSaves(Consequences):
         failed = {path: WriteFailure(why.text, why.is_refusal) for path, why in outcomes if why is not None}
         if self._collectives.is_leader:
             for path in pending.new & failed.keys():
-                self.discard(path)
+                self._events.discard(path)
         self._carry_out(pending.actions, failed)
         if failed:
-            self.on_failures(failed)
+            self._events.failed(failed.values())
         if status.facts is not None:
-            self.on_facts(unpack(status.facts))
+            self._events.follow(unpack(status.facts))

@@ -1,21 +1,13 @@
 """Checkpoint files and folders: written in one piece, checked by their checksums.
 
 Contract: a checkpoint under its name is whole (:func:`damage` finds nothing), whenever its writers die; a write that
-fails leaves the previous checkpoint unchanged.
+fails leaves the previous checkpoint unchanged. A file is the zip archive that torch writes, whose directory has the
+size and the CRC-32 of each record. A folder is in torch's distributed format, with the names of Lightning's strategies:
+``state_dict``, and by reference to the same bytes ``model``; ``optimizer_0`` has states by names of parameters;
+everything but tensors is in ``meta.pt``; sizes and checksums are in ``manifest.json``, written last.
 
-A file is the zip archive that torch writes: the directory of the archive, which comes last, has the size and the CRC-32
-of each of its records, so the file needs nothing beside it to be checked, copied or renamed.
-
-A folder is a sharded checkpoint in torch's distributed format, with the names of Lightning's strategies: the weights
-are ``state_dict``, as ModelParallelStrategy has them, and by reference to the same bytes ``model``, as FSDPStrategy and
-``python -m lightning.pytorch.utilities.consolidate_checkpoint`` do; ``optimizer_0`` has states by names of parameters.
-Each writer's tensors are in a file, everything else in ``meta.pt``. Sizes and checksums of its files are in
-``manifest.json``, written last. torch.distributed.checkpoint coordinates its writers through the default process group;
-without one it takes each writer for the only one. Here its steps (local plan, global plan, write, finish) are called
-one by one, and their messages go through the control plane, so a peer replaces a writer that dies, and the folder is
-written again.
-
-Must not know: the run's reaction to a failure.
+torch.distributed.checkpoint coordinates writers through the default process group. Here its steps are called one by
+one, and their messages go through the control plane, so a peer replaces a writer that dies.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -54,8 +46,8 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.planning.grid import Positions
 from lightning_recycle.runtime.executor.device_memory import storage_bytes
+from lightning_recycle.session.collectives import StageGroup
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
@@ -76,7 +68,7 @@ Checksum = tuple[int, int]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """``path`` as a path of this machine's file systems; None for URLs of others (``s3://``, ``memory://``)."""
+    """``path`` as a path of this machine's file systems."""
     if "://" not in os.fspath(path):
         return Path(path)
     file_system, stripped = url_to_fs(os.fspath(path))
@@ -84,7 +76,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder as this strategy writes it, or another strategy of Lightning."""
+    """Whether ``path`` is a folder of this or another strategy of Lightning."""
     if (local := local_path(path)) is not None:
         return (local / METADATA_FILENAME).is_file()
     files, folder = url_to_fs(os.fspath(path))
@@ -95,10 +87,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's default, but a file under its name is whole: it is written beside its place and renamed.
-
-    Files on other file systems than this machine's go Lightning's way.
-    """
+    """Lightning's CheckpointIO with atomic writes: a file is renamed when complete."""
 
     @override
     def save_checkpoint(
@@ -112,9 +101,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Writes a checkpoint.
 
         Args:
-            checkpoint: the checkpoint.
-            path: the file's path or URL.
-            storage_options: not supported, as in Lightning's class.
             before_naming: called with its temporary path right before a file of this machine gets its name.
             pace: how fast a file of this machine is written; as fast as possible by default.
 
@@ -140,7 +126,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def save_with_checksums(value: Any, file: Any) -> None:
-    """``torch.save`` with the checksums of its records, even where the user switched them off.
+    """``torch.save`` with checksums of its records, even where they are switched off.
 
     Raises:
         OSError: when the file system refuses. (torch's writer raises an error of its own then.)
@@ -162,7 +148,6 @@ class WriteFailure:
     """Why a checkpoint was not written.
 
     Args:
-        text: the cause, in words.
         is_refusal: whether it was the file system that refused.
         remedy: a sentence on what helps; empty if nothing is known.
     """
@@ -173,7 +158,7 @@ class WriteFailure:
 
 
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
-    """The result of ``action``, which writes ``content`` to ``path``; or the file system's reason for refusing.
+    """The result of ``action``, which writes ``content`` to ``path``.
 
     Raises:
         Exception: what ``action`` raises, if the file system is not the reason.
@@ -252,7 +237,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """The damage of the checkpoint at ``path`` on this machine's file systems; None if it is whole.
+    """The damage of the checkpoint at ``path`` on this machine's file systems.
 
     Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
     program that writes files may have switched them off: there only completeness is checked.
@@ -318,80 +303,55 @@ _TORCH_METADATA = ".metadata"
 _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
-class Writers(Protocol):
-    """The workers that write a folder: all of a run, or those that hold copies of its stages."""
-
-    rank: int
-    positions: Positions
-    pace: Pace
-    """How fast each of them writes."""
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker names the folder."""
-
-    @property
-    def is_column_leader(self) -> bool:
-        """Whether this worker writes a stage's part."""
-
-    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all of them, by rank."""
-
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may give what is at ``temporary`` its name."""
-
-
 def save_sharded(
     path: str | os.PathLike[str],
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
 ) -> bool | WriteFailure:
-    """Writes this worker's shard together with all others; every live worker takes part.
+    """Writes this worker's shard together with all others.
 
     Args:
-        path: the folder's path, the same on all workers; replaced if it exists.
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
-        collectives: all who write.
         before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
             this machine.
 
     Returns:
         Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
     """
-    gather, upload = collectives.gather_all, None
+    gather, upload = group.gather_all, None
     if (local := local_path(path)) is None:
         upload = _Upload(os.fspath(path))
         local = Path(tempfile.gettempdir()) / Path(path).name
     path = local
     folder: Path | None = None
     while True:
-        if collectives.is_leader:
+        if group.is_leader:
             if folder is not None:  # all live workers have left it, because a writer died
                 discard(folder)
             remove_leftovers(path.parent)
-        proposals = gather("checkpoint folder", temporary_path(path).name if collectives.is_leader else None)
+        proposals = gather("checkpoint folder", temporary_path(path).name if group.is_leader else None)
         names = [name for _, name in sorted(proposals.items()) if name is not None]
         if not names:
             continue
         folder = path.with_name(names[0])
         try:
-            outcome = _write_once(path, folder, shard, rest, collectives, before_naming, upload)
+            outcome = _write_once(path, folder, shard, rest, group, before_naming, upload)
         except BaseException:
-            if collectives.is_leader:
+            if group.is_leader:
                 discard(folder)
             raise
         if outcome is None:
             continue
-        if upload is not None or (isinstance(outcome, WriteFailure) and collectives.is_leader):
+        if upload is not None or (isinstance(outcome, WriteFailure) and group.is_leader):
             discard(folder)
         return outcome
 
 
 class _Upload:
-    """A folder of another file system than this machine's, which gets files one by one; the manifest completes it."""
+    """A folder of another file system, completed by its manifest."""
 
     def __init__(self, url: str) -> None:
         self._files, self._folder = url_to_fs(url)
@@ -413,26 +373,29 @@ def _write_once(
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
     upload: _Upload | None,
 ) -> bool | WriteFailure | None:
-    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
-    gather, num_writers = collectives.gather_all, collectives.positions.columns
+    """Writes ``folder`` and names it ``path``.
+
+    As :func:`save_sharded`, or None if a writer died meanwhile.
+    """
+    gather, num_writers = group.gather_all, group.positions.columns
     writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(collectives.pace)
+    writer.fs = _PacedFileSystem(group.pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
     def plan() -> Any:
         # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
         # the members of a position have in common one copy is written.
-        if upload is not None and collectives.is_leader:
+        if upload is not None and group.is_leader:
             upload.begin()
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    mine = attempt(plan, path, shard) if collectives.is_column_leader else None
+    mine = attempt(plan, path, shard) if group.is_column_leader else None
     plans = _parts(gather("checkpoint plan", mine))
     if isinstance(plans, WriteFailure):
         return plans
@@ -443,7 +406,7 @@ def _write_once(
     merged = writer.prepare_global_plan(merged)
 
     def write() -> tuple[Any, dict[str, Checksum]]:
-        plan = planner.finish_plan(merged[ranks.index(collectives.rank)])
+        plan = planner.finish_plan(merged[ranks.index(group.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         if upload is not None:
@@ -474,7 +437,7 @@ def _write_once(
         put_in_place(folder, path)
         return True
 
-    named = attempt(finish, path, rest) if collectives.is_leader else None
+    named = attempt(finish, path, rest) if group.is_leader else None
     outcomes = _parts(gather("checkpoint", named))
     if isinstance(outcomes, WriteFailure):
         return outcomes
@@ -492,7 +455,7 @@ class _PacedFileSystem(FileSystem):
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:
-    """Adds the weights under the name that FSDPStrategy has for them, to ``metadata`` and a copy of ``results``."""
+    """Adds the weights under FSDPStrategy's name, in ``metadata`` and ``results``."""
     stored, paths = metadata.state_dict_metadata, metadata.planner_data
     others = {key: _FSDP_WEIGHTS + key.removeprefix(_WEIGHTS) for key in stored if paths[key][0] == _WEIGHTS}
     for key, other in others.items():
@@ -516,7 +479,6 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
     """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
     Args:
-        path: the folder's path.
         wanted: what to read, by keys such as ``state_dict.layers.0.weight``, or the beginning of several such as
             ``optimizer_0.state.layers.0.weight``. Where the value is a DTensor, tensors of its shape become DTensors
             with its placements, of which this process reads its shard only. Everything by default.

@@ -66,7 +66,7 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "launch/ray_workers.py watch": BOUNDED,
     "launch/run_attempt.py _await_end": ("the coordinator's thread", "test_a_run_that_cannot_save_in_time_ends_and_says"
                                          "_so"),
-    "session/state_copies.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only_step"
+    "session/background_saves.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only_step"
                                            "_writes_are_copied_later_by_whoever_comes_first"),
     "session/background_saves.py await_originals": ("its own thread, or a generation", "test_training_waits_for_a"
                                                     "_checkpoint_of_whose_state_no_copy_fits"),

@@ -11,10 +11,16 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest
+from lightning_recycle.session.background_saves import (
+    BackgroundSaves,
+    Batch,
+    GivenUp,
+    HolderGroup,
+    SaveEvents,
+    SaveRequest,
+    StateCopies,
+)
 from lightning_recycle.session.configuration import CheckpointOptions, Options
-from lightning_recycle.session.holder_group import GivenUp, HolderGroup
-from lightning_recycle.session.state_copies import StateCopies
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -124,15 +130,17 @@ class Worker:
 
     def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
         self.sent: list[Any] = []
+        self.failed: list[Any] = []
         self.client: Any = SimpleNamespace(rank=rank, returns=0, member=SimpleNamespace(saves=SaveStatus(holders, 7)))
         self.client.send, self.client.forget_parcels = self.sent.append, lambda number: None
         collectives = SimpleNamespace(positions=Positions(Grid(2, 2, 2)), settle=lambda: None, is_leader=rank == 1)
         options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
-        self.saves = BackgroundSaves(SimpleNamespace(options=options, collectives=collectives, client=self.client))  # type: ignore[arg-type]
         self.followed: list[Any] = []
         self.discarded: list[str] = []
-        self.saves.actions["record"] = lambda failure, what: self.followed.append((what, failure and failure.text))
-        self.saves.discard = self.discarded.append
+        context: Any = SimpleNamespace(options=options, collectives=collectives, client=self.client)
+        actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
+        events = SaveEvents(lambda: 0.0, lambda _: None, lambda _: None, self.failed.extend, self.discarded.append)
+        self.saves = BackgroundSaves(context, actions, {}, events)
 
     def ask(self, version: int, *paths: str) -> None:
         with self.saves.deferring():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_recycle.session.save_interval import SaveFacts, SaveInterval, steps_between_saves
+from lightning_recycle.session.model_checkpoint import SaveFacts, SaveInterval, steps_between_saves
 
 FACTS = SaveFacts(stalled=0.5, writing=1.0, step=0.1, failures=4, trained=4 * 3600.0)
 
