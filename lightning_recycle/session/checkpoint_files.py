@@ -7,7 +7,7 @@ size and the CRC-32 of each record. A folder is in torch's distributed format, w
 everything but tensors is in ``meta.pt``; sizes and checksums are in ``manifest.json``, written last.
 
 torch.distributed.checkpoint coordinates writers through the default process group. Here its steps are called one by
-one, and their messages go through the control plane, so a peer replaces a writer that dies.
+one, and their messages go through the control plane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -143,21 +144,7 @@ def save_with_checksums(value: Any, file: Any) -> None:
         torch.serialization.set_crc32_options(chosen)
 
 
-@dataclass(frozen=True)
-class WriteFailure:
-    """Why a checkpoint was not written.
-
-    Args:
-        is_refusal: whether it was the file system that refused.
-        remedy: a sentence on what helps; empty if nothing is known.
-    """
-
-    text: str
-    is_refusal: bool = True
-    remedy: str = ""
-
-
-def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
+def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | SaveFailure:
     """The result of ``action``, which writes ``content`` to ``path``.
 
     Raises:
@@ -170,8 +157,9 @@ def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any
         if reason is None:
             raise
         size = megabytes(storage_bytes(tree_leaves(content)))
-        return WriteFailure(
+        return SaveFailure(
             f"The checkpoint {os.fspath(path)} ({size} to write{_free_space(path)}) could not be written: {reason}.",
+            is_refusal=True,
             remedy=_REMEDIES.get(reason.errno or 0, ""),
         )
 
@@ -309,45 +297,39 @@ def save_sharded(
     rest: dict[str, Any],
     group: StageGroup,
     before_naming: Callable[[Path | None], None],
-) -> bool | WriteFailure:
-    """Writes this worker's shard together with all others.
+    pace: Pace | None = None,
+) -> SaveFailure | None:
+    """Writes this worker's shard together with all others of ``group``.
 
     Args:
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
         before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
             this machine.
+        pace: how fast this worker writes; as fast as possible by default.
 
     Returns:
-        Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
+        Why there is no checkpoint, as far as this worker knows; the leader does.
+
+    Raises:
+        Exception: what ``group`` raises where a worker is lost.
     """
-    gather, upload = group.gather_all, None
-    if (local := local_path(path)) is None:
+    gather, upload, local = group.gather_all, None, local_path(path)
+    if local is None:
         upload = _Upload(os.fspath(path))
         local = Path(tempfile.gettempdir()) / Path(path).name
-    path = local
-    folder: Path | None = None
-    while True:
-        if group.is_leader:
-            if folder is not None:  # all live workers have left it, because a writer died
-                discard(folder)
-            remove_leftovers(path.parent)
-        proposals = gather("checkpoint folder", temporary_path(path).name if group.is_leader else None)
-        names = [name for _, name in sorted(proposals.items()) if name is not None]
-        if not names:
-            continue
-        folder = path.with_name(names[0])
-        try:
-            outcome = _write_once(path, folder, shard, rest, group, before_naming, upload)
-        except BaseException:
-            if group.is_leader:
-                discard(folder)
-            raise
-        if outcome is None:
-            continue
-        if upload is not None or (isinstance(outcome, WriteFailure) and group.is_leader):
+    if group.is_leader:
+        remove_leftovers(local.parent)
+    proposals = gather("checkpoint folder", temporary_path(local).name if group.is_leader else None)
+    folder = local.with_name(next(name for name in proposals.values() if name is not None))
+    is_named = False
+    try:
+        failure = _write_folder(local, folder, shard, rest, group, before_naming, pace or Pace(), upload)
+        is_named = failure is None and upload is None
+        return failure
+    finally:
+        if group.is_leader and not is_named:
             discard(folder)
-        return outcome
 
 
 class _Upload:
@@ -368,22 +350,20 @@ class _Upload:
             self._files.put_file(str(folder / name), f"{self._folder}/{name}")
 
 
-def _write_once(
+def _write_folder(
     path: Path,
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
     group: StageGroup,
     before_naming: Callable[[Path | None], None],
+    pace: Pace,
     upload: _Upload | None,
-) -> bool | WriteFailure | None:
-    """Writes ``folder`` and names it ``path``.
-
-    As :func:`save_sharded`, or None if a writer died meanwhile.
-    """
-    gather, num_writers = group.gather_all, group.positions.columns
+) -> SaveFailure | None:
+    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`."""
+    gather = group.gather_all
     writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(group.pace)
+    writer.fs = _PacedFileSystem(pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
@@ -395,12 +375,9 @@ def _write_once(
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    mine = attempt(plan, path, shard) if group.is_column_leader else None
-    plans = _parts(gather("checkpoint plan", mine))
-    if isinstance(plans, WriteFailure):
-        return plans
-    if len(plans) < num_writers:
-        return None
+    plans = gather("checkpoint plan", attempt(plan, path, shard))
+    if (failure := _failure_in(plans)) is not None:
+        return failure
     ranks = sorted(plans)
     merged, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
     merged = writer.prepare_global_plan(merged)
@@ -413,14 +390,12 @@ def _write_once(
             upload.put(folder, names)
         return results, {name: checksum(folder / name) for name in names}
 
-    written = _parts(gather("checkpoint data", attempt(write, path, shard) if mine is not None else None))
-    if isinstance(written, WriteFailure):
-        return written
-    if len(written) < num_writers:
-        return None
+    written = gather("checkpoint data", attempt(write, path, shard))
+    if (failure := _failure_in(written)) is not None:
+        return failure
 
-    def finish() -> bool:
-        parts = [written[rank] for rank in sorted(written)]
+    def finish() -> None:
+        parts = [written[rank] for rank in ranks]
         writer.finish(metadata, _with_other_names(metadata, [results for results, _ in parts]))
         with replacing(folder / METADATA_FILENAME) as file:
             save_with_checksums(rest, file)
@@ -431,17 +406,12 @@ def _write_once(
             upload.put(folder, (_TORCH_METADATA, METADATA_FILENAME))
             before_naming(None)
             upload.put(folder, (_MANIFEST,))
-            return True
+            return
         sync_folder(folder)
         before_naming(folder)
         put_in_place(folder, path)
-        return True
 
-    named = attempt(finish, path, rest) if group.is_leader else None
-    outcomes = _parts(gather("checkpoint", named))
-    if isinstance(outcomes, WriteFailure):
-        return outcomes
-    return (named is not None) if outcomes else None
+    return attempt(finish, path, rest) if group.is_leader else None
 
 
 class _PacedFileSystem(FileSystem):
@@ -468,11 +438,8 @@ def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult
     return added
 
 
-def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
-    """The contributions of workers, by rank; or the failure of one of them."""
-    parts = {rank: part for rank, part in gathered.items() if part is not None}
-    failures = [part for _, part in sorted(parts.items()) if isinstance(part, WriteFailure)]
-    return failures[0] if failures else parts
+def _failure_in(gathered: Mapping[int, Any]) -> SaveFailure | None:
+    return next((part for _, part in sorted(gathered.items()) if isinstance(part, SaveFailure)), None)
 
 
 def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:

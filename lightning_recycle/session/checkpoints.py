@@ -1,7 +1,7 @@
 """The state of the whole model from its stages, and back: checkpoints and results.
 
 A checkpoint holds no trace of the grid. One that is asked for in the middle of the end of a step is written at the next
-boundary (:mod:`~lightning_recycle.session.state_transfer`); only a user's own ``trainer.save_checkpoint``, which
+boundary (:mod:`~lightning_recycle.session.worker_snapshot`); only a user's own ``trainer.save_checkpoint``, which
 returns with the file, does not wait for it.
 """
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_recycle import tensor_memory
-from lightning_recycle.control.protocol.messages import Saved
+from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.devices import release_cache
 from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
@@ -35,19 +35,8 @@ from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.background_saves import (
-    Action,
-    BackgroundSaves,
-    Batch,
-    Consequences,
-    SaveEvents,
-    SaveRequest,
-    StateCopies,
-    settle_files,
-)
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
-    WriteFailure,
     attempt,
     is_sharded,
     load_sharded,
@@ -55,7 +44,7 @@ from lightning_recycle.session.checkpoint_files import (
     megabytes,
     save_sharded,
 )
-from lightning_recycle.session.collectives import StageGroup, WorkerContext
+from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -67,7 +56,17 @@ from lightning_recycle.session.optimizer_states import (
     sharded_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.session.state_transfer import (
+from lightning_recycle.session.save_batches import (
+    Action,
+    Batch,
+    SaveBatches,
+    SaveEvents,
+    SaveRequest,
+    StateCopies,
+    settle_files,
+)
+from lightning_recycle.session.weight_callbacks import WeightCallbacks
+from lightning_recycle.session.worker_snapshot import (
     COMPLETION,
     Boundary,
     StateMarks,
@@ -79,7 +78,6 @@ from lightning_recycle.session.state_transfer import (
     frozen,
     mark_of,
 )
-from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.tensor_memory import part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
@@ -117,14 +115,16 @@ def _saves_in_background(context: WorkerContext) -> bool:
 
 @dataclass(frozen=True)
 class _StagePart:
-    """A copy of one stage's part of a checkpoint.
+    """One stage's part of a checkpoint.
 
     Args:
+        is_whole: whether weights and states are those of the whole model, which each worker has.
         weights: the state dict, and what else has a value by parameter, by their names in the checkpoint.
         names: the names of each optimizer's parameters.
         copies: as in :class:`Checkpoints`, when it was copied.
     """
 
+    is_whole: bool
     weights: dict[str, dict[str, Any]]
     states: list[dict[str, Any]]
     names: list[list[list[str]]]
@@ -139,7 +139,7 @@ class _Asked:
     Args:
         content: returns Lightning's content as it was then, without what is in ``part``.
         marks: of what may change until the boundary; None if no run can go on from the checkpoint.
-        part: of this stage, if it is written in the background and this worker takes part in that.
+        part: of this stage, if this worker may have to write it.
         is_new: whether it is known to replace nothing.
     """
 
@@ -147,22 +147,8 @@ class _Asked:
     storage_options: Any | None
     content: Callable[[], dict[str, Any]]
     marks: StateMarks | None
-    batch: Batch | None = None
-    part: _StagePart | None = None
-    is_new: bool = False
-
-
-def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict[str, Any]]:
-    """Returns what returns ``checkpoint``; ``until_later``: as it is now.
-
-    Weights and optimizer states are those of all stages, which are copies, or are written as they will be.
-    """
-    if not until_later:
-        return partial(dict, checkpoint)
-    kinds = ("state_dict", *_FURTHER_WEIGHTS, "optimizer_states")
-    large = {kind: checkpoint[kind] for kind in kinds if kind in checkpoint}
-    rest = frozen({name: None if name in large else value for name, value in checkpoint.items()})
-    return lambda: {**rest(), **large}
+    part: _StagePart | None
+    is_new: bool
 
 
 def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
@@ -176,11 +162,11 @@ class Checkpoints(StageStates):
 
     Args:
         reach: called with "checkpoint" and the step right before one is written.
-        actions: what follows from checkpoints, besides links and deletions; see :class:`Consequences`.
+        actions: what follows from checkpoints, besides links and deletions; see :class:`SaveBatches`.
 
     Attributes:
         weights: the callbacks that change weights.
-        background: writes while the training goes on; None if all wait for all checkpoints of this run.
+        saves: writes checkpoints.
         completion: what completes the checkpoint that was loaded, until the training begins.
         restored_objects: if the run begins again, the users' objects, from the checkpoint that was loaded.
         restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
@@ -206,7 +192,6 @@ class Checkpoints(StageStates):
         self.is_training = False
         self.stall_seconds = 0.0
         self._unwinding = False
-        self._mid_step: set[str] = set()
         self._before_hooks: dict[str, tuple[Any, Any]] | None = None
         self._asked: list[_Asked] = []
         self._boundary: Boundary | None = None
@@ -216,18 +201,16 @@ class Checkpoints(StageStates):
             "remove": lambda failure, path: None if failure else self.remove(path),
             **actions,
         }
-        self._together = Consequences(actions)  # of checkpoints for which all wait
-        self.background: BackgroundSaves | None = None
-        if _saves_in_background(context):
-            events = SaveEvents(
-                stalled=lambda: self.stall_seconds,
-                measure=self.measured,
-                follow=lambda facts: self.follow([facts]),
-                failed=self._failed,
-                discard=self._discard,
-            )
-            self.background = BackgroundSaves(context, actions, self._on_files, events)
-            context.client.complete_saves = self.background.await_thread
+        events = SaveEvents(
+            stalled=lambda: self.stall_seconds,
+            measure=self.measured,
+            follow=self.follow,
+            failed=self._failed,
+            discard=self._discard,
+        )
+        self.saves = SaveBatches(context, actions, self._on_files, events)
+        context.client.complete_saves = self.saves.await_thread
+        self._may_go_on = _saves_in_background(context)
         self.weights = WeightCallbacks(context.trainer, self, context.seed)
 
     # ------------------------------------------------------------------ for callbacks that save
@@ -246,23 +229,28 @@ class Checkpoints(StageStates):
     def load_interval(self, state: Mapping[str, float] | None) -> None:
         """Takes over what decides how often to save, from a checkpoint or a peer."""
 
-    def measured(self, writing: float) -> Any:
-        """This worker's measurements; ``writing``: seconds that a thread has written."""
+    def measured(self, stalled: float, writing: float) -> Any:
+        """This worker's measurements; see :class:`SaveEvents`."""
 
-    def follow(self, facts: list[Any]) -> None:
-        """Called with the measurements of all workers, or the writer, after checkpoints."""
+    def follow(self, facts: Any) -> None:
+        """Called with the measurements of the writer after checkpoints."""
 
     # ------------------------------------------------------------------ state
 
     @property
-    def in_background(self) -> BackgroundSaves | None:
-        """Writes the checkpoints that are asked for now; None if all wait for them."""
-        return self.background if self.is_training and not self.collectives.client.joining else None
+    def in_background(self) -> bool:
+        """Whether the training goes on while checkpoints that are asked for now are written."""
+        return self._may_go_on and self.is_training
+
+    @property
+    def _joins(self) -> bool:
+        """Whether this worker is alone, at places where the others have saved already."""
+        return self.collectives.client.joining
 
     @property
     @override
     def by_stage(self) -> bool:
-        return self.sharded or self.in_background is not None
+        return self.sharded or self.in_background or self._joins
 
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
@@ -432,6 +420,8 @@ class Checkpoints(StageStates):
             CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
                 run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
         """
+        if self._joins:
+            return
         if self._before_hooks is not None:
             before, self._before_hooks = self._before_hooks, None
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
@@ -439,15 +429,12 @@ class Checkpoints(StageStates):
         self._exists(path)
         marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
         with self._stalling():
-            if (background := self.in_background) is not None:
-                asked = self._copied(background, checkpoint, path, storage_options, marks, is_new)
-            else:
-                part = self._part(checkpoint) if self.sharded else None
-                content = _kept(checkpoint, until_later=self.saves.is_deferring)
-                asked = _Asked(path, storage_options, content, marks, part=part)
-        if asked is not None:
-            self.saves.asked(os.fspath(path))
-            self._asked.append(asked)
+            if (batch := self._begun()) is not None:
+                part = self._part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
+                keeps = batch.waits or batch.group.is_leader
+                content = frozen(checkpoint) if keeps and self.saves.is_deferring else partial(dict, checkpoint)
+                self.saves.asked(os.fspath(path))
+                self._asked.append(_Asked(path, storage_options, content, marks, part, is_new))
         if not self.saves.is_deferring:
             self.complete()  # the user's code may read it next
 
@@ -455,24 +442,14 @@ class Checkpoints(StageStates):
     def _optimizers(self) -> list[Optimizer]:
         return [plain_optimizer(optimizer) for optimizer in self.module.trainer.optimizers]
 
-    @property
-    def saves(self) -> Consequences:
-        """What notes the consequences of checkpoints that are asked for now."""
-        return self.in_background or self._together
-
-    @property
-    def noted(self) -> list[Action]:
-        """Actions of checkpoints that are not known to be complete."""
-        return [*self._together.noted, *(() if self.background is None else self.background.noted)]
-
     @contextmanager
-    def deferring(self) -> Iterator[Consequences]:
+    def deferring(self) -> Iterator[None]:
         """Within the block checkpoints are asked for.
 
         They are written, and what follows is taken up, at the next boundary, or right after the block where none comes.
         """
         with self.saves.deferring():
-            yield self.saves
+            yield
         if not self.is_training:
             self.complete()
 
@@ -488,19 +465,17 @@ class Checkpoints(StageStates):
         """Writes what was asked for; ``boundary``: where the training is, if it is at one."""
         asked, self._asked = self._asked, []
         with self._stalling():
-            if asked or self._together.noted:
+            if asked:
                 common: Callable[[], dict[str, Any]] = dict
+                batch = self.saves.batch
+                assert batch is not None
                 if any(one.marks is not None for one in asked):
                     state = self._common_state(asked, boundary)  # on all workers, as it may wait for them
-                    if any(one.batch is None or one.batch.group.is_leader for one in asked):
+                    if batch.waits or batch.group.is_leader:
                         common = frozen(state)
-                for one in asked:
-                    (self._mid_step.discard if boundary else self._mid_step.add)(os.fspath(one.path))
-                self._write_together([one for one in asked if one.batch is None], common)
-                self._write_in_background([one for one in asked if one.batch is not None], common)
-            if self.background is not None:
-                self.background.seal(mid_step=boundary is None)
-                self.background.await_originals()
+                self._request(batch, asked, common)
+            self.saves.seal(mid_step=boundary is None)
+            self.saves.await_originals()
 
     def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
         """The part of what completes a checkpoint that all workers have in common."""
@@ -508,7 +483,7 @@ class Checkpoints(StageStates):
         self.weights.join_states(state["callbacks"])
         follows = [
             [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
-            for action in self.noted
+            for action in self.saves.noted
             if action.name in self._on_files
         ]
         return {
@@ -531,36 +506,6 @@ class Checkpoints(StageStates):
         owned = self.owned_names(name for name, parameter in parameters.items() if parameter in left)
         return {**changes, "gradients": {known: left[parameters[name]] for name, known in owned.items()}}
 
-    def _write_together(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
-        """All workers write ``asked``, and take up what follows."""
-        failures: dict[str, WriteFailure] = {}
-        for one in asked:
-            checkpoint = one.content()
-            if one.marks is not None:
-                part = self._completion(one.marks)
-                checkpoint[COMPLETION] = common()
-                add_parts(checkpoint, self.collectives.gather_stages("completion", partial(to_cpu, part)))
-                if self.context.run.may_restart:
-                    packs = self.collectives.gather_columns("objects", self.transfer.pack_objects)
-                    checkpoint[COMPLETION]["objects"] = [as_tensors(pack) for pack in packs]
-            outcome = self._save_together(one, checkpoint)
-            if isinstance(outcome, WriteFailure):
-                failures[os.fspath(one.path)] = outcome
-        self._together.settle(failures)
-        self._failed(failures.values())
-        if asked and not self.collectives.client.joining and (facts := self.measured(0.0)) is not None:
-            self.follow(list(self.collectives.gather_all("interval", facts).values()))
-
-    def _save_together(self, one: _Asked, checkpoint: dict[str, Any]) -> bool | WriteFailure:
-        if one.part is None:
-            write = partial(self._save_file, checkpoint, one.path, one.storage_options)
-            by_leader = partial(attempt, write, one.path, checkpoint)
-            return self.collectives.by_leader("checkpoint", by_leader)  # type: ignore[no-any-return]
-        outcome = self._save_folder(one.path, one.part, checkpoint, self.collectives, self.executor.version)
-        if outcome is True:
-            self._saved(one.path, weights_only=one.marks is None)
-        return outcome
-
     def is_asked(self, path: Any) -> bool:
         """Whether a checkpoint at ``path`` is asked for and not written yet."""
         return any(os.fspath(one.path) == os.fspath(path) for one in self._asked)
@@ -571,21 +516,20 @@ class Checkpoints(StageStates):
         Where no worker waits for others, they know it from the names that the leader has seen in its folder once, and
         from what was saved and removed since then.
         """
-        assert self.background is not None
         folder, name = os.path.split(path)
-        if folder not in self.background.names:
+        if folder not in self.saves.names:
             found = [os.path.basename(path) for path in list_folder(folder)]
-            self.background.names[folder] = set(self.collectives.broadcast(found))
-        return name in self.background.names[folder]
+            self.saves.names[folder] = set(self.collectives.broadcast(found))
+        return name in self.saves.names[folder]
 
     def _is_new(self, path: Any) -> bool:
         """Whether it is known that there is nothing at ``path``."""
         folder, name = os.path.split(path)
-        return self.background is not None and name not in self.background.names.get(folder, {name})
+        return name not in self.saves.names.get(folder, {name})
 
     def _exists(self, path: Any, exists: bool = True) -> None:
         folder, name = os.path.split(path)
-        if self.background is not None and (names := self.background.names.get(folder)) is not None:
+        if (names := self.saves.names.get(folder)) is not None:
             (names.add if exists else names.discard)(name)
 
     def link(self, target: str, path: str) -> None:
@@ -642,52 +586,19 @@ class Checkpoints(StageStates):
         finally:
             self._unwinding = before
 
-    def _save_file(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch | None = None
-    ) -> None:
-        """Writes a file of the whole model; in the background if it is of a ``batch``."""
-        version = self.executor.version if batch is None else batch.version
-        confirm = self.collectives.confirm if batch is None else batch.group.confirm
-        self.reach("checkpoint", version)
-        confirm()
-        plugin = self.module.trainer.strategy.checkpoint_io
-        if batch is not None and isinstance(plugin, AsyncCheckpointIO):  # this thread knows when it is complete
+    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch) -> None:
+        """Writes a file of the whole model."""
+        group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
+        self.reach("checkpoint", batch.version)
+        group.confirm()
+        if isinstance(plugin, AsyncCheckpointIO):  # this thread knows when it is complete
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            pace = None if batch is None or batch.copies.are_originals else batch.group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, confirm, pace)
+            pace = None if batch.copies.are_originals else group.pace
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        if batch is None:
-            self._saved(path, "optimizer_states" not in checkpoint)
-
-    def _saved(self, path: Any, weights_only: bool) -> None:
-        """This worker has given a checkpoint its name for which all wait."""
-        name = os.fspath(path)
-        facts = (self.executor.version, self.stall_seconds, weights_only, name in self._mid_step)
-        self.collectives.client.send(Saved(self.collectives.rank, name, *facts))
-
-    def _save_folder(
-        self, path: Any, part: _StagePart, checkpoint: dict[str, Any], group: StageGroup, version: int
-    ) -> bool | WriteFailure:
-        """Writes this stage's ``part`` of a folder, and by the leader the rest of ``checkpoint``."""
-
-        def before_naming(temporary: Path | None) -> None:
-            self.reach("checkpoint", version)
-            group.confirm(temporary)
-
-        names = group.gather_stages("names of parameters", lambda: part.names)
-        states = [
-            stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self.stage)
-            for n, state in enumerate(part.states)
-        ]
-        rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
-        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming)
-
-    def _own_weights(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Of ``weights``, by kind, those that this stage writes."""
-        return {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in weights.items()}
 
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """This stage's part of a folder."""
@@ -701,32 +612,29 @@ class Checkpoints(StageStates):
 
     def begin_batch(self) -> bool:
         """Takes up what follows from the checkpoints before."""
-        background = self.in_background
-        if background is None:
-            return True
+        if self._joins:
+            return False
         with self._stalling():
-            return self._begun(background) is not None
+            return self._begun() is not None
 
-    def _begun(self, background: BackgroundSaves) -> Batch | None:
+    def _begun(self) -> Batch | None:
         version = self.executor.version
-        batch = background.begin(version)
+        batch = self.saves.begin(version, waits=not self.in_background)
         if batch is None:
             busy = f"A checkpoint after {version} steps is left out: the one before is still being written."
-            self._not_written(WriteFailure(busy, is_refusal=False))
+            self._not_written(SaveFailure(busy))
         return batch
 
     def take_up(self) -> None:
-        """Called after a step; see :meth:`BackgroundSaves.take_up`."""
-        if (background := self.in_background) is not None:
-            with self._stalling():
-                background.take_up()
+        """Called after a step; see :meth:`SaveBatches.take_up`."""
+        with self._stalling():
+            self.saves.take_up()
 
     def complete(self) -> None:
         """Waits for checkpoints that were asked for, and takes up what follows from them."""
         self._write(self._boundary)
-        if (background := self.in_background) is not None:
-            with self._stalling():
-                background.complete()
+        with self._stalling():
+            self.saves.complete()
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
@@ -766,38 +674,20 @@ class Checkpoints(StageStates):
             self.ask_again()
         self.is_training = False
 
-    def _copied(
-        self,
-        background: BackgroundSaves,
-        checkpoint: dict[str, Any],
-        path: Any,
-        storage_options: Any | None,
-        marks: StateMarks | None,
-        is_new: bool,
-    ) -> _Asked | None:
-        """A checkpoint with a copy of this stage's part, if this worker holds one."""
-        batch = self._begun(background)
-        if batch is None:
-            return None
-        if not batch.group.is_column_leader:
-            return _Asked(path, storage_options, dict, marks, batch, is_new=is_new)
-        part = self._part(checkpoint, batch.copies)
-        content = frozen(checkpoint) if batch.group.is_leader else dict
-        return _Asked(path, storage_options, content, marks, batch, part, is_new)
-
-    def _write_in_background(self, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
-        """Has this worker's thread write its part of ``asked``."""
+    def _request(self, batch: Batch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
+        """Has this worker's thread write its part of ``asked``, if it has one."""
         objects: list[Any] | None = None
         for one in asked:
-            batch, write = one.batch, None
-            assert batch is not None
+            write = None
             if one.part is not None:
                 completion = batch.copies.take(self._completion(one.marks), ("completion",))
-                if completion is not None and self.context.run.may_restart:
-                    if objects is None:
-                        data, *tensors = as_tensors(self.transfer.pack_objects())
-                        objects = [data, *batch.copies.take(tensors)]
-                    completion["objects"] = objects
+                if completion is not None:
+                    completion = to_cpu(completion, copies=False)
+                    if self.context.run.may_restart:
+                        if objects is None:
+                            data, *tensors = as_tensors(self.transfer.pack_objects())
+                            objects = [data, *batch.copies.take(tensors)]
+                        completion["objects"] = objects
                 part = replace(one.part, completion=completion)
                 content = partial(_completed, one.content, None if completion is None else common)
                 of_stages = self._written_by_stage if self.sharded else self._written_by_leader
@@ -816,19 +706,18 @@ class Checkpoints(StageStates):
                 *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
             )
 
-    def _part(self, checkpoint: dict[str, Any], copies: StateCopies | None = None) -> _StagePart:
-        """This stage's part, taken out of ``checkpoint``; among ``copies``, if there are any."""
-        kinds = [kind for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint]
+    def _part(self, checkpoint: dict[str, Any], batch: Batch) -> _StagePart:
+        """This stage's part, taken out of ``checkpoint``; copied unless all wait."""
+        kinds, copies = [kind for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint], batch.copies
         weights = {kind: checkpoint[kind] for kind in kinds}
         if self.sharded:
-            weights = self._own_weights(weights)
+            weights = {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in weights.items()}
         states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
-        if copies is None:
-            copies = StateCopies.none()
-        else:
+        if not batch.waits:
             self._limit(copies, (weights, states))
         return _StagePart(
+            not self.by_stage,
             copies.take(weights, ("weights",)),
             [copies.take(state, ("optimizer", index), only_step) for index, state in enumerate(states)],
             [group_names(self.module, optimizer) for optimizer in self._optimizers[: len(states)]],
@@ -837,11 +726,12 @@ class Checkpoints(StageStates):
 
     def _written_by_leader(
         self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
-    ) -> WriteFailure | None:
-        group, rest = batch.group, content()
+    ) -> SaveFailure | None:
+        group = batch.group
         if not group.is_leader:
-            group.send(part)
+            group.send(replace(part, weights={}, states=[]) if part.is_whole else part)
             return None
+        rest = content()
         received: list[Any] = []
 
         def write() -> None:
@@ -849,15 +739,19 @@ class Checkpoints(StageStates):
             parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
             received.extend((one.weights, one.states) for one in parts)
             for kind in part.weights:
-                rest[kind] = {name: value for one in parts for name, value in one.weights[kind].items()}
+                rest[kind] = {name: value for one in parts for name, value in one.weights.get(kind, {}).items()}
             if "optimizer_states" in rest:
                 states = zip(*(one.states for one in parts), strict=True)
                 names = zip(*(one.names for one in parts), strict=True)
-                rest["optimizer_states"] = [
-                    merge_optimizer_states(of_stages, of_names, part.copies)
-                    for of_stages, of_names in zip(states, names, strict=True)
-                ]
-            add_parts(rest, [one.completion for one in parts])
+                rest["optimizer_states"] = (
+                    part.states
+                    if part.is_whole
+                    else [
+                        merge_optimizer_states(of_stages, of_names, part.copies)
+                        for of_stages, of_names in zip(states, names, strict=True)
+                    ]
+                )
+            add_parts(rest, [one.completion for one in parts], group.positions.members)
             self._save_file(rest, path, storage_options, batch)
 
         failure = attempt(write, path, received)
@@ -866,28 +760,39 @@ class Checkpoints(StageStates):
         return failure
 
     def _written_by_stage(
-        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
-    ) -> WriteFailure | None:
+        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
+    ) -> SaveFailure | None:
+        """Writes this stage's ``part`` of a folder, and by the leader the rest of the checkpoint."""
         group, checkpoint = batch.group, content()
-        add_parts(checkpoint, group.gather_stages("completion", lambda: part.completion))
-        outcome = self._save_folder(path, part, checkpoint, group, batch.version)
-        return outcome if isinstance(outcome, WriteFailure) else None
+
+        def before_naming(temporary: Path | None) -> None:
+            self.reach("checkpoint", batch.version)
+            group.confirm(temporary)
+
+        completions = group.gather_columns("completion", lambda: part.completion)
+        add_parts(checkpoint, completions, group.positions.members)
+        names = group.gather_stages("names of parameters", lambda: part.names)
+        states = [
+            stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self.stage)
+            for n, state in enumerate(part.states)
+        ]
+        rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
+        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming, group.pace)
 
     # ------------------------------------------------------------------ beginning and end
 
     def begin_training(self) -> None:
         """The training begins; until it ends, checkpoints may be written while it goes on."""
         self.is_training = True
-        if self.background is not None:
+        if self._may_go_on:
             reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does
 
-    def _failed(self, failures: Iterable[WriteFailure]) -> None:
+    def _failed(self, failures: Iterable[SaveFailure]) -> None:
         for failure in failures:
             self._not_written(failure)
 
-    def _not_written(self, failure: WriteFailure) -> None:
-        if self.background is not None:
-            self.background.names.clear()  # there may be an earlier one of that name
+    def _not_written(self, failure: SaveFailure) -> None:
+        self.saves.names.clear()  # there may be an earlier one of that name
         if self.raises and failure.is_refusal:
             raise CheckpointError(
                 f"{failure.text} {failure.remedy}{' ' if failure.remedy else ''}With"

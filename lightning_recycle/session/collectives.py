@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -25,7 +24,6 @@ from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.files import Pace
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
@@ -76,15 +74,10 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
 
 
 class StageGroup(ABC):
-    """Workers that hold all stages between them: all of a run, or the holders of copies.
-
-    Attributes:
-        pace: how fast each of them writes.
-    """
+    """Workers that hold all stages between them: all of a run, or the holders of a checkpoint."""
 
     rank: int
     positions: Positions
-    pace: Pace
 
     @property
     @abstractmethod
@@ -99,10 +92,6 @@ class StageGroup(ABC):
     @abstractmethod
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all of them, by rank."""
-
-    @abstractmethod
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may give the checkpoint at ``temporary`` its name."""
 
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
         """One part per column, in order. Asks again if a speaker dies meanwhile."""
@@ -130,8 +119,6 @@ class WorkerCollectives(StageGroup):
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
-        self.pace = Pace()
-        """Of checkpoints for which all wait: no limit."""
         self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who
@@ -160,10 +147,6 @@ class WorkerCollectives(StageGroup):
     def is_column_leader(self) -> bool:
         """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
-
-    @override
-    def confirm(self, temporary: Path | None = None) -> None:
-        self.client.confirm()
 
     # ------------------------------------------------------------------ collectives
 

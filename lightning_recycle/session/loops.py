@@ -34,9 +34,9 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
-from lightning_recycle.session.state_transfer import Boundary
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.worker_snapshot import Boundary
 
 log = logging.getLogger(__name__)
 

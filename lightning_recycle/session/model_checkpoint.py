@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -25,16 +25,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.background_saves import Consequences
-from lightning_recycle.session.checkpoint_files import WriteFailure
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import ends_step
 from lightning_recycle.session.optimizer_states import Copies
-from lightning_recycle.session.state_transfer import StateTransfer
+from lightning_recycle.session.worker_snapshot import StateTransfer
 
 log = logging.getLogger(__name__)
 
@@ -109,22 +108,20 @@ class ModelCheckpointSaves(Checkpoints):
     def changed_record(self, number: int) -> dict[str, Any]:
         """A callback's changes by checkpoints whose outcome is not known."""
         changed: dict[str, Any] = {}
-        for action in self.noted:
+        for action in self.saves.noted:
             if action.name == "record" and action.arguments[0][0] == number:
                 changed |= action.arguments[2]
         return changed
 
-    def _take_up(
-        self, failure: WriteFailure | None, call: _Call, before: dict[str, Any], after: dict[str, Any]
-    ) -> None:
+    def _take_up(self, failure: SaveFailure | None, call: _Call, before: dict[str, Any], after: dict[str, Any]) -> None:
         callback = self._callbacks[call[0]]
         for name, value in (before if failure else after).items():
             if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
                 setattr(callback, name, value)
-        if self.background is not None and failure and not failure.is_refusal and call[1] != "on_exception":
-            self.background.given_up += (call,)
+        if failure and not failure.is_refusal and call[1] != "on_exception":
+            self.saves.given_up += (call,)
 
-    def _notify(self, failure: WriteFailure | None, number: int) -> None:
+    def _notify(self, failure: SaveFailure | None, number: int) -> None:
         if failure is None and self.collectives.is_leader:
             for logger in self.context.trainer.loggers:
                 logger.after_save_checkpoint(proxy(self._callbacks[number]))
@@ -132,10 +129,8 @@ class ModelCheckpointSaves(Checkpoints):
     @override
     def ask_again(self) -> None:
         """Saves again what was given up, except for callbacks that have saved after this step."""
-        if self.background is None:  # where all wait, no loss of a worker costs a checkpoint
-            return
         trainer = self.context.trainer
-        given_up, self.background.given_up = self.background.given_up, ()
+        given_up, self.saves.given_up = self.saves.given_up, ()
         calls = [call for call in given_up if self._callbacks[call[0]]._last_global_step_saved != trainer.global_step]
         for number, name, metrics in calls:  # of one callback all, or none
             now = self._callbacks[number]._monitor_candidates(trainer)
@@ -161,15 +156,15 @@ class ModelCheckpointSaves(Checkpoints):
                 self._save_every(self.interval.steps)
 
     @override
-    def measured(self, writing: float) -> SaveFacts | None:
+    def measured(self, stalled: float, writing: float) -> SaveFacts | None:
         if self.interval is None:
             return None
-        stalled, step = self.stall_seconds - self._counted_stall, self.context.trainer.global_step
-        return self.interval.facts(stalled, writing, step)
+        stalled += self.stall_seconds - self._counted_stall
+        return self.interval.facts(stalled, writing, self.context.trainer.global_step)
 
     @override
-    def follow(self, facts: list[SaveFacts]) -> None:
-        if self.interval is None:
+    def follow(self, facts: SaveFacts | None) -> None:
+        if self.interval is None or facts is None:
             return
         self._counted_stall = self.stall_seconds
         steps, why = steps_between_saves(facts, self.collectives.positions.num_workers)
@@ -242,33 +237,33 @@ class _Methods:
         if not checkpoints.begin_batch():  # before the callback compares with what it remembers
             return
         before = _record(callback)
-        with checkpoints.deferring() as consequences:
+        with checkpoints.deferring():
             self._saves[name](*arguments)
-            self._put_off((self._number, name, arguments[-1]), consequences, before)
+            self._put_off((self._number, name, arguments[-1]), before)
 
-    def _put_off(self, call: _Call, consequences: Consequences, before: dict[str, Any]) -> None:
+    def _put_off(self, call: _Call, before: dict[str, Any]) -> None:
         """Until the checkpoint is complete the callback remembers what it did before."""
         changed = {name: v for name, v in _record(self._callback).items() if not _is_same(v, before[name])}
-        consequences.follow_first("record", call, {name: before[name] for name in changed}, changed)
+        self._checkpoints.saves.follow_first("record", call, {name: before[name] for name in changed}, changed)
         for name, value in before.items():
             if name not in _OF_ITS_STEP:
                 setattr(self._callback, name, value)
 
     def _write(self, trainer: pl.Trainer, path: str) -> None:
         """Asks for a checkpoint. Loggers, which may want to read it, hear of it later."""
-        callback, consequences = self._callback, self._checkpoints.saves
-        if not consequences.is_deferring:
+        callback, saves = self._callback, self._checkpoints.saves
+        if not saves.is_deferring:
             ModelCheckpoint._save_checkpoint(callback, trainer, path)
             return
         trainer.save_checkpoint(path, callback.save_weights_only)
         callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
-        consequences.follow_first("notify", self._number)
+        saves.follow_first("notify", self._number)
 
     def _link(self, _: pl.Trainer, target: str, path: str) -> None:
         self._checkpoints.link(target, path)
 
     def _exists(self, path: str, trainer: pl.Trainer) -> bool:
-        if self._checkpoints.in_background is None:
+        if not self._checkpoints.in_background:
             return ModelCheckpoint.file_exists(self._callback, path, trainer) or self._checkpoints.is_asked(path)
         files = self._callback._fs
         return self._checkpoints.has(path, lambda folder: files.ls(folder, detail=False) if files.isdir(folder) else ())
@@ -320,19 +315,16 @@ class SaveFacts:
     trained: float
 
 
-def steps_between_saves(facts: Iterable[SaveFacts], workers: int) -> tuple[int, str]:
+def steps_between_saves(facts: SaveFacts, workers: int) -> tuple[int, str]:
     """The best number of steps between checkpoints, and the reason in words."""
-    facts = list(facts)
-    longest = max(facts, key=lambda found: (found.trained, found.failures))
-    cost, writing = max(found.stalled for found in facts), max(found.writing for found in facts)
     expected = 3600 * _WORKER_HOURS_PER_FAILURE / workers
-    mtbf = longest.trained / longest.failures if longest.failures else max(expected, longest.trained)
-    seconds = max(math.sqrt(2 * cost * mtbf), 2 * writing)
+    mtbf = facts.trained / facts.failures if facts.failures else max(expected, facts.trained)
+    seconds = max(math.sqrt(2 * facts.stalled * mtbf), 2 * facts.writing)
     why = (
-        f"it holds up training for {cost:.3g} s and is written in {writing:.3g} s, a step takes {longest.step:.3g} s,"
-        f" and there is a failure every {mtbf / 3600:.3g} hours ({longest.failures} so far)"
+        f"it holds up training for {facts.stalled:.3g} s and is written in {facts.writing:.3g} s, a step takes"
+        f" {facts.step:.3g} s, and there is a failure every {mtbf / 3600:.3g} hours ({facts.failures} so far)"
     )
-    return max(1, round(seconds / longest.step)), why
+    return max(1, round(seconds / facts.step)), why
 
 
 class SaveInterval:

@@ -198,7 +198,7 @@ class Session:
     @property
     def saves_in_background(self) -> bool:
         """Whether the training does not wait for checkpoints that are asked for now."""
-        return self._steps is not None and self.checkpoints.in_background is not None
+        return self._steps is not None and self.checkpoints.in_background
 
     # ------------------------------------------------------------------ training
 
@@ -291,8 +291,7 @@ class Session:
             show_progress_bar(self.trainer, self._dataloader_idx)
             keep_monitors_going(self.trainer, self.steps.first_batch)
             relay.take_over()
-            if self.checkpoints.background is not None:
-                self.checkpoints.background.name_files()
+            self.checkpoints.saves.name_files()
 
     def _follow_leader(self) -> None:
         rank_zero_only.rank = 0 if self.collectives.is_leader else max(1, self.place.rank)  # type: ignore[attr-defined]

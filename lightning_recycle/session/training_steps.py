@@ -60,8 +60,8 @@ from lightning_recycle.session.optimizer_states import not_optimized, parameters
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
-from lightning_recycle.session.state_transfer import Boundary, StateTransfer, WorkerSnapshot
 from lightning_recycle.session.step_loaders import StepLoaders
+from lightning_recycle.session.worker_snapshot import Boundary, StateTransfer, WorkerSnapshot
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
 
@@ -200,15 +200,14 @@ class TrainingSteps:
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self._handle = handle
         saves = self.transfer.complete()  # its donor waited here, after the same hooks
-        if saves is not None and self.checkpoints.background is not None:
-            self.checkpoints.background.enter(saves)
+        if saves is not None:
+            self.checkpoints.saves.enter(saves)
         self._follow_parameters()
         self._zeroes_next = share.begins
         scaler = scaler_of(self._trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
-            if self.checkpoints.background is not None:
-                self.checkpoints.background.finish_copies()
+            self.checkpoints.saves.finish_copies()
             self.recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self.recorder.repeat_changes(result.outputs, on_step=True)
@@ -427,8 +426,7 @@ class TrainingSteps:
     # ------------------------------------------------------------------ for the executor: state of peers
 
     def take_snapshot(self) -> WorkerSnapshot:
-        background = self.checkpoints.background
-        return self.transfer.take(None if background is None else background.state())
+        return self.transfer.take(self.checkpoints.saves.state())
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         self.transfer.restore(snapshot)

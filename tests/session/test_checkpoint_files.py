@@ -18,7 +18,6 @@ from support.models import Regression
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.files import Pace
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
@@ -34,22 +33,18 @@ class Alone(StageGroup):
     """The collectives of a run with one worker."""
 
     is_leader = is_column_leader = True
-    pace = Pace()
     rank = 0
     positions = Positions(Grid(1, 1, 1))
 
     def gather_all(self, name: str, value: Any) -> dict[int, Any]:
         return {0: value}
 
-    def confirm(self, temporary: Path | None = None) -> None:
-        pass
-
 
 def save(path: Path, step: int, sharded: bool) -> None:
     weights = torch.full((SIZE,), float(step))
     if sharded:
         rest = {"global_step": step}
-        assert save_sharded(path, {"state_dict": {"w": weights}}, rest, Alone(), lambda temporary: None) is True
+        assert save_sharded(path, {"state_dict": {"w": weights}}, rest, Alone(), lambda temporary: None) is None
     else:
         WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
 

@@ -31,7 +31,6 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.background_saves import CommonState
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
@@ -47,9 +46,10 @@ from lightning_recycle.session.object_graph import (
 )
 from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
+from lightning_recycle.session.save_batches import CommonState
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.weight_callbacks import take_pruned_form
-from lightning_recycle.tensor_memory import local_part, memory_address, sharded_like
+from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
 from lightning_recycle.torch_internals import version_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class WorkerSnapshot:
     stop_agreed: bool
     next_collective: int
     hooks: int
-    saves: CommonState | None
+    saves: CommonState
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
@@ -173,7 +173,7 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ peers
 
-    def take(self, saves: CommonState | None) -> WorkerSnapshot:
+    def take(self, saves: CommonState) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
@@ -346,16 +346,19 @@ def as_tensors(pack: ObjectPack) -> list[Tensor]:
     return [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *pack.tensors]
 
 
-def add_parts(checkpoint: Mapping[str, Any], parts: Sequence[Mapping[str, Any] | None]) -> None:
-    """Adds the parts of all stages to the completion in ``checkpoint``."""
-    found = [part for part in parts if part is not None]
-    if not found:
+def add_parts(checkpoint: Mapping[str, Any], columns: Sequence[Mapping[str, Any] | None], members: int) -> None:
+    """Adds the parts of all columns, of which a stage has ``members``, to the completion in ``checkpoint``."""
+    known = [part for part in columns if part is not None]
+    if not known:
         return
+    objects = [part["objects"] for part in known if "objects" in part]
+    states = [{kind: state for kind, state in part.items() if kind != "objects"} for part in known]
+    found = [merge_shards(states[at : at + members]) for at in range(0, len(states), members)]
     merged: dict[str, Any] = {kind: {n: v for part in found for n, v in part[kind].items()} for kind in _BY_NAME}
     of_stages = zip(*(part["optimizers"] for part in found), strict=True)
     merged["optimizers"] = [{n: v for one in each for n, v in one.items()} for each in of_stages]
-    if "objects" in found[0]:
-        merged["objects"] = [part["objects"] for part in found]
+    if objects:
+        merged["objects"] = objects
     checkpoint[COMPLETION].update(merged)
 
 

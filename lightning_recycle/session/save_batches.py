@@ -1,12 +1,13 @@
-"""Checkpoints that are written while the training goes on.
+"""Checkpoints of one step boundary, written together while the training goes on or waits.
 
-At the step boundary where a checkpoint is asked for, one worker of each stage, its *holder*, copies the stage's state;
-all others go on at once. A thread of each holder writes, and the holders exchange messages in place of the control
-collectives. One of them is the *writer*, which gives the checkpoint its name once the coordinator knows that it is
-whole. All checkpoints of one boundary are a *batch*, and share the copies. The next batch, and the end of the training,
-wait for it. How it ended comes with a message that all workers have
-(:mod:`~lightning_recycle.control.protocol.control_collectives`), so all carry out the actions that follow after the
-same step.
+All checkpoints of a boundary are a *batch*. One worker of each stage, its *holder*, has a part in it: a thread of each
+holder writes, and the holders exchange messages. One of them is the *writer*, which gives each checkpoint its name once
+the coordinator knows that it is whole. The next batch, and the end of the training, wait for it. How it ended comes
+with a message that all workers have (:mod:`~lightning_recycle.control.protocol.control_collectives`), so all carry out
+the actions that follow at the same place of their program.
+
+If the training goes on, holders copy their stage's state at the boundary, and what is lost with a holder is asked for
+again by the callbacks. If all wait for the batch, there are no copies, and it begins again with other holders.
 
 Contract: no wait of a thread outlives the worker that it waits for; an error in a thread becomes the outcome of its
 checkpoint.
@@ -40,11 +41,13 @@ from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, Sa
 from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
 from lightning_recycle.planning.grid import Positions
-from lightning_recycle.session.checkpoint_files import WriteFailure, local_path
+from lightning_recycle.session.checkpoint_files import local_path
 from lightning_recycle.session.collectives import StageGroup, WorkerContext
 from lightning_recycle.session.optimizer_states import copied, fits
 from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
 from lightning_recycle.torch_internals import version_of
+
+log = logging.getLogger(__name__)
 
 _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
 
@@ -170,7 +173,7 @@ class HolderGroup(StageGroup):
     """Messages between the holders of one batch, from their threads.
 
     Args:
-        ranks: the holder of each stage; the last one is the writer.
+        ranks: the holder of each column; the first one of the last stage is the writer.
         since: a generation in which they were alive.
         request: which checkpoint of the batch is being written.
         is_wanted: whether all others still wait for the batch.
@@ -188,7 +191,7 @@ class HolderGroup(StageGroup):
     _messages: int = 0
 
     def __post_init__(self) -> None:
-        self.rank, self.writer = self.client.rank, self.ranks[-1]
+        self.rank, self.writer = self.client.rank, self.ranks[-self.positions.members]
         self._returns = self.client.returns
 
     @property
@@ -264,7 +267,6 @@ class HolderGroup(StageGroup):
             if rank != self.rank:
                 self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
 
-    @override
     def confirm(self, temporary: Path | None = None) -> None:
         """Returns if this worker may go on.
 
@@ -275,7 +277,7 @@ class HolderGroup(StageGroup):
         """
         self._check()
         if temporary is None:
-            self.client.confirm(in_background=True)
+            self.client.confirm()
         else:
             self.client.announce(self.number, self.request, os.path.abspath(temporary))
 
@@ -347,8 +349,6 @@ class _Pieces(io.RawIOBase):
             raise
 
 
-log = logging.getLogger(__name__)
-
 _LOOK_SECONDS = 0.01
 _LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
 
@@ -358,15 +358,15 @@ class SaveRequest:
     """One checkpoint of a batch.
 
     Args:
-        write: writes it together with the other holders; None if this worker has no part in it.
+        write: writes it together with the other holders; None if this worker can have no part in it.
         error: an exception of the user's code, such as of an object that cannot be pickled.
     """
 
     path: str
-    write: Callable[[], WriteFailure | None] | None
+    write: Callable[[], SaveFailure | None] | None
     weights_only: bool = False
     is_new: bool = False
-    failure: WriteFailure | None = None
+    failure: SaveFailure | None = None
     error: BaseException | None = None
 
 
@@ -375,7 +375,7 @@ class Action:
     """What follows when checkpoints are complete, on all workers.
 
     Args:
-        name: the name by which :class:`Consequences` has it.
+        name: the name by which :class:`SaveBatches` has it.
         paths: the checkpoints of the batch on which it depends.
     """
 
@@ -399,6 +399,7 @@ class Batch:
     """The checkpoints of one step boundary.
 
     Args:
+        waits: whether all workers wait for it.
         ended: called in the writer's thread when it is done with a checkpoint: its index, why there is none, and for
             how many seconds the thread has written.
     """
@@ -406,24 +407,21 @@ class Batch:
     version: int
     group: HolderGroup
     copies: StateCopies
-    ended: Callable[[int, WriteFailure | None, float], None]
+    waits: bool
+    ended: Callable[[int, SaveFailure | None, float], None]
     requests: list[SaveRequest] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    refusals: dict[str, SaveFailure] = field(default_factory=dict)
     is_sealed: bool = False
-    _thread: threading.Thread | None = None
-    _is_done: threading.Event = field(default_factory=threading.Event)
+    mid_step: bool = False
+    is_written: bool = False
+    """Whether this worker has done its part."""
 
     def start(self) -> None:
         """Begins to write the batch, if this worker has a part in it."""
-        self.is_sealed = True
-        if self.group.is_column_leader:
-            self._thread = DeviceThread(self._run, "recycle-checkpoint")
-            self._thread.start()
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this worker has done its part."""
-        return self.is_sealed and (self._thread is None or self._is_done.is_set())
+        self.is_sealed, self.is_written = True, not self.group.is_column_leader
+        if not self.is_written:
+            DeviceThread(self._run, "recycle-checkpoint").start()
 
     def _run(self) -> None:
         began = time.perf_counter()
@@ -432,9 +430,9 @@ class Batch:
             request.failure = self._write(request)
             if self.group.is_leader:
                 self.ended(index, request.failure, time.perf_counter() - began)
-        self._is_done.set()
+        self.is_written = True
 
-    def _write(self, request: SaveRequest) -> WriteFailure | None:
+    def _write(self, request: SaveRequest) -> SaveFailure | None:
         assert request.write is not None
         try:
             if not self.copies.finish():
@@ -463,8 +461,8 @@ class Batch:
             raise error
 
 
-def _given_up(path: str, why: str) -> WriteFailure:
-    return WriteFailure(f"The checkpoint {path} is given up: {why}.", is_refusal=False)
+def _given_up(path: str, why: str) -> SaveFailure:
+    return SaveFailure(f"The checkpoint {path} is given up: {why}.")
 
 
 @dataclass
@@ -500,27 +498,66 @@ class CommonState:
     names: Mapping[str, set[str]]
 
 
-class Consequences:
-    """Actions that follow from checkpoints once their outcome is known.
+@dataclass(frozen=True)
+class SaveEvents:
+    """Functions that are called when batches begin and end.
 
     Args:
-        actions: by name, called on all workers with why a checkpoint is not complete, or None, and
-            :attr:`Action.arguments`.
-
-    Attributes:
-        given_up: what is to be asked for again at the next boundary; the same on all workers.
+        stalled: returns for how many seconds checkpoints have held up this worker so far.
+        measure: returns what this worker has measured, if a batch has just held it up for so many seconds, and its
+            thread has written for so many while the training went on.
+        follow: called on all workers with what the writer of a batch has measured.
+        failed: called on all workers with why checkpoints were not written.
+        discard: called on the leader with the path of a new checkpoint that was given up.
     """
 
-    def __init__(self, actions: Mapping[str, Callable[..., None]]) -> None:
-        self.given_up: tuple[Any, ...] = ()
-        self._actions = actions
-        self._noted: list[Action] = []
+    stalled: Callable[[], float]
+    measure: Callable[[float, float], Any]
+    follow: Callable[[Any], None]
+    failed: Callable[[Iterable[SaveFailure]], None]
+    discard: Callable[[str], None]
+
+
+class SaveBatches:
+    """This worker's part in the checkpoints of a run, batch by batch.
+
+    Args:
+        actions: what follows from checkpoints once their outcome is known, by name; called on all workers with why a
+            checkpoint is not complete, or None, and :attr:`Action.arguments`.
+        by_writer: the actions that the writer carries out where a run ends before all know the outcome.
+        events: what is called when batches begin and end.
+
+    Attributes:
+        pending: the batch that has begun and whose outcome is not known; the same on all workers.
+        given_up: what is to be asked for again at the next boundary; the same on all workers.
+        names: of folders with checkpoints, the names in them; the same on all workers.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        actions: Mapping[str, Callable[..., None]],
+        by_writer: Mapping[str, Callable[..., None]],
+        events: SaveEvents,
+    ) -> None:
+        self._collectives, self._options = context.collectives, context.options.checkpoints
+        self._client, self._actions, self._by_writer, self._events = context.client, actions, by_writer, events
+        self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
+        self.batch: Batch | None = None
+        self.pending: PendingBatch | None = None
+        self.given_up: tuple[Any, ...] = ()
+        self.names: dict[str, set[str]] = {}
+        self._batches = 0
+        self._unnamed: tuple[tuple[str, str], ...] = ()
+        self._old_copies: StateCopies | None = None
+
+    # ------------------------------------------------------------------ what follows
 
     @property
     def noted(self) -> list[Action]:
         """What follows from the checkpoints that were asked for."""
-        return self._noted
+        return [] if self.batch is None or self.batch.is_sealed else self.batch.actions
 
     @property
     def is_deferring(self) -> bool:
@@ -552,91 +589,37 @@ class Consequences:
         """As :meth:`follow`, before all that was noted in the block."""
         self._deferred[-1][1].insert(0, (name, arguments))
 
-    def settle(self, failures: Mapping[str, WriteFailure]) -> None:
-        """Takes up what follows."""
-        noted, self._noted = self._noted, []
-        self._carry_out(noted, failures)
-
-    def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, WriteFailure]) -> None:
+    def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, SaveFailure]) -> None:
         for action in actions:
             failure = next((failures[path] for path in action.paths if path in failures), None)
             self._actions[action.name](failure, *action.arguments)
 
-
-@dataclass(frozen=True)
-class SaveEvents:
-    """Functions that are called when batches begin and end.
-
-    Args:
-        stalled: returns for how many seconds checkpoints have held up this worker so far.
-        measure: returns what this worker has measured, if its thread has written for so many seconds.
-        follow: called on all workers with what the writer of a batch has measured.
-        failed: called on all workers with why checkpoints were not written.
-        discard: called on the leader with the path of a new checkpoint that was given up.
-    """
-
-    stalled: Callable[[], float]
-    measure: Callable[[float], Any]
-    follow: Callable[[Any], None]
-    failed: Callable[[Iterable[WriteFailure]], None]
-    discard: Callable[[str], None]
-
-
-class BackgroundSaves(Consequences):
-    """This worker's part in checkpoints that are written in the background.
-
-    Args:
-        by_writer: the actions that the writer carries out where a run ends before all know the outcome.
-        events: what is called when batches begin and end.
-
-    Attributes:
-        pending: the batch that has begun and whose outcome is not known; the same on all workers.
-        names: of folders with checkpoints, the names in them; the same on all workers.
-    """
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        actions: Mapping[str, Callable[..., None]],
-        by_writer: Mapping[str, Callable[..., None]],
-        events: SaveEvents,
-    ) -> None:
-        super().__init__(actions)
-        self._collectives, self._options = context.collectives, context.options.checkpoints
-        self._client, self._by_writer, self._events = context.client, by_writer, events
-        self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
-        self.batch: Batch | None = None
-        self.pending: PendingBatch | None = None
-        self.names: dict[str, set[str]] = {}
-        self._batches = 0
-        self._unnamed: tuple[tuple[str, str], ...] = ()
-        self._old_copies: StateCopies | None = None
-
     # ------------------------------------------------------------------ the next batch
 
-    def begin(self, version: int) -> Batch | None:
+    def begin(self, version: int, waits: bool) -> Batch | None:
         """The batch of the boundary after ``version`` steps, which :meth:`seal` completes.
 
-        None if the one before is not over. All call it.
+        None if the one before is not over in time. All call it; ``waits``: whether all wait for the new one.
         """
         if self.batch is not None and not self.batch.is_sealed:
             return self.batch
-        self._agree(self._patience)
+        self._agree(None if waits else self._patience)
         if self.pending is not None:
             return None
-        status = self._client.member.saves
-        if not status.holders:  # before the first step
-            self._collectives.barrier("checkpoint")
-            status = self._client.member.saves
-        self._collectives.settle()
-        bandwidth = self._options.bandwidth
-        pace = Pace(None if bandwidth is None else 1e6 * bandwidth)
-        number = batch_number(status, self._batches)
-        holders = (status.holders, status.generation)
-        group = HolderGroup(self._client, self._collectives.positions, number, version, *holders, pace)
-        self.batch = Batch(version, group, StateCopies(self._old_copies), self._ended)
-        self._old_copies = None
+        copies = StateCopies.none() if waits else StateCopies(self._old_copies)
+        self.batch = Batch(version, self._new_group(version, waits), copies, waits, self._ended)
+        if not waits:
+            self._old_copies = None
         return self.batch
+
+    def _new_group(self, version: int, waits: bool) -> HolderGroup:
+        while not self._client.member.saves.holders:  # before the first step
+            self._collectives.barrier("checkpoint")
+        self._collectives.settle()
+        status, bandwidth = self._client.member.saves, None if waits else self._options.bandwidth
+        number, pace = batch_number(status, self._batches), Pace(None if bandwidth is None else 1e6 * bandwidth)
+        holders = (status.holders, status.generation)
+        return HolderGroup(self._client, self._collectives.positions, number, version, *holders, pace)
 
     def seal(self, mid_step: bool) -> None:
         """What was asked for since :meth:`begin` is written from now on.
@@ -647,30 +630,37 @@ class BackgroundSaves(Consequences):
         if batch is None or batch.is_sealed:
             return
         if not batch.requests:
-            self.batch, self._old_copies = None, batch.copies
+            self.batch = None
+            self._use_memory_of(batch)
             self._carry_out(batch.actions, {})
             return
+        batch.mid_step = mid_step
+        self._start(batch)
+        if batch.waits:
+            self._agree(None)
+
+    def _start(self, batch: Batch) -> None:
         paths = tuple(request.path for request in batch.requests)
         new = frozenset(request.path for request in batch.requests if request.is_new)
         self.pending = PendingBatch(batch.group.number, batch.version, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
-        facts = (batch.version, batch.group.writer, paths, weights_only, mid_step, self._events.stalled())
-        self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts))
+        facts = (batch.version, batch.group.writer, paths, weights_only, batch.mid_step, not batch.waits)
+        self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts, self._events.stalled()))
         batch.start()
 
-    def _ended(self, index: int, failure: WriteFailure | None, seconds: float) -> None:
-        """Called in the thread of the writer, which is done with a checkpoint."""
-        why = None if failure is None else SaveFailure(failure.text, failure.is_refusal)
-        assert self.batch is not None
-        facts = pack(self._events.measure(seconds))
-        number = self.batch.group.number
-        self._client.send(SaveEnded(self._client.rank, number, index, why, self._events.stalled(), facts))
+    def _use_memory_of(self, batch: Batch) -> None:
+        if not batch.waits:
+            self._old_copies = batch.copies
 
-    @property
-    @override
-    def noted(self) -> list[Action]:
-        return [] if self.batch is None or self.batch.is_sealed else self.batch.actions
+    def _ended(self, index: int, failure: SaveFailure | None, seconds: float) -> None:
+        """Called in the thread of the writer, which is done with a checkpoint."""
+        batch = self.batch
+        assert batch is not None
+        facts = pack(self._events.measure(*((seconds, 0.0) if batch.waits else (0.0, seconds))))
+        self._client.send(
+            SaveEnded(self._client.rank, batch.group.number, index, failure, self._events.stalled(), facts)
+        )
 
     # ------------------------------------------------------------------ the batch before
 
@@ -760,20 +750,32 @@ class BackgroundSaves(Consequences):
         if pending is None or status.batch != pending.number:
             return
         batch, self.batch, self.pending = self.batch, None, None
-        if batch is not None:
-            batch.group.end()
-            if batch.is_written:
-                self._old_copies = batch.copies
-                batch.copies.forget_originals()
+        outcomes = zip(pending.paths, status.failures, strict=True)
+        failed = {path: why for path, why in outcomes if why is not None}
         self._unnamed = tuple((temporary, pending.paths[index]) for index, temporary in status.unnamed.items())
         self.name_files()
-        outcomes = zip(pending.paths, status.failures, strict=True)
-        failed = {path: WriteFailure(why.text, why.is_refusal) for path, why in outcomes if why is not None}
-        if self._collectives.is_leader:
-            for path in pending.new & failed.keys():
-                self._events.discard(path)
+        for path in pending.new & failed.keys() if self._collectives.is_leader else ():
+            self._events.discard(path)
+        if batch is not None:
+            batch.group.end()
+            if batch.waits and self._begin_again(batch, failed):
+                return
+            failed |= batch.refusals
+            if batch.is_written:
+                self._use_memory_of(batch)
+                batch.copies.forget_originals()
         self._carry_out(pending.actions, failed)
         if failed:
             self._events.failed(failed.values())
         if status.facts is not None:
             self._events.follow(unpack(status.facts))
+
+    def _begin_again(self, batch: Batch, failed: Mapping[str, SaveFailure]) -> bool:
+        """Begins with what was given up, if anything was, as workers were lost."""
+        batch.refusals |= {path: why for path, why in failed.items() if why.is_refusal}
+        requests = [request for request in batch.requests if request.path in failed.keys() - batch.refusals.keys()]
+        if requests:
+            self.batch, batch.requests = batch, requests
+            batch.group = self._new_group(batch.version, waits=True)
+            self._start(batch)
+        return bool(requests)
