@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,7 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_of` of each."""
-    return [tensor._version for tensor in tensors]
+    return [*map(attrgetter("_version"), tensors)]
 
 
 def show_dataset(dataset: Any) -> None:

@@ -25,23 +25,23 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.checkpoint import _nested_dict as nested_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
 METADATA_FILENAME = _METADATA_FILENAME
+DataLoaderSource = _DataLoaderSource
 GlobalStateSnapshot = _GlobalStateSnapshot
 WrappingCheckpointIO = _WrappingCheckpointIO
 init_optimizers = _init_optimizers_and_lr_schedulers
 load_distributed_checkpoint = _load_state_dict
-unflatten_state_dict = nested_dict.unflatten_state_dict
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"
