@@ -13,7 +13,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules import batchnorm
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -128,3 +131,33 @@ def offset_of(tensor: Any) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks see each call of the optimizer's ``step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def replace_total_norm(function: Callable[..., Tensor] | None) -> None:
+    """Replaces the norm that ``torch.nn.utils.clip_grad_norm_`` clips by; with None it is torch's again."""
+    clip_grad._get_total_norm = nn.utils.get_total_norm if function is None else function
+
+
+@contextmanager
+def after_unscaling(
+    scaler: GradScaler, change: Callable[[Tensor, dict[Any, Tensor]], dict[Any, Tensor]]
+) -> Iterator[None]:
+    """Changes the overflows that ``scaler`` finds in the block, by device.
+
+    Torch's own scaler for sharded gradients overrides the same method.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_change(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+        return change(found_inf, unscale(optimizer, inv_scale, found_inf, allow_fp16))
+
+    scaler._unscale_grads_ = unscale_and_change  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_

@@ -35,11 +35,10 @@ from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
-from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
+from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.slot_values import ValueTree
-from lightning_recycle.session.user_objects import callback_graph
 from lightning_recycle.torch_internals import tree_map_only
 
 _COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such as masks, are seldom written in place
