@@ -34,6 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient, pack, unpack
+from lightning_recycle.control.protocol.control_collectives import batch_number
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
 from lightning_recycle.devices import DeviceThread, is_accelerator
