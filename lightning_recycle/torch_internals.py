@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 make_subclass = Tensor._make_subclass
+_version = attrgetter("_version")
 
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -56,7 +58,7 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_of` of each."""
-    return [tensor._version for tensor in tensors]
+    return list(map(_version, tensors))
 
 
 def show_dataset(dataset: Any) -> None:
