@@ -22,7 +22,6 @@ import math
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule, ReCycleStrategy
+from lightning_recycle.engines.discovery import free_port
 
 GRID = ["--pipelines", "2", "--stages", "2", "--microbatches", "4"]
 WORKERS, BATCH, STEPS, STEP_SECONDS = 4, 16, 120, 0.05
@@ -125,8 +125,7 @@ class _Run:
     """Processes of one run, and when its steps began."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port('127.0.0.1')}"
         self.folder, self.output = folder, folder / "trained.pt"
         self.steps: list[tuple[float, int]] = []  # when a worker began which step
         self.workers: list[subprocess.Popen[str]] = []

@@ -202,10 +202,8 @@ class MicrobatchLoader(SampleLoader):
 
     def _read_own(self, handle: StepHandle) -> None:
         if self._prefetch and self.dataloader.num_workers == 0:
-            own = (Microbatch(self._pipeline, m) for m in range(self.grid.microbatches))
-            keys = [(handle.epoch, handle.index, microbatch) for microbatch in own]
-            if any(key not in self._fetched and self._positions(*key) for key in keys):
-                self._read(keys)
+            own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
+            self._read([(handle.epoch, handle.index, microbatch) for microbatch in own])
 
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         key = (handle.epoch, handle.index, microbatch)
@@ -249,9 +247,9 @@ class MicrobatchLoader(SampleLoader):
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
         """Reads micro-batches; together, because saving the generators' state dominates."""
-        missing = [key for key in keys if key not in self._fetched and self._positions(*key)]
+        missing = {key: own for key in keys if key not in self._fetched and (own := self.addresses(*key))}
         if missing:
-            found = self._collected(missing[0][0], [self.addresses(*key) for key in missing])
+            found = self._collected(keys[0][0], [*missing.values()])
             self._fetched.update(zip(missing, found, strict=True))
 
     def _collected(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:

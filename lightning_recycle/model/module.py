@@ -363,7 +363,8 @@ class PipelineModule(RecordedModule):
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         self._build_layers_if_possible()
-        yield from super().named_modules(*args, **kwargs)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
 
     @override
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:

@@ -18,78 +18,33 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers as init_optimizers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_distributed_checkpoint
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
-__all__ = [
-    "AFTER_SAVING",
-    "METADATA_FILENAME",
-    "DataLoaderSource",
-    "GlobalStateSnapshot",
-    "SignalHandlers",
-    "TrainerState",
-    "WrappingCheckpointIO",
-    "attach_data",
-    "batches_so_far",
-    "call_setup_hooks",
-    "checkpoint_folder",
-    "cluster_environment_of",
-    "combined_loaders",
-    "count_manual_steps",
-    "default_profiler_schedule",
-    "final_settings",
-    "fit_loops",
-    "go_on",
-    "init_optimizers",
-    "last_checkpoints",
-    "lightning_optimizers",
-    "load_distributed_checkpoint",
-    "load_progress",
-    "loader_states",
-    "loaders_of",
-    "loop_states",
-    "lower_on",
-    "mark_saved",
-    "mode_of",
-    "path_of_ended_run",
-    "plain_optimizer",
-    "prepare_data_within",
-    "read_loaders",
-    "restore_loaders",
-    "restore_settings",
-    "returned_loaders",
-    "rewind_to_batch",
-    "select_checkpoint_path",
-    "set_checkpoint_path",
-    "set_device_mesh",
-    "set_predictions",
-    "sets_checkpoint_path",
-    "settings_of",
-    "spare_moves",
-    "states_for_checkpoint",
-    "synchronises_batchnorm",
-    "transfer_batch",
-    "unflatten_state_dict",
-]
+METADATA_FILENAME = _METADATA_FILENAME
+DataLoaderSource = _DataLoaderSource
+GlobalStateSnapshot = _GlobalStateSnapshot
+WrappingCheckpointIO = _WrappingCheckpointIO
+init_optimizers = _init_optimizers_and_lr_schedulers
+load_distributed_checkpoint = _load_state_dict
 
 _SETTINGS = (bool, int, float, str, timedelta, NoneType)
 _VALIDATION = "fit_loop.epoch_loop.val_loop"

@@ -166,7 +166,7 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
             if isinstance(value, (int, float)):  # nearly all of them
                 numbers[f"{key}{which}"] = value
             elif key != "params":
-                numbers.update((f"{name}{which}", number) for name, number in _numbers(str(key), value))
+                numbers.update(_numbers(str(key), which, value))
     if len(numbers) <= _MOST_OPTIONS:
         return numbers
     names = list(numbers)
@@ -175,11 +175,12 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     return kept
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _numbers(key: str, which: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
     if isinstance(value, (int, float)):
-        yield name, value
-    elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        yield name, value.item()
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _numbers(f"{name}[{index}]", item)
+        return {f"{key}{which}": value}
+    found: dict[str, float] = {}
+    for index, item in enumerate(value) if isinstance(value, (tuple, list)) else ():
+        found.update(_numbers(f"{key}[{index}]", which, item))
+    return found

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
@@ -75,6 +75,7 @@ class Absent(Enum):
 
 ABSENT = Absent.ABSENT
 
+_requires_grad = attrgetter("requires_grad")  # by map(): no frame for each of the parameters
 _ATTRIBUTES, _BUFFERS, _PARAMETERS, _CHILDREN = "", "buffers", "parameters", "children"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -195,8 +196,9 @@ class _Table:
     @property
     def values(self) -> dict[Any, Any]:
         values = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
-        filled = [name for name in self._slots if hasattr(self.holder, name)]
-        return {**values, **{name: getattr(self.holder, name) for name in filled}} if filled else values
+        if not self._slots:
+            return values
+        return {**values, **{name: getattr(self.holder, name) for name in self._slots if hasattr(self.holder, name)}}
 
     def is_same(self) -> bool:
         values = self.values
@@ -528,12 +530,9 @@ class ValueTree:
                         self._hold(value, cell, key)
                     self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
             self._read(cell)
-        frozen = (held.tensor for held in self._held.values() if type(held.tensor) is nn.Parameter)
-        if (
-            self._is_stale
-            or any(p.requires_grad for p in frozen)
-            or not all(parameter.requires_grad for parameter in self._trained.values())
-        ):
+        frozen = [held.tensor for held in self._held.values() if type(held.tensor) is nn.Parameter]
+        trained = self._trained.values()
+        if self._is_stale or any(map(_requires_grad, frozen)) or not all(map(_requires_grad, trained)):
             self._walk()
         for held in list(self._held.values()):
             if is_moved and not held.is_fixed:  # else the tuple is what changes

@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from support.growth import AwaitReplacement
 from typing_extensions import override
 
 from chaos.scenario import STEPS, Crowd
+from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.launch.worker_group import process_context
 
 _LOOK_SECONDS = 0.02
@@ -67,8 +67,7 @@ def crowded(crowds: tuple[Crowd, ...], directory: Path, join: Callable[[], None]
         yield problems
         return
     directory.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     access = {"RECYCLE_LISTEN": address, "RECYCLE_KEY": secrets.token_hex()}
     os.environ.update(access)
     director = _Director(crowds, directory, join, address, access["RECYCLE_KEY"])

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from support.thread_client import ThreadClient
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.engines.discovery import free_port
 
 LONG = 100.0  # seconds for what must happen, on whatever machine
 
@@ -24,8 +24,7 @@ class Restarted:
     """A coordinator of a 2 x 2 grid at a fixed address."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = ("127.0.0.1", int(free.getsockname()[1]))
+        self.address = ("127.0.0.1", free_port("127.0.0.1"))
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self.clients: list[ThreadClient] = []

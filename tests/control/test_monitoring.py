@@ -32,6 +32,7 @@ from lightning_recycle.control.monitoring.status_server import served
 from lightning_recycle.control.network import addresses
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
+from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 
@@ -488,8 +489,7 @@ def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     told: Any = {"RECYCLE_HTTP": str(port)} if how == "environment" else {}
     with coordinator(*([] if told else ["--http", str(port)]), **told) as process:
         try:

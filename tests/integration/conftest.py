@@ -1,17 +1,17 @@
 """Fixtures of several modules."""
 
-import socket
 from pathlib import Path
 
 import pytest
 from support.leftovers import no_process_is_left as no_process_is_left
 
+from lightning_recycle.engines.discovery import free_port
+
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     """The port on which the next run of this process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port("127.0.0.1")
     monkeypatch.setenv("RECYCLE_LISTEN", f"127.0.0.1:{port}")
     monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
     monkeypatch.setenv("MARKS", str(tmp_path))

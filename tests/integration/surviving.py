@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from pathlib import Path
 from outside_worker import error
 from support.training import TOLERANCE
 from support.waiting import PATIENCE
+
+from lightning_recycle.engines.discovery import free_port
 
 HERE = Path(__file__).parent
 KEY = "the key of this test"
@@ -30,8 +31,7 @@ class Cluster:
     """
 
     def __init__(self, folder: Path, steps: int, seconds: float, *options: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = int(free.getsockname()[1])
+        self.port = free_port("127.0.0.1")
         self.folder, self.steps, self.seconds, self.options = folder, steps, seconds, options
         self.output = folder / "trained.pt"
         self.state = folder / "state.log"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.engines.discovery import free_port
 
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)
@@ -218,8 +218,7 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
     """Two of four workers begin, as no others come; two more come, and are asked to leave."""
     output, steps = tmp_path / "weights.pt", 24
     script = [str(HERE / "elastic_script.py"), str(output), str(steps), "2,2,6,1,2", "0=2", "6=4", "16=2"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = {"RECYCLE_KEY": "the key of this test"}
     with recycle_run("--coordinator", address, "--nproc-per-node", "2", *script, **key) as first:
         workers_at(first, 4, 2)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.engines.discovery import free_port
 
 IDIOMS = {
     "nothing": lambda trainer: True,
@@ -114,8 +114,7 @@ if __name__ == '__main__':
 )
 def test_two_machines_prepare_as_under_ddp(tmp_path: Path, idiom: str, per_node: bool, numbered: bool) -> None:
     """``numbered``: whether the workers are told their number on their machine; those started by hand may not be."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        at = "{}:{}".format(*free.getsockname())
+    at = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", "PYTHONPATH": os.pathsep.join(sys.path)}
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--start-timeout", str(PATIENCE)]
     command = ["-m", "lightning_recycle.control.coordinator.standalone", "--listen", at, *grid]

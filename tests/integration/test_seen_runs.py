@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from support.waiting import PATIENCE, wait_for
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.engines.discovery import free_port
 
 LENGTH, KILL_AT, PAUSE_AT = 24, 4, 12
 DATA = dataset(GLOBAL_BATCH * LENGTH)
@@ -82,8 +82,7 @@ def position(status: dict[str, Any], pipeline: int, stage: int) -> dict[str, Any
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port("127.0.0.1")
 
 
 def kill_from_outside(folder: Path) -> dict[str, Any]:
@@ -278,8 +277,7 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_prometheus_has_scrape
 
 def scraped_by(prometheus: str, port: int, folder: Path) -> dict[str, list[str]]:
     """The answers of a Prometheus of this test's own that scrapes the run."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        own = free.getsockname()[1]
+    own = free_port("127.0.0.1")
     config = folder / "prometheus.yml"
     text = (MONITORING / "prometheus.yml").read_text()
     text = text.replace("localhost:8265", f"127.0.0.1:{port}").replace("interval: 5s", "interval: 200ms")

@@ -1,7 +1,6 @@
 """Members of positions that a cluster manager starts, each a process of its own."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
+from lightning_recycle.engines.discovery import free_port
 
 HERE = Path(__file__).parent
 
@@ -21,8 +21,7 @@ HERE = Path(__file__).parent
 @pytest.mark.long
 @pytest.mark.parametrize("told", [True, False], ids=["told", "asks the first worker"])
 def test_members_that_are_started_by_hand_and_spares_that_replace_two(told: bool, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     environment = {**os.environ, "RECYCLE_KEY": "the key of this test", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

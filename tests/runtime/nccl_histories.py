@@ -204,10 +204,9 @@ class World:
 
             device = worker.device
             comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
+            side = payloads.Side(me, self.generation, device, device, comms, CPU, tell)
             worker.traffic = nccl_thread.NcclOps(
-                comms,
-                payloads.Payloads(me, self.generation, device, device, comms, peers, CPU, tell),
-                payloads.GroupPayloads(me, self.generation, device, device, comms, mine, CPU, tell),
+                comms, payloads.Payloads(side, peers), payloads.GroupPayloads(side, mine)
             )
 
     def program_of(self, me: int, items: Sequence[Item]) -> deque[tuple[str, Any]]:

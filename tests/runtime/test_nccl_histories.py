@@ -62,8 +62,8 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("two receives are under way at a time", payloads,
      [("        if self._receiving is None:\n            self._go()\n", "        self._go()\n")]),
     ("both directions share a stream", payloads, [
-        ("self._send_stream, self._receive_stream = streams.create(), streams.create()",
-         "self._send_stream = self._receive_stream = streams.create()"),
+        ("self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()",
+         "self._send_stream = self._receive_stream = self._streams.create()"),
     ]),
     ("communicators begin one after the other", nccl_comms, [
         ("            self._has_begun = True\n            outdated, self", "            outdated, self"),

@@ -1,7 +1,6 @@
 """What everyone with several accelerators meets first, each worker on a device of its own."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
+from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.runtime.comm.communicator import SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module
@@ -222,8 +222,7 @@ class AwaitRefusal(L.Callback):
 
 
 def test_a_worker_on_another_kind_of_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     monkeypatch.setenv("RECYCLE_KEY", "the key of this test")
     environ = {name: value for name, value in os.environ.items() if name != "SIMULATED_DEVICES_IN_TESTS"}
     command: Any = [sys.executable, "-c", SPARE]

@@ -40,7 +40,7 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
 )
 from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, NcclLibrary, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
-from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
+from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending, Side
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +179,8 @@ class NcclTransport(Transport):
 
         def traffic(send_note: Callable[[int, Note], None], on_change: Callable[[], None]) -> NcclOps:
             comms = Comms(self._rank, library, send_note, agreed.places, used, outdated)
-            common, rest = (self._rank, generation, library, self._streams, comms), (self._device, send_note, on_change)
-            return NcclOps(comms, Payloads(*common, agreed.neighbours, *rest), GroupPayloads(*common, groups, *rest))
+            side = Side(self._rank, generation, library, self._streams, comms, self._device, send_note, on_change)
+            return NcclOps(comms, Payloads(side, agreed.neighbours), GroupPayloads(side, groups))
 
         thread = NcclThread(traffic, generation, self._streams, links, cancelled)
         thread.start()

@@ -53,35 +53,44 @@ class Receiving:
     finished: bool = False
 
 
-class Payloads:
-    """The payloads of one worker in one generation, driven by one thread.
+@dataclass(frozen=True)
+class Side:
+    """One worker in one generation, as its payloads and collectives know it."""
+
+    rank: int
+    generation: int
+    library: NcclLibrary
+    streams: CudaStreams
+    comms: Comms
+    device: torch.device
+    send_note: Callable[[int, Note], None]
+    on_change: Callable[[], None] = lambda: None
+
+
+class _Traffic:
+    """Launches of one worker in one generation, driven by one thread.
 
     Attributes:
-        connected: whether something has gone over every communicator, so that the next payload finds it connected.
-        lost: workers that can be told nothing any more; nothing is launched for them.
+        connected: whether every communicator was used, so that the next launch finds it connected.
+        lost: workers that can be told nothing any more; nothing is launched with them.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        generation: int,
-        library: NcclLibrary,
-        streams: CudaStreams,
-        comms: Comms,
-        peers: Collection[int],
-        device: torch.device,
-        send_note: Callable[[int, Note], None],
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._rank, self._generation = rank, generation
-        self._library, self._send_note, self._on_change = library, send_note, on_change
+    def __init__(self, side: Side) -> None:
+        self._rank, self._generation = side.rank, side.generation
+        self._library, self._streams, self._comms, self._device = side.library, side.streams, side.comms, side.device
+        self._send_note, self._on_change = side.send_note, side.on_change
         self.connected = False
         self.lost: set[int] = set()
-        self._streams = streams
-        self._send_stream, self._receive_stream = streams.create(), streams.create()
-        self._comms, self._peers = comms, sorted(peers)
+
+
+class Payloads(_Traffic):
+    """The payloads between one worker and its peers."""
+
+    def __init__(self, side: Side, peers: Collection[int]) -> None:
+        super().__init__(side)
+        self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()
+        self._peers = sorted(peers)
         self._first: list[Receiving] | None = None
-        self._device = device
         self._number = 0
         self._computing: deque[Sending] = deque()  # not offered yet
         self._offered: dict[tuple[int, int], Sending] = {}  # by peer and number
@@ -244,8 +253,8 @@ class _State:
     """Of the leader: number of a collective -> rank of a member that is ready for it -> digest."""
 
 
-class GroupPayloads:
-    """The collectives of one worker in one generation; an aborted sum is undefined.
+class GroupPayloads(_Traffic):
+    """The collectives of one worker; an aborted sum is undefined.
 
     A collective occupies a member's device until all members are in it, and does so for ever if one never comes. NCCL
     has no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it
@@ -267,35 +276,17 @@ class GroupPayloads:
     none is.
 
     Args:
-        groups: which of these each of its groups has, by number; who founds that leads the group.
-
-    Attributes:
-        lost: workers that can be told nothing any more; nothing is launched with them.
+        groups: the communicator of each of its groups, by number; who founds that leads the group.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        generation: int,
-        library: NcclLibrary,
-        streams: CudaStreams,
-        comms: Comms,
-        groups: Mapping[int, Place],
-        device: torch.device,
-        send_note: Callable[[int, Note], None],
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._rank, self._generation = rank, generation
-        self._library, self._streams, self._device = library, streams, device
-        self._send_note, self._on_change = send_note, on_change
-        self._stream = streams.create()
-        self._comms, self._groups = comms, dict(groups)
+    def __init__(self, side: Side, groups: Mapping[int, Place]) -> None:
+        super().__init__(side)
+        self._stream = self._streams.create()
+        self._groups = dict(groups)
         self._states = {group: _State() for group in groups}
         self._first: list[Collective] | None = None
         self._asked: deque[Collective] = deque()
         self._under_way: PendingOp | None = None  # the first of those
-        self.connected = False
-        self.lost: set[int] = set()
 
     def members(self, group: int) -> tuple[int, ...]:
         """The ranks of a group."""
