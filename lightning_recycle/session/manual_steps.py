@@ -34,8 +34,7 @@ from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, W
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
-from lightning_recycle.session.microbatch_state import MicrobatchState
-from lightning_recycle.session.slot_values import ValueTree
+from lightning_recycle.session.microbatch_state import ManualStepState, MicrobatchState
 from lightning_recycle.session.training_steps import TrainingSteps
 
 
@@ -47,6 +46,7 @@ class ManualSteps:
         step: the user's step on a micro-batch, recorded.
         steps: knows when a micro-batch begins, and records its output.
         metrics: returns the metrics that are recorded.
+        state: that of the worker before a step.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class ManualSteps:
         step: nn.Module,
         steps: TrainingSteps,
         metrics: Callable[[], list[Metric]],
+        state: ManualStepState,
     ) -> None:
         self._context, self._trainer = context, context.trainer
         self._step, self._steps, self._metrics = step, steps, metrics
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
-        self._tree = ValueTree(self._trainer.lightning_module)
+        self.state = state
         self._exchange: WholeStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
@@ -82,7 +83,7 @@ class ManualSteps:
         module = trainer.lightning_module
         self._states = [
             MicrobatchState(
-                module, self._tree, trainer.optimizers, self._context.device, self._metrics, first=number == 0
+                module, self.state.tree, trainer.optimizers, self._context.device, self._metrics, first=number == 0
             )
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
@@ -91,7 +92,7 @@ class ManualSteps:
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
         if self._states:
             self._states[0].remain()
-            self._states = []
+        self._turns, self._states = Lockstep(), []
         return done
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:

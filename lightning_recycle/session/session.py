@@ -315,6 +315,8 @@ class Session:
         self.loaders.close()
         if hasattr(self, "_recorder"):
             self._recorder.side_effects.forget_values()
+        if self.manual is not None:
+            self.manual.state.forget_values()
 
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage; copies of parameters are compared."""

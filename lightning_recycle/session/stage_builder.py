@@ -212,8 +212,8 @@ class StageBuilder:
                 " manual optimization, whose steps cannot be computed twice."
             )
         bundle = self._first_bundle(ties)
-        manual = ManualSteps(context, bundle.stage.layers[0], steps, lambda: self._recorder.metrics)
         state = ManualStepState(context.trainer)
+        manual = ManualSteps(context, bundle.stage.layers[0], steps, lambda: self._recorder.metrics, state)
         return Executor(WholeStepRunner(*self._common(bundle, steps), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
