@@ -31,6 +31,7 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 make_subclass = Tensor._make_subclass
+_version = attrgetter("_version")
 
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -60,7 +61,7 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_of` of each."""
-    return [*map(attrgetter("_version"), tensors)]
+    return list(map(_version, tensors))
 
 
 def show_dataset(dataset: Any) -> None:

@@ -29,20 +29,26 @@ from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, W
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
-from lightning_recycle.session.microbatch_state import MicrobatchState
+from lightning_recycle.session.microbatch_state import ManualStepState, MicrobatchState
 from lightning_recycle.session.outputs import OutputRecorder
-from lightning_recycle.session.slot_values import ValueTree
 
 
 class ManualSteps:
     """Runs the steps of one worker."""
 
-    def __init__(self, context: WorkerContext, step: nn.Module, parts: ModelParts, recorder: OutputRecorder) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        step: nn.Module,
+        parts: ModelParts,
+        recorder: OutputRecorder,
+        state: ManualStepState,
+    ) -> None:
         self._context, self._trainer = context, context.trainer
         self._step, self._parts, self._recorder = step, parts, recorder
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
-        self._tree = ValueTree(self._trainer.lightning_module)
+        self.state = state
         self._exchange: WholeStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
@@ -66,7 +72,7 @@ class ManualSteps:
         self._states = [
             MicrobatchState(
                 module,
-                self._tree,
+                self.state.tree,
                 trainer.optimizers,
                 self._context.device,
                 lambda: self._recorder.metrics,
@@ -79,7 +85,7 @@ class ManualSteps:
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
         if self._states:
             self._states[0].remain()
-            self._states = []
+        self._turns, self._states = Lockstep(), []
         return done
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:

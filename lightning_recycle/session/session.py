@@ -222,6 +222,8 @@ class Session:
         self.loaders.close()
         if self._steps is not None:
             self._steps.recorder.side_effects.forget_values()
+            if self._steps.manual is not None:
+                self._steps.manual.state.forget_values()
 
     def _share_attributes(self) -> None:
         """The workers of a pipeline take over the attributes of its last stage."""

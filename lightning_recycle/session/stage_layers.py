@@ -235,8 +235,8 @@ class StageBuilder:
                 " manual optimization, whose steps cannot be computed twice."
             )
         bundle = self._first_bundle(ties)
-        manual = ManualSteps(context, bundle.stage.layers[0], self._parts, self._recorder)
         state = ManualStepState(context.trainer)
+        manual = ManualSteps(context, bundle.stage.layers[0], self._parts, self._recorder, state)
         return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
