@@ -289,10 +289,6 @@ def default_path(address: tuple[str, int]) -> Path:
 class Journal:
     """The file of one coordinator.
 
-    Args:
-        path: the file; it is made if it does not exist. Beside it lies the lock.
-        key: the key of the run.
-
     Attributes:
         run: a random name of the run.
         statuses: how the runs before it have ended.

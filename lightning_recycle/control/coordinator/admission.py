@@ -352,15 +352,7 @@ class ReturnStanding(Enum):
 
 
 class Readmission:
-    """Judges those that return.
-
-    Args:
-        journal: what was written down.
-        grid: the grid of the run.
-        options: the time bounds.
-        now: the time, in seconds of a monotonic clock.
-        members: the processes of each position.
-    """
+    """Judges those that return."""
 
     def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float, members: int = 1) -> None:
         self._journal = journal

@@ -31,14 +31,7 @@ _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the 
 
 
 class FailureDetector:
-    """Clocks for heartbeats and progress of workers, in monotonic seconds.
-
-    Args:
-        positions: which rank belongs to which stage.
-        options: how long workers may be silent or slow.
-        thread_states: the states of the threads of a worker's process, by rank, as
-            :func:`~lightning_recycle.processes.thread_states` returns them.
-    """
+    """Clocks for heartbeats and progress of workers, in monotonic seconds."""
 
     def __init__(
         self, positions: Positions, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""

@@ -50,11 +50,7 @@ class Phase(str, Enum):
 
 
 class Goodput:
-    """The account of a run with ``positions`` workers that began at ``now``.
-
-    Attributes:
-        phase: what the run is doing.
-    """
+    """The account of a run with ``positions`` workers that began at ``now``."""
 
     def __init__(self, positions: int, now: float) -> None:
         self.phase = Phase.STARTING

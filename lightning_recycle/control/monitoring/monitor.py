@@ -245,12 +245,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 
 
 class StatusServer:
-    """Answers at ``listeners`` from ``monitor``; use as a context manager.
-
-    Args:
-        monitor: what it shows.
-        listeners: sockets that listen; they are closed with it.
-    """
+    """Answers at ``listeners`` from ``monitor``; use as a context manager."""
 
     def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
         self.monitor = monitor

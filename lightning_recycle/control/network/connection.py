@@ -102,11 +102,6 @@ def _break_without_answer(sock: socket.socket) -> None:
 class MessageConnection(_Socket):
     """A worker's end: :meth:`send` in any thread, :meth:`receive` in one.
 
-    Args:
-        sock: a connected socket, which blocks.
-        inbox: what may arrive.
-        quiet: seconds, see :meth:`limit_quiet`.
-
     Attributes:
         heard: when something last arrived, in seconds of the monotonic clock.
     """
@@ -353,14 +348,7 @@ _ATTEMPT_SECONDS = 5.0  # for one; a machine that does not answer may be another
 def connections(
     address: tuple[str, int], key: bytes, seconds: float, is_wanted: Callable[[], bool]
 ) -> Iterator[MessageConnection]:
-    """Connections to ``address`` by ``key``, one after the other, for ``seconds``.
-
-    Args:
-        address: host and port.
-        key: the key of the run.
-        seconds: for how long.
-        is_wanted: whether another one is still wanted.
-    """
+    """Connections to ``address`` by ``key``, one after the other, for ``seconds``."""
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while is_wanted() and (left := deadline - time.monotonic()) > 0:
         # Refused: the one before may still be ending, or another one may be there for a moment.

@@ -167,12 +167,6 @@ def check_key(key: bytes, name: str) -> bytes:
 class Handshake:
     """One side of one handshake.
 
-    Args:
-        role: which side this is.
-        key: the key of the run.
-        version: the version of this package.
-        schema: a digest of the messages that this side understands, 16 bytes.
-
     Attributes:
         greeting: the bytes to send first.
         done: whether the other side is who it must be.

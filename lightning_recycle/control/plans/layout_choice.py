@@ -51,11 +51,6 @@ _WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves
 class LayoutChoice:
     """The layouts of one run.
 
-    Args:
-        rebalance: when layers move.
-        planner: the planner of the run.
-        measured: what the workers have measured.
-
     Attributes:
         cuts: the layout of now; empty as long as it is unknown.
     """

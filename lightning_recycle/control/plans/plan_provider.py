@@ -199,11 +199,6 @@ PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
 def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
     """The plan of ``planner`` for ``problem``: a pure question.
 
-    Args:
-        problem: the problem; with ``splitting``, with the costs of split backwards.
-        planner: the planner.
-        splitting: the costs of splitting, if the better of the plans with split and with fused backwards is wanted.
-
     Raises:
         PlanningError: when there is none.
     """

@@ -104,13 +104,7 @@ class RunPlans:
         return self._planner.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
-        """The schedule of a generation that begins at ``step`` without ``failed``.
-
-        Args:
-            failed: the positions that nobody holds.
-            joining: the positions that a new process holds.
-            step: the first step that it runs.
-        """
+        """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
         if self._drift is not None:
             self._planner.assumptions.forget(joining)

@@ -107,11 +107,7 @@ _Found: TypeAlias = Undecided | tuple[Culprit, ...]
 
 
 def find_culprits(checked: Mapping[int, Checked]) -> _Found:
-    """The wrong workers of one stage; none if it is empty.
-
-    Args:
-        checked: their checksums after one step, by rank.
-    """
+    """The wrong workers of one stage; none if it is empty."""
     groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
     for rank, one in sorted(checked.items()):
         groups[tuple(sorted(one.sums.items()))].append(rank)

@@ -216,10 +216,6 @@ def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStat
 
     Those are workers that have no state yet, or have not kept the parameters of the step that runs again. If a stage
     has no others, parked ones take their places; unchanged if it has not enough of these.
-
-    Args:
-        state: all live workers have reported.
-        statuses: what they hold that have a state.
     """
     version = committed_version(statuses, state.steps.summed)
     late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
