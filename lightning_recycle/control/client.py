@@ -58,7 +58,9 @@ class _RunIsOver(BaseException):
 
 
 class ActivityRecorder:
-    """Records what the main thread does or waits for, before it does so; the heartbeat thread sends the newest record.
+    """Record of what the main thread does or waits for, sent by the heartbeat thread.
+
+    It is made before the thread does so.
 
     The coordinator judges by it which worker holds up the others
     (:mod:`~lightning_recycle.control.coordinator.detection`). Written by the main thread, read by any; a record is
@@ -69,7 +71,9 @@ class ActivityRecorder:
         self.activity = Activity(0, "start", "", time.monotonic())
 
     def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
-        """Records what the main thread does from now on; without a ``kind`` its usual duration is unknown.
+        """Records what the main thread does from now on.
+
+        Without a ``kind`` its usual duration is unknown.
 
         Args:
             step: the optimizer step.
@@ -80,12 +84,14 @@ class ActivityRecorder:
         self.activity = Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
 
     def busy(self, operation: str, kind: str = "") -> AbstractContextManager[None]:
-        """Records that the main thread does something else within the block; then times afresh what it did before."""
+        """Records another activity within the block; then times the earlier one afresh."""
         return _Within(self, Activity(self.activity.step, operation, "", time.monotonic(), kind))
 
     def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
-        """Records that the main thread waits for ``what`` within the block; then times afresh what it did before, as
-        waiting does not count. ``coordinated``: what it waits for comes from the coordinator.
+        """Records that the main thread waits for ``what`` within the block.
+
+        Then times afresh what it did before, as waiting does not count. ``coordinated``: what it waits for comes from
+        the coordinator.
         """
         was = self.activity
         now = Activity(was.step, was.operation, what, time.monotonic(), "", coordinated, was.microbatch)
@@ -112,7 +118,10 @@ class _Within:
 
 
 def _resumed(before: Activity) -> Activity:
-    """``before``, timed afresh; by itself, as ``dataclasses.replace`` takes several times as long."""
+    """``before``, timed afresh.
+
+    By itself, as ``dataclasses.replace`` takes several times as long.
+    """
     return Activity(
         before.step,
         before.operation,
@@ -206,7 +215,7 @@ class ControlClient(ActivityRecorder):
 
     @property
     def joining(self) -> bool:
-        """Whether the training may have begun without this worker, and it has not entered yet."""
+        """Whether this worker joins a training that may have begun, and is not in yet."""
         return self.member.joining
 
     @property
@@ -224,14 +233,19 @@ class ControlClient(ActivityRecorder):
         return self._connection.local_host
 
     def key_for(self, purpose: str) -> bytes:
-        """A key for ``purpose`` that only the workers of this run know, derived from the key of the run."""
+        """A key for ``purpose`` that the workers of this run alone know.
+
+        It is derived from the key of the run.
+        """
         return hmac.digest(self._authkey, purpose.encode(), "sha256")
 
     # ------------------------------------------------------------------ main thread
 
     def send(self, message: Any) -> None:
-        """Sends ``message``. While there is no coordinator it does not arrive; what must not be lost is told to the
-        next one (:mod:`~lightning_recycle.control.journal`).
+        """Sends ``message``.
+
+        While there is no coordinator it does not arrive; what must not be lost is told to the next one
+        (:mod:`~lightning_recycle.control.journal`).
         """
         with self._changed:
             if self._completes:
@@ -251,7 +265,9 @@ class ControlClient(ActivityRecorder):
             return self.member.enter()
 
     def begin_step(self, step: int) -> Program | None:
-        """Announces that this worker begins ``step``, or waits at its beginning if the roster is about to change there.
+        """Announces that this worker begins ``step``.
+
+        Waits at its beginning if the roster is about to change there.
 
         Returns:
             This worker's program of the schedule that all switch to with this step; None if they keep theirs.
@@ -274,7 +290,10 @@ class ControlClient(ActivityRecorder):
             )
 
     def wait_to_enter(self) -> None:
-        """Reports that this worker is set up and waits until it is let in; :meth:`enter_generation` comes next."""
+        """Reports that this worker is set up, and waits until it is let in.
+
+        :meth:`enter_generation` comes next.
+        """
         self.send(messages.Ready(self.rank))
         self._wait(lambda: self.interrupted or None, "a step boundary to enter at")
         self.member.joining = False
@@ -289,13 +308,14 @@ class ControlClient(ActivityRecorder):
         self._wake_heartbeat.set()
 
     def request_end(self) -> None:
-        """Asks that all end after the step that they are at; callable from a signal handler."""
+        """Asks that all end after the present step; callable from a signal handler."""
         self._requests.append(messages.EndRun(self.rank))
         self._wake_heartbeat.set()
 
     def confirm(self) -> None:
-        """Returns if this worker is still a member, and ends the process otherwise. To be called before anything that
-        only a member of the generation may do, from a thread beside the one that trains.
+        """Returns if this worker is still a member, and ends the process otherwise.
+
+        To be called, from a thread beside the one that trains, before anything that only a member may do.
         """
         self._confirm(lambda number: messages.Confirm(self.rank, number))
 
@@ -339,8 +359,9 @@ class ControlClient(ActivityRecorder):
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
 
     def is_own(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
-        """Whether a suspected exception is the user's own; if not, this worker is to do the work again, in a newer
-        generation. Does not return if this worker is evicted.
+        """Whether a suspected exception is the user's own.
+
+        If not, this worker is to do the work again, in a newer generation. Does not return if this worker is evicted.
 
         Args:
             step, operation, exact, sticky: as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
@@ -365,7 +386,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
-        """Waits until every live worker is REDUCED in ``step``; returns one payload of each stage, by stage.
+        """Waits until all live workers are REDUCED in ``step``; returns stages' payloads.
 
         Raises:
             Interrupted: when a generation was announced before that.
@@ -374,7 +395,10 @@ class ControlClient(ActivityRecorder):
         return unpack_all(self.await_committed(step).payloads)
 
     def tell(self, step: int, payload: Any, guesses: bool) -> None:
-        """As :meth:`commit`, without waiting; ``guesses``: whether this worker does not wait for :meth:`committed`."""
+        """:meth:`commit` without waiting.
+
+        ``guesses``: whether this worker does not wait for :meth:`committed`.
+        """
         self.send(self.member.commit(step, pack(payload), guesses))
 
     def committed(self, step: int) -> messages.Committed | None:
@@ -390,7 +414,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
 
     def undo(self, step: int, timeout: float) -> NoReturn:
-        """Says that a guess about ``step`` was wrong, and waits for the generation in which all drop what follows.
+        """Reports a wrong guess about ``step``; waits for the generation that drops it.
 
         Raises:
             Interrupted: then.
@@ -420,7 +444,9 @@ class ControlClient(ActivityRecorder):
         self.send(message)
 
     def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        """Waits for what workers of the generation publish under ``keys``; called by a thread that connects.
+        """Waits for values published in the generation under ``keys``.
+
+        Called by a thread that connects.
 
         Raises:
             Interrupted: when ``cancelled`` is set, or a newer generation was announced before all came.
@@ -437,7 +463,7 @@ class ControlClient(ActivityRecorder):
         return [value for value in found if value is not None]
 
     def arrive(self, name: str, payload: Any = None) -> Mapping[int, Any]:
-        """Takes part in the next control collective; returns the payloads of the live workers by rank.
+        """Takes part in the next control collective; returns payloads by live rank.
 
         Hides failures of others: a regroup that is announced meanwhile is carried out here.
         """
@@ -448,7 +474,7 @@ class ControlClient(ActivityRecorder):
         return self._hiding_failures(lambda interruptible: self._await_answer(arrival, interruptible))
 
     def _hiding_failures(self, wait: Callable[[bool], _T]) -> _T:
-        """Result of ``wait`` (interruptible); carries out the regroups that are announced meanwhile."""
+        """The result of ``wait`` (interruptible), with regroups carried out meanwhile."""
         self._is_in_hook = False
         while True:
             # Before the executor exists there is nothing to regroup: the announcement waits for it.
@@ -461,7 +487,9 @@ class ControlClient(ActivityRecorder):
                     self.regroup()
 
     def arrive_in_generation(self, name: str, payload: Any) -> Mapping[int, Any]:
-        """As :meth:`arrive`, but all payloads are of the current generation, and a regroup is left to the caller.
+        """:meth:`arrive` with payloads of the current generation alone.
+
+        A regroup is left to the caller.
 
         Raises:
             Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
@@ -472,8 +500,9 @@ class ControlClient(ActivityRecorder):
         return self._await_answer(message, interruptible=True)
 
     def enter_hook(self) -> None:
-        """Before this worker runs collectives of its position in a hook: waits until its siblings are about to, too, or
-        returns at once if they are in it together; ends with :meth:`leave_hook`, or the next wait that hides failures.
+        """Waits until all siblings are about to run collectives of a hook.
+
+        Returns at once if they are in it together. Ends with :meth:`leave_hook`, or the next wait that hides failures.
         """
         if self._is_in_hook:
             return
@@ -510,7 +539,7 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ beside the training
 
     def give(self, to: int, batch: int, key: str, value: Any) -> None:
-        """Sends ``value``, which concerns ``batch``, to the worker ``to``, which takes it by ``key``."""
+        """Sends ``value``, which concerns ``batch``, to worker ``to``, under ``key``."""
         self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
 
     def take(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:
@@ -538,8 +567,9 @@ class ControlClient(ActivityRecorder):
             self._parcels = {name: value for name, value in self._parcels.items() if name[0] > batch}
 
     def await_thread(self, is_done: Callable[[], bool], what: str) -> bool:
-        """Waits for work of this process; carries out the regroups that are announced meanwhile. Returns whether it is
-        done; it may not be at the end of the run.
+        """Waits for work of this process; returns whether it is done.
+
+        Regroups that are announced meanwhile are carried out. At the end of the run the work may be undone.
         """
         self._is_in_hook = False
         with self.busy(what):
@@ -553,15 +583,16 @@ class ControlClient(ActivityRecorder):
         return is_done()
 
     def go_on(self, point: int) -> None:
-        """Lets others know, if they want to, that this worker does not stop at stop point ``point``."""
+        """Answers others' requests to stop: this worker goes on at stop point ``point``."""
         with self._changed:
             replies = self.member.go_on(point)
         for reply in replies:
             self.send(reply)
 
     def request_stop(self, point: int) -> bool:
-        """Waits until all others have come to stop point ``point``, or gone past it; returns whether all ask to stop
-        there. Hides failures of others, like :meth:`arrive`.
+        """Waits until all others have reached stop point ``point``: do all stop there?
+
+        Hides failures of others, like :meth:`arrive`.
         """
         self.send(self.member.request_stop(point))
         what = "the others, to stop training"
@@ -613,7 +644,10 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ threads
 
     def _guarded(self, target: Callable[[], None]) -> None:
-        """Runs the body of a thread; an error ends the process, which would be deaf without it, or seem dead."""
+        """Runs the body of a thread; an error in it ends the process.
+
+        Without the thread it would be deaf, or seem dead.
+        """
         try:
             target()
         except Exception as error:
@@ -686,7 +720,7 @@ class ControlClient(ActivityRecorder):
                 self.on_interrupt(message.generation - 1, message.roster if self.member.in_hook else ())
 
     def finish_saves(self) -> None:
-        """The run is over, and all that this process has still to do is to complete a checkpoint, if it can."""
+        """Ends a run in which this process has only to complete a checkpoint, if it can."""
         with self._changed:
             self._completes = True
             self._changed.notify_all()
@@ -702,7 +736,7 @@ class ControlClient(ActivityRecorder):
             self._enrolled = message  # a coordinator of another run will tell this worker to end
 
     def _come_back(self) -> bool:
-        """Looks for the coordinator that goes on in the place of the one that is gone; returns whether it is there."""
+        """Looks for the successor of a lost coordinator; returns whether it is there."""
         if not self._may_return:
             return False
         log.warning(
@@ -755,7 +789,10 @@ class ControlClient(ActivityRecorder):
             self._wake_heartbeat.clear()
 
     def _exit(self, why: str, code: int) -> NoReturn:
-        """Ends the process at once: its main thread may be blocked anywhere, and has nothing left to save."""
+        """Ends the process at once, wherever its main thread is blocked.
+
+        It has nothing left to save.
+        """
         if not self._leaving:  # perhaps nobody else notices this end: the supervisor died, or evicted this worker
             log.log(
                 logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO,
@@ -775,8 +812,9 @@ _PIECE = 1 << 30  # bytes; msgpack has no byte string of 4 GiB or more
 
 
 def pack(value: Any) -> Payload | None:
-    """Pickles ``value``, with its tensors on the host; None stays None. torch's own reducers might pass tensors as
-    descriptors of this process, which die with it.
+    """Pickles ``value``, with its tensors on the host; None stays None.
+
+    torch's own reducers might pass tensors as descriptors of this process, which die with it.
     """
     if value is None:
         return None
@@ -800,7 +838,9 @@ def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | b
 
 
 def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
-    """Class and message of ``error``, and its traceback, as text that can be sent: UTF-8 lacks some characters.
+    """Class and message of ``error``, and its traceback, as text that can be sent.
+
+    UTF-8 lacks some characters.
 
     ``shown``: the traceback, if it is not to be the whole one.
     """

@@ -1,4 +1,4 @@
-"""Journal of a coordinator: a small file from which another process goes on with its run.
+"""Journal: a small file from which another coordinator goes on with the run.
 
 Concept: the file holds all that must be known
 (:class:`~lightning_recycle.control.journal.JournaledState`, and which process holds which
@@ -126,7 +126,7 @@ class JournaledState:
 
 
 def journaled_parts(state: MembershipState) -> tuple[Any, ...]:
-    """Parts that :func:`journal_entry` is made of: while these are the same objects, nothing is new."""
+    """State that :func:`journal_entry` is made of; unchanged objects: no new entry."""
     faults = state.faults
     return (
         state.generation.number,
@@ -144,7 +144,7 @@ def journaled_parts(state: MembershipState) -> tuple[Any, ...]:
 
 
 def journal_entry(state: MembershipState) -> JournaledState:
-    """Journal entry for ``state``, if it has changed; written before the commands that came with it are obeyed."""
+    """Entry for ``state`` if it changed; written before its commands are obeyed."""
     stop, nobody = state.collectives.stop_round, frozenset[int]()
     return JournaledState(
         state.generation.number,
@@ -169,7 +169,7 @@ def _over(state: MembershipState, outcome: Outcome) -> Over:
 
 
 def revived_state(grid: Grid, written: JournaledState, retries: int = 1, members: int = 1) -> MembershipState:
-    """The state of a coordinator that is started again: it waits for all workers of the roster to return."""
+    """State of a restarted coordinator: it waits for the roster to return."""
     state, roster, number = initial_state(grid, retries, members), written.roster, written.generation
     if written.over is not None:
         return state.with_generation(number=number).updated(outcome=written.over.outcome)
@@ -190,7 +190,7 @@ def revived_state(grid: Grid, written: JournaledState, retries: int = 1, members
 def adopted_state(
     said: Collection[messages.Returned],
 ) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
-    """State of an earlier coordinator, without its file, and its members by rank; or what is missing.
+    """State and members of an earlier run without its file; or what is missing.
 
     Args:
         said: what workers of one run say that have lost their coordinator.
@@ -242,7 +242,10 @@ def adopted_state(
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process at a position; see :class:`~lightning_recycle.control.protocol.messages.Hello`."""
+    """Process at a position, with the fields of its first message.
+
+    See :class:`~lightning_recycle.control.protocol.messages.Hello`.
+    """
 
     token: str
     pid: int
@@ -253,7 +256,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Content of the file. ``proof``: a digest of the key; ``statuses``: those of the runs before this one."""
+    """Content of the file.
+
+    ``proof``: a digest of the key; ``statuses``: those of the runs before this one.
+    """
 
     proof: str
     run: str
@@ -263,7 +269,7 @@ class _Content:
 
 
 def default_path(address: tuple[str, int]) -> Path:
-    """Where the coordinator that listens at ``address`` writes by default: in the user's folder for state.
+    """Default file of the coordinator at ``address``, in the user's folder for state.
 
     The name has this machine's in it, as machines may share the user's home.
 
@@ -282,10 +288,6 @@ def default_path(address: tuple[str, int]) -> Path:
 
 class Journal:
     """The file of one coordinator.
-
-    Args:
-        path: the file; it is made if it does not exist. Beside it lies the lock.
-        key: the key of the run.
 
     Attributes:
         run: a random name of the run.
@@ -361,7 +363,10 @@ class Journal:
         os.close(self._lock)
 
     def _take_lock(self) -> None:
-        """Of this process alone: the kernel releases it whatever ends it, and processes forked from it have none."""
+        """Takes the file's lock, which the kernel releases when this process ends.
+
+        Processes forked from it have none.
+        """
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:

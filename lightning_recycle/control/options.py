@@ -1,4 +1,4 @@
-"""Options that the coordinator carries out, and the configuration that a run's workers agree on.
+"""Options that the coordinator carries out, and the configuration of a run.
 
 Concept: the request of the first worker settles the :class:`RunConfig` (:func:`settle`). The requests of all others
 must be equal, as far as the command line leaves it open (:func:`difference`): a worker with another request runs
@@ -125,20 +125,26 @@ class RecoveryOptions(OptionGroup):
             self._refuse("min_pipelines", f"the run has {pipelines} pipelines: give at most that many")
 
     def without_changes(self) -> RecoveryOptions:
-        """These options for an evaluation, which has no step boundaries at which a worker could enter or move."""
+        """These options for an evaluation, where no worker can enter or move.
+
+        It has no step boundaries.
+        """
         return replace(self, max_restarts=0, move_workers=False, rebalance="never")
 
     @property
     def most_starts(self) -> int:
-        """How many processes may be started in place of lost workers, or of workers that move without replacements; and
-        how often a run begins again from the same checkpoint.
+        """How many processes may be started in place of lost workers or movers.
+
+        Also how often a run begins again from the same checkpoint.
         """
         return self.max_restarts or _STARTS_WITHOUT_REPLACEMENTS
 
 
 @dataclass(frozen=True)
 class HeartbeatTimeouts(OptionGroup):
-    """Seconds of silence that :class:`~lightning_recycle.callbacks.HeartbeatCallback` allows.
+    """Seconds of silence that the HeartbeatCallback allows.
+
+    See :class:`~lightning_recycle.callbacks.HeartbeatCallback`.
 
     Args:
         timeout: of a worker, until it is lost.
@@ -158,7 +164,9 @@ class HeartbeatTimeouts(OptionGroup):
 @suggests_options
 @dataclass(frozen=True)
 class VerificationOptions(OptionGroup):
-    """How workers that compute wrong bits are found, and the response; see the page on silent corruption.
+    """How workers that compute wrong bits are found, and the response.
+
+    See the page on silent corruption.
 
     Args:
         on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
@@ -213,7 +221,7 @@ PATIENCE = 1800.0
 
 
 def settings_of(group: str, options: Any) -> dict[str, Setting]:
-    """The settings that all workers must agree on among ``options``, of the type of ``group``."""
+    """Settings among ``options`` of type ``group`` that all workers must agree on."""
     return {f"{group}.{item.name}": getattr(options, item.name) for item in shared_options(type(options))}
 
 
@@ -225,7 +233,9 @@ def where(setting: str) -> str:
 
 @dataclass(frozen=True)
 class Overrides:
-    """The command line of the coordinator; what it leaves open is None, or missing from ``settings``.
+    """The command line of the coordinator.
+
+    What it leaves open is None, or missing from ``settings``.
 
     ``pipelines``, ``stages`` and ``microbatches``: the grid. ``members``: the processes of each of its positions.
     ``settings``: as in :class:`RunRequest`.
@@ -340,7 +350,7 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
 
 
 def difference(given: Overrides, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
-    """Why a worker that wants ``wants`` cannot take part in a run of ``terms``; None if it can."""
+    """Why a worker that asks for ``wants`` cannot join a run of ``terms``, or None."""
     if wants is None:
         return None  # it takes what there is
     if terms.wants.entry not in ("", wants.entry):  # empty: the first worker did not say
@@ -351,7 +361,7 @@ def difference(given: Overrides, terms: RunConfig, wants: RunRequest | None) -> 
 
 
 def other_device(device: str, wants: RunRequest | None) -> Unfit | None:
-    """Why a worker cannot take part in a run on devices of the kind ``device``; None if it can, or nobody says."""
+    """Why a worker's device does not fit ``device``; None if it does, or is unknown."""
     if wants is None or "" in (device, wants.device) or wants.device == device:
         return None
     return Unfit(
@@ -402,7 +412,7 @@ def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
 
 
 def _group(kind: type[_Group], wants: RunRequest) -> _Group:
-    """The options of a type among the settings of ``wants``; those that are missing have their defaults.
+    """Options of a type among the settings of ``wants``, defaults where missing.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -440,17 +450,17 @@ class WorkerProcess(Protocol):
     def sentinel(self) -> int: ...
 
     def describe_exit(self, timeout: float) -> str | None:
-        """Returns how the process ended, or None if it is still alive after ``timeout`` seconds."""
+        """How the process ended; None if it is alive after ``timeout`` seconds."""
 
     def kill(self) -> None: ...
 
     def release(self) -> None:
-        """It is not needed any more: its resources in this process may be freed once it has ended."""
+        """Frees its resources in this process once it has ended."""
 
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """Time bounds of the control plane, in seconds, and the options that it carries out.
+    """Time bounds of the control plane, in seconds, and options that it carries out.
 
     Args:
         heartbeat: what silence means; no operation counts as stuck before its ``timeout``, either.

@@ -1,1 +1,1 @@
-"""The coordinator's process: its thread, its clocks, its journal, the runs it serves."""
+"""The coordinator's process: thread, clocks, admission, the runs it serves."""

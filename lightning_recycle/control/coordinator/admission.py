@@ -52,7 +52,7 @@ FirstMessage: TypeAlias = messages.Hello | messages.Returned
 
 
 class Reception:
-    """Listens at ``address``, and keeps the workers that come until there is a run for them.
+    """Port where workers come; keeps them until there is a run for them.
 
     Args:
         address: where to listen.
@@ -145,7 +145,7 @@ class Reception:
             connection.close()
 
     def first(self) -> FirstMessage:
-        """Waits for a worker while there may be a further run; a worker that returns to one goes first."""
+        """Waits for a worker while a further run is possible; returning workers go first."""
         while not self._met:
             self.look()
         return next((first for _, first in self._met if isinstance(first, messages.Returned)), self._met[0][1])
@@ -157,7 +157,7 @@ class Reception:
 
     @property
     def returned(self) -> list[messages.Returned]:
-        """The first messages of workers that have lost their coordinator, of the same run as the first."""
+        """First messages of workers that return, all of the same run as the first."""
         found = [first for _, first in self._met if isinstance(first, messages.Returned)]
         return [first for first in found if first.run == found[0].run]
 
@@ -173,7 +173,10 @@ class Reception:
                     connection.send(messages.Alive())
 
     def send_away(self, why: messages.Stop | messages.Unfit, returned_only: bool = False) -> None:
-        """Sends ``why`` to all workers that are kept, or to those that return, and forgets them."""
+        """Sends ``why`` to the workers that are kept, or to those that return.
+
+        They are forgotten.
+        """
         met, self._met = self._met, []
         for connection, first in met:
             if returned_only and not isinstance(first, messages.Returned):
@@ -196,7 +199,10 @@ class Reception:
         self.loop.wake()  # others may have come in between
 
     def take_back(self) -> None:
-        """The run is over, and its connections are closed: workers that come from now on wait for the next one."""
+        """Takes the port back from a finished run, whose connections are closed.
+
+        Workers that come from now on wait for the next one.
+        """
         self.greet, self.on_wake = self._keep, _nothing
         self.loop.close_connections(keep=self.strangers)
         self.loop.wake()
@@ -346,15 +352,7 @@ class ReturnStanding(Enum):
 
 
 class Readmission:
-    """Judges those that return.
-
-    Args:
-        journal: what was written down.
-        grid: the grid of the run.
-        options: the time bounds.
-        now: the time, in seconds of a monotonic clock.
-        members: the processes of each position.
-    """
+    """Judges those that return."""
 
     def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float, members: int = 1) -> None:
         self._journal = journal
@@ -380,7 +378,10 @@ class Readmission:
         return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
-        """Standing of the worker that sent ``returned``. ``taken``: the positions whose worker is connected."""
+        """Standing of the worker that sent ``returned``.
+
+        ``taken``: the positions whose worker is connected.
+        """
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST
@@ -403,7 +404,10 @@ class Readmission:
     def farewell(
         self, returned: messages.Returned, place: ReturnStanding
     ) -> tuple[messages.Answer | messages.Stop, ...]:
-        """The last words to a worker that has nothing to return to; how the run ended, if it was there at its end."""
+        """Last words to a worker that has nothing to return to.
+
+        They say how the run ended, if the worker was there at its end.
+        """
         journal = self._journal
         held = journal.processes.get(returned.rank) if returned.run == journal.run else None
         if journal.kept is None or journal.kept.over is None or held is None or held.token != returned.token:

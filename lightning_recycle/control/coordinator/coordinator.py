@@ -196,7 +196,9 @@ class Coordinator:
         return self._plans.schedules
 
     def view(self, timeout: float = 2.0) -> RunView:
-        """How the run is, at most a quarter of a second ago. Callable from any thread once the run has been started.
+        """How the run is, at most a quarter of a second ago.
+
+        Callable from any thread once the run has been started.
 
         Raises:
             ControlPlaneError: if the coordinator's thread does not answer within ``timeout`` seconds.
@@ -205,7 +207,7 @@ class Coordinator:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Totals of the run so far, besides those of the history its committed steps and live workers."""
+        """Totals of the run: those of its history, committed steps, live workers."""
         state = self._state
         return {
             "steps": float(state.steps.version),
@@ -214,8 +216,9 @@ class Coordinator:
         }
 
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
-        """Begins to serve and watches ``processes``, by rank, for their exit. Workers started by hand take positions
-        without a process.
+        """Begins to serve and watches ``processes``, by rank, for their exit.
+
+        Workers started by hand take positions without a process.
         """
         self._started = dict(processes)
         if processes:
@@ -225,21 +228,25 @@ class Coordinator:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
-        """Waits for the end of the run; None if ``timeout`` seconds pass first. A run that had ended before an earlier
-        coordinator was killed ends again when those that may not know it have had time to return.
+        """Waits for the end of the run; None if ``timeout`` seconds pass first.
+
+        A run that had ended before an earlier coordinator was killed ends again when those that may not know it have
+        had time to return.
         """
         return self._state.outcome if self._done.wait(timeout) else None
 
     def member_processes(self) -> list[WorkerProcess]:
-        """The processes of the members that were started here; not those of workers that have yet to enter.
-        Callable from any thread.
+        """Processes of members that were started here; callable from any thread.
+
+        Without those of workers that have yet to enter.
         """
         found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
         return [process for process in found if process is not None]
 
     def writer_processes(self) -> list[WorkerProcess]:
-        """The process that is completing a checkpoint, if it was started here: none, or one. It is the writer's, which
-        has all parts or cannot complete it any more. Callable from any thread.
+        """The local process that completes a checkpoint: none, or one.
+
+        It is the writer's, which has all parts or cannot complete it any more. Callable from any thread.
         """
         saves, live = self._state.saves, self._state.roster.live
         writer = self._workers.processes.get(saves.writer) if saves.writer in live and not saves.is_over else None
@@ -252,7 +259,8 @@ class Coordinator:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers have gone before the run began, which is therefore none; no other is let in.
+        """Whether all workers have gone before the run began; no other is let in then.
+
         Callable from any thread.
         """
         return self._deserted
@@ -263,21 +271,23 @@ class Coordinator:
         return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
 
     def end_at_boundary(self) -> None:
-        """Asks the workers to end after the step that they are at, once they have saved what is wanted; see
-        :meth:`wait`. Callable from any thread, but not from a signal handler.
+        """Asks the workers to end after their present step, once wanted saves are made.
+
+        See :meth:`wait`. Callable from any thread, but not from a signal handler.
         """
         self._end_wanted = True
         self._loop.wake()
 
     def ask_to_leave(self, host: str) -> None:
-        """Asks the workers of the machine ``host`` to leave at the next step boundary: it is about to go. No step is
-        redone for that. Callable from any thread.
+        """Asks the workers of machine ``host`` to leave at the next step boundary.
+
+        The machine is about to go. No step is redone for that. Callable from any thread.
         """
         self._hosts_to_leave.put(host)
         self._loop.wake()
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
-        """Stops serving: from now on the end of a worker is no loss, and it is not replaced. The connections stay."""
+        """Stops serving: the end of a worker is no loss any more; connections stay."""
         self._closing = True
         self._vacancies.stop()
         self._loop.wake()
@@ -352,7 +362,10 @@ class Coordinator:
             self._filled = (self._state.roster.live, len(self._vacancies.spares))
 
     def _begin_with_fewer(self) -> None:
-        """Lets the run begin without workers where none is there or being started, if it may."""
+        """Lets the run begin without workers that neither exist nor are being started.
+
+        Only where options and stages allow it.
+        """
         vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
         if vacant:
             self._handle(protocol.StartDue(vacant, self.options.recovery.least(self.grid.pipelines)))
@@ -467,7 +480,7 @@ class Coordinator:
             self._handle(protocol.Joined(rank))
 
     def _place_spares(self) -> None:
-        """Gives workers that were started by hand a position: of the first roster, or of a lost worker."""
+        """Gives spares positions: of the first roster, or of lost workers."""
         if not self._vacancies.spares:
             return
         if self._readmission is not None and not self._readmission.may_place(time.monotonic()):
@@ -501,7 +514,7 @@ class Coordinator:
         return self._workers.has(rank) or self._vacancies.is_starting(rank)
 
     def _fill_vacancies(self, now: float) -> None:
-        """Finds a worker for every empty position: a spare, a replacement, or a worker of another stage."""
+        """Finds workers for empty positions: spares, replacements, or movers."""
         self._place_spares()
         if self._state.generation.number < 0:
             return
@@ -530,7 +543,10 @@ class Coordinator:
         return rank not in self._started or (self._grows and rank in self._left)
 
     def _on_messages(self, rank: int) -> None:
-        """Handles what a worker's inbox holds. A bad message costs its sender, and no other worker."""
+        """Handles what a worker's inbox holds.
+
+        A bad message costs its sender, and no other worker.
+        """
         connection = self._workers.connections.get(rank)
         if self._state.returned is not None:
             return  # it waits until all have returned: before, nothing is known by which to judge it
@@ -551,7 +567,10 @@ class Coordinator:
             self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
     def _lose_worker(self, rank: int, cause: str) -> None:
-        """Drops a worker or candidate that is lost, so that it cannot return and write, and lets the protocol react."""
+        """Drops a lost worker or candidate, and lets the protocol react.
+
+        It must not return and write.
+        """
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
         self._unconfirmed.pop(rank, None)
@@ -567,7 +586,7 @@ class Coordinator:
         self._handle(protocol.Lost(rank, cause))
 
     def _evict(self, rank: int, cause: str, details: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Declares a worker dead that did not end by itself: recorded as evicted, then lost."""
+        """Declares a worker dead that did not end by itself: evicted, then lost."""
         self._history.add("suspected", self._state, rank, {"cause": cause, **details})
         if rank in self._state.roster.live:
             self._history.add("evicted", self._state, rank, {"cause": cause, **details})
@@ -707,7 +726,10 @@ class Coordinator:
                 self._finish(command)
 
     def _write_down(self) -> None:
-        """Writes to the journal what another coordinator must know, before it is announced."""
+        """Writes to the journal what another coordinator must know.
+
+        Done before it is announced.
+        """
         if self._journal is None:
             return
         parts = journaled_parts(self._state)
@@ -750,7 +772,7 @@ class Coordinator:
             self._workers.post((rank,), frame)
 
     def _plan_is_ready(self, state: protocol.MembershipState) -> bool:
-        """Whether there is a plan for a generation of those that are in; if not, it is being made."""
+        """Whether there is a plan for the present roster; if not, it is being made."""
         joining = state.positions.whole(state.roster.joining)
         try:
             return self._plans.is_ready(self._failed(state), joining)
@@ -766,7 +788,10 @@ class Coordinator:
         return self._state.positions.position(rank)
 
     def _is_first_member(self, rank: int) -> bool:
-        """Whether ``rank`` is the first member of its position, whose measurements count for all of them."""
+        """Whether ``rank`` is the first member of its position.
+
+        Its measurements count for all of them.
+        """
         return self._state.positions.member(rank) == 0
 
     def _for_ranks(self, ready: protocol.PlanReady | protocol.LayoutReady) -> protocol.MembershipEvent:

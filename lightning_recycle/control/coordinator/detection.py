@@ -104,8 +104,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A worker that has exceeded its limit: why, and after how many ``seconds`` of the ``limit`` that it is given. It
-    is to be ended, or waited for until then, for a ``reason``.
+    """A worker over its limit, to be ended or waited for: cause, times and reason.
+
+    ``seconds`` have passed of the ``limit`` that it is given, for a ``reason``.
     """
 
     cause: str
@@ -131,7 +132,7 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class _HeldUp:
-    """A worker was suspected at ``time``: in ``step``, and at ``place`` if that is known."""
+    """A suspicion: its time, the step, and the place if that is known."""
 
     rank: int
     stage: int
@@ -204,7 +205,7 @@ def review(
 
 
 def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> Overdue | None:
-    """Rules over a sign that has exceeded its limit; None if that is about to be decided.
+    """Ruling over a sign over its limit; None if that is about to be decided.
 
     Args:
         sign: the sign.
@@ -224,7 +225,7 @@ def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str)
 def _follow(
     memory: DetectionState, now: float, standings: Mapping[int, Standing], vouched: Collection[int], step: int
 ) -> DetectionState:
-    """Returns the memory with what the time since the newest review was for each worker."""
+    """The memory with the time since the newest review, classified for each worker."""
     since = now if memory.time is None else memory.time
     alone: dict[int, _Intervals] = {}
     unheard: dict[int, _Intervals] = {}
@@ -270,7 +271,7 @@ def _conclude(
 def _held_up_alike(
     held_up: Iterable[_HeldUp], now: float, rank: int, stage: int, sign: Sign, step: int
 ) -> frozenset[int]:
-    """The other workers whose delay explains ``sign``: it began afterwards, at the same place."""
+    """Workers whose delay explains ``sign``: it began later, at the same place."""
     began = now - sign.seconds
     if sign.place is None:  # what the worker is at is not known
         alike = (held for held in held_up if (held.stage, held.step) == (stage, step))
@@ -289,7 +290,10 @@ def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int
 
 
 def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
-    """When time did not count against ``rank``: no peer was well; or it was silent, which is a matter of its own."""
+    """Intervals that do not count against ``rank``.
+
+    No peer was well; or it was silent, which is a matter of its own.
+    """
     alone = memory.alone.get(rank, ())
     return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
 

@@ -31,14 +31,7 @@ _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the 
 
 
 class FailureDetector:
-    """Clocks for heartbeats and progress of workers, in seconds of one monotonic clock.
-
-    Args:
-        positions: which rank belongs to which stage.
-        options: how long workers may be silent or slow.
-        thread_states: the states of the threads of a worker's process, by rank, as
-            :func:`~lightning_recycle.processes.thread_states` returns them.
-    """
+    """Clocks for heartbeats and progress of workers, in monotonic seconds."""
 
     def __init__(
         self, positions: Positions, options: CoordinatorOptions, thread_states: Callable[[int], str] = lambda _: ""
@@ -67,7 +60,7 @@ class FailureDetector:
         self._beats[rank] = (heartbeat, now)
 
     def acted(self, rank: int, now: float) -> None:
-        """The worker's main thread sent a message: whatever an earlier heartbeat reported is over."""
+        """The main thread sent a message: what earlier heartbeats reported is over."""
         self._acted[rank] = now
 
     def applied(self, rank: int) -> None:
@@ -156,7 +149,10 @@ class FailureDetector:
         return ruling
 
     def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
-        """Whether a message was lost: all wait for each other in this generation, and have for too long."""
+        """Whether a message was lost: all wait for each other, and have for too long.
+
+        Of one generation.
+        """
         if state.generation.number < 0 or state.generation.regrouping or not state.roster.live <= self._beats.keys():
             return False
         for rank in state.roster.live:
@@ -198,8 +194,9 @@ class FailureDetector:
         )
 
     def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
-        """Whether the process of a worker that is quiet computes or waits for a disk. A stopped one does not, nor one
-        whose threads wait for each other.
+        """Whether the process of a worker that is quiet computes or waits for a disk.
+
+        A stopped one does not, nor one whose threads wait for each other.
         """
         if not is_quiet:
             self._looks.pop(rank, None)
@@ -231,7 +228,7 @@ class FailureDetector:
     def _work(
         self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
     ) -> Sign | None:
-        """For how long a member has been at the same work, or has not heard that it should regroup."""
+        """Seconds that a member has been at the same work, or deaf to a regroup."""
         seen = self._observe(now, rank, state)
         if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
             deaf = self._deaf(rank)
@@ -243,7 +240,7 @@ class FailureDetector:
         return sign_of_work(seen, usual, self._options.heartbeat.timeout, self._options.patience)
 
     def _deaf(self, rank: int) -> Sign | None:
-        """Whether it still waits although a generation was announced, which ends any wait within milliseconds."""
+        """Whether it waits on, although an announced generation ends any wait at once."""
         beat, received = self._beats[rank]
         passed = received - self._regroup_began
         if not beat.activity.waiting_for or beat.seconds <= passed:
@@ -256,8 +253,9 @@ class FailureDetector:
         return Sign(cause, passed, limit, self._options.patience)
 
     def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
-        """The usual seconds of an operation; one that is new to the plan (a backward that was or now is fused) takes at
-        most twice as long as the longest.
+        """The usual seconds of an operation.
+
+        One that is new to the plan (a backward that was or now is fused) takes at most twice as long as the longest.
         """
         known = seconds.get(self._positions.stage(rank), {})
         if rank not in self._have_applied or not known:

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     was_last = threading.Event()
 
     def settle_end() -> None:
-        """There is no further run, if one has finished; otherwise who comes would be told that there was one."""
+        """Ends the service if a run has finished: newcomers are told so."""
         reception.is_over = was_last.is_set() and 0 in finished
 
     def end_after_this(*_: object) -> None:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal | None:
-    """Journal of the coordinator; none if it listens at a port that another one would not have."""
+    """Journal of the coordinator; none at a port that no other one would have."""
     if state == "none" or (state is None and not address[1]):
         log.info("This coordinator keeps no state: if it dies, the run ends.")
         return None
@@ -155,12 +155,15 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
 
 
 def _shown_at(option: str | None) -> tuple[str, int] | None:
-    """Where the page and the metrics are: as the command line says, or the environment."""
+    """Address of page and metrics, from the command line or the environment."""
     return http_address_from_environment() if option is None else http_address(option, "--http")
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
-    """From now on words on the standard input count, ``over`` and ``end``, and signals that are for others do not."""
+    """From now on obeys words on standard input, ``over`` and ``end``.
+
+    Signals that are for others are ignored.
+    """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -194,7 +197,7 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
 
 
 def allow_descriptors(count: int) -> None:
-    """Lets this process open ``count`` files and sockets, or as many as the system allows it to allow itself."""
+    """Lets this process open ``count`` files and sockets, or as many as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if most < count:
@@ -304,8 +307,9 @@ class Serving:
         self._on_run = on_run
 
     def meet(self) -> bool:
-        """Waits for the first worker of the next run, or of the one that was going on here; returns False if nobody
-        returns to that one, which is over.
+        """Waits for the first worker of the next run, or of an earlier process's run.
+
+        Returns False if no worker returns to that one, which is over.
         """
         if (journal := self._journal) is not None:
             adopts, self._knows_nothing = self._knows_nothing, False
@@ -321,8 +325,9 @@ class Serving:
         return True
 
     def serve(self) -> tuple[RunConfig, Outcome] | None:
-        """Serves the run of those who have come to its end; None if it did not begin, because all of its workers went,
-        or none fits.
+        """Serves a run to its end; None if it did not begin.
+
+        All of its workers went, or none fits.
         """
         reception, hello = self._reception, self._reception.first()
         try:
@@ -372,8 +377,9 @@ class Serving:
     # ------------------------------------------------------------------ an earlier process
 
     def _adopt(self, journal: Journal) -> None:
-        """If workers return to a run of which this process knows nothing, finds out what they know of it: it goes on if
-        that is enough.
+        """Adopts a run of which this process knows nothing, from workers that return.
+
+        It goes on if what they know is enough.
         """
         reception, began = self._reception, time.monotonic()
         while not reception.returned and time.monotonic() - began < _RETURN_SECONDS:
@@ -400,7 +406,10 @@ class Serving:
         journal.adopt(reception.returned[0].run, kept, processes)
 
     def _is_gone(self, journal: Journal) -> bool:
-        """Waits for workers that return to the run of an earlier process; whether there are none, and it is over."""
+        """Waits for workers of an earlier process's run; True if none returns.
+
+        The run is over then.
+        """
         kept = journal.kept
         if kept is None or kept.generation < 0:
             return False
@@ -420,7 +429,7 @@ class Serving:
 
 
 def _prepare(planner: PlanProvider, reception: Reception) -> None:
-    """Makes the first plan, however long it takes, while the workers get signs of life."""
+    """Makes the first plan while the workers get signs of life."""
     failure: list[BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Workers of a run by position: connections and processes, and how empty positions are filled.
+"""Workers of a run by position: connections, processes, vacancies.
 
 Table: a position has a connection once its worker has said hello, and a process if this machine's launching process
 started it. Messages go to positions; a worker that cannot take one is remembered, as its loss may not be handled in the
@@ -139,7 +139,7 @@ class WorkerTable:
     # ------------------------------------------------------------------ going
 
     def describe_exit(self, rank: int) -> str | None:
-        """How the process of the position ended; None if it is alive, or was not started here."""
+        """How the process of the position ended; None if alive, or not started here."""
         process = self.processes.get(rank)
         return None if process is None else process.describe_exit(timeout=_EXIT_SECONDS)
 
@@ -148,8 +148,10 @@ class WorkerTable:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """What the worker said before it was gone still counts: its last words may be the exception that ended it. They
-        may have been read already, with a message to which it got no answer.
+        """Handles the end of a worker, after its last words.
+
+        They still count: they may be the exception that ended it, and may have been read already, with a message to
+        which it got no answer.
         """
         connection, process = self.connections.get(rank), self.processes.get(rank)
         cause = self.describe_exit(rank) or "its connection to the coordinator broke"
@@ -236,8 +238,10 @@ class Vacancies:
     def place_spare(
         self, free: Collection[int], held: Mapping[int, int]
     ) -> tuple[int, NonBlockingConnection, Process] | None:
-        """Chooses one of the places ``free`` for the spare that has waited longest, if there is one: of a column of
-        which the fewest are ``held``, by column. Returns it with the connection and the process of the spare.
+        """A place of ``free`` for the longest-waiting spare, with its connection.
+
+        It is of a column of which the fewest are ``held``, by column. Returned with the process of the spare; None
+        without a spare or place.
         """
         if not free or not self.spares:
             return None
@@ -259,19 +263,21 @@ class Vacancies:
             counter[node] += 1
 
     def _counters(self, rank: int) -> tuple[Counter[str], Counter[str]]:
-        """How many workers of each machine are in the position and in the pipeline of ``rank``."""
+        """Counts of workers by machine, in the position and in the pipeline of ``rank``."""
         members, columns = self._positions.members, self._positions.columns
         return self._counts["position", rank // members], self._counts["pipeline", rank // columns]
 
     def held_before(self, rank: int, node: str, incarnation: int) -> None:
-        """A worker of ``node`` holds position ``rank`` since before this coordinator was started again."""
+        """Position ``rank`` was held by a worker of ``node`` before this coordinator."""
         self._take_node(rank, node)
         self.incarnations[rank] = max(incarnation, self.incarnations.get(rank, 0))
 
     def _strangeness(self, rank: int, node: str) -> tuple[bool, bool, bool, bool]:
-        """How badly a worker of ``node`` fits the place ``rank``. Best is a position with members on this node alone,
-        which the collectives of its layers do not leave, next an empty one. Of these the best is in a pipeline with
-        others of its node, so that loss of the node hits different stages, next in an empty one.
+        """How badly a worker of ``node`` fits the place ``rank``.
+
+        Best is a position with members on this node alone, which the collectives of its layers do not leave, next an
+        empty one. Of these the best is in a pipeline with others of its node, so that loss of the node hits different
+        stages, next in an empty one.
         """
         position, pipeline = (+counter for counter in self._counters(rank))
         return bool(position.keys() - {node}), not position, node not in pipeline, bool(pipeline.keys() - {node})
@@ -296,13 +302,16 @@ class Vacancies:
         return rank in self._starting
 
     def may_start(self, rank: int, now: float, is_first: bool = False) -> bool:
-        """Whether a process may be started for ``rank`` now; the first one of a position replaces none."""
+        """Whether a process may be started for ``rank`` now.
+
+        The first process of a position replaces none.
+        """
         if self._start_worker is None or (not is_first and self._restarts >= self._options.recovery.most_starts):
             return False
         return now >= self._not_before.get(rank, now)
 
     def start(self, rank: int, on: int | None = None, is_first: bool = False) -> None:
-        """Starts a process for ``rank``, on the device of rank ``on`` (by default its own)."""
+        """Starts a process for ``rank``, on the device of rank ``on`` (default: its own)."""
         assert self._start_worker is not None
         self._restarts += not is_first
         self._starting.add(rank)
@@ -324,7 +333,7 @@ class Vacancies:
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
-        """The processes started since the last call, as (rank, process); None for one that could not be started."""
+        """Processes started since the last call, as (rank, process); None for failures."""
         while not self._started.empty():
             rank, process = self._started.get()
             self._starting.discard(rank)

@@ -1,1 +1,1 @@
-"""Monitoring: history, metrics, page and ``recycle-status``; nothing changes a run."""
+"""Monitoring: history, metrics, page, ``recycle-status``; nothing changes a run."""

@@ -50,11 +50,7 @@ class Phase(str, Enum):
 
 
 class Goodput:
-    """The account of a run with ``positions`` workers that began at ``now``.
-
-    Attributes:
-        phase: what the run is doing.
-    """
+    """The account of a run with ``positions`` workers that began at ``now``."""
 
     def __init__(self, positions: int, now: float) -> None:
         self.phase = Phase.STARTING
@@ -160,7 +156,7 @@ class Goodput:
             self._live = live
 
     def _interrupt(self, time: float) -> None:
-        """No worker computes from ``time`` on, and work since the newest commit may be lost."""
+        """Training stops at ``time``; work since the newest commit may be lost."""
         if self.phase is Phase.TRAINING:
             trained = self._training
             self._pass(time)
@@ -171,7 +167,7 @@ class Goodput:
             self._pass(time)
 
     def _pass(self, time: float) -> None:
-        """Accounts for the time up to ``time``, in which the run was in one phase with the same workers."""
+        """Accounts for the time up to ``time``, spent in one phase by the same workers."""
         passed = max(0.0, time - self._mark)  # a clock may have been set back
         self._mark = max(self._mark, time)
         self._add("failed", "vacant", (self._positions - self._live) * passed)

@@ -1,4 +1,4 @@
-"""History of a run: its events as a list, as log lines and counters, added up, and summed up in a few lines.
+"""History of a run: its events, log lines, counters, sums, and a summary.
 
 Times are in seconds since the epoch, durations in seconds. Each event is also one line of JSON in the log
 ``lightning_recycle.events`` (level INFO, steps DEBUG).
@@ -119,7 +119,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
 
 
 def corruption_line(name: str, record: Record) -> str:
-    """A record of kind "corruption" in words; ``name``: that of its worker, if there is one."""
+    """A record of kind "corruption" in words; ``name``: its worker's, if known."""
     details = record.details
     who = f"Worker {name} on device {details['device']} is wrong: " if name else ""
     since = details["since"]
@@ -136,7 +136,7 @@ def corruption_line(name: str, record: Record) -> str:
 
 
 class History:
-    """Collects the events of one run on ``grid``, each of whose positions has so many ``members``."""
+    """Events of a run on ``grid``, with ``members`` processes at each position."""
 
     def __init__(self, grid: Grid, members: int = 1) -> None:
         self.events: list[Event] = []  # all of them, except that only the newest "step" are kept
@@ -159,7 +159,7 @@ class History:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Totals of the run; all names from the start, so that a log of them has the same columns whatever happens."""
+        """Totals of the run, with all names from the start, for logs with fixed columns."""
         since = {name: float(self.digest.counts[kind]) for name, kind in _COUNTED.items()}
         since["recovery_seconds"] = self.digest.recovery_seconds
         totals = {name: self._earlier.get(name, 0.0) + value for name, value in since.items()}
@@ -180,7 +180,7 @@ class History:
         self._injected[message.rank] = message
 
     def held(self, rank: int, peak_bytes: int) -> None:
-        """The worker at ``rank`` has held so much memory at most, or 0 if it does not know."""
+        """Notes the peak memory of the worker at ``rank``; 0 if unknown."""
         if peak_bytes:
             stage = self._positions.stage(rank)
             self.peaks[rank] = peak_bytes
@@ -246,7 +246,7 @@ class History:
         self._steps_kept -= _STEPS_KEPT
 
     def record(self, record: Record, state: MembershipState) -> None:
-        """Adds what the state machine asks to record, with the durations that belong to it."""
+        """Adds a record of the state machine, with its durations."""
         now = time.time()
         details = dict(record.details)
         seconds: float | None = None
@@ -386,7 +386,7 @@ class Digest:
         return sum(self._durations) / len(self._durations) if self._durations else None
 
     def add(self, event: Event, live: int, joining: bool) -> None:
-        """Something happened; ``live`` workers are in, and whether some of them are still given their state."""
+        """Adds an event up; ``live`` workers are in, some perhaps still ``joining``."""
         self.counts[event.kind] += 1
         details: Mapping[str, object] = event.details
         self.goodput.happened(
@@ -431,7 +431,7 @@ _CAUSES_SHOWN = 5
 
 
 def summary(history: Sequence[Event], positions: Positions) -> list[str]:
-    """The lines on a run with this record, on the grid of ``positions``; none if it made no step."""
+    """Summary lines of a run with this record; none if it made no step."""
     steps = [event for event in history if event.kind == "step"]
     if not steps:
         return []

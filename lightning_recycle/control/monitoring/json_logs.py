@@ -39,7 +39,10 @@ _described: Callable[[], Mapping[str, int]] = dict
 
 
 def describe_process(described: Callable[[], Mapping[str, int]]) -> None:
-    """From now on every line of this process has what ``described`` returns: its rank and generation."""
+    """From now on each line of this process has fields of ``described``.
+
+    They are rank and generation.
+    """
     global _described
     _described = described
 
@@ -71,7 +74,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def install_if_wanted() -> bool:
-    """Makes the logs of this process lines of JSON if ``RECYCLE_LOG`` is ``json``; returns whether it is.
+    """Makes this process log JSON if ``RECYCLE_LOG`` is ``json``; returns whether so.
 
     Raises:
         ConfigurationError: if it is something else.
@@ -96,8 +99,10 @@ def install_if_wanted() -> bool:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with objects for dataclasses, lists for tuples, values for enums, and null for what is no number, such
-    as a diverged loss; what JSON does not have at all becomes its text.
+    """``value`` as JSON has it.
+
+    Objects for dataclasses, lists for tuples, values for enums, and null for what is no number, such as a diverged
+    loss; what JSON does not have at all becomes its text.
     """
     if isinstance(value, Enum):  # before the others: one of texts is a text
         return plain(value.value)

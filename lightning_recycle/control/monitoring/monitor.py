@@ -1,4 +1,4 @@
-"""Monitor of a run: views of the coordinator, made in its thread, and the web server that shows them.
+"""Monitor of a run: views from the coordinator's thread, and their web server.
 
 Concept: the coordinator's state belongs to its thread. A reader leaves a wish and wakes the loop, which makes an
 immutable view between two messages, for a fiftieth of its time at most (:class:`Views`). Without readers nothing is
@@ -79,7 +79,7 @@ class Monitor:
         self._kept: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
 
     def show(self, ask: Callable[[], RunView] | None) -> None:
-        """From now on shows the run that ``ask`` asks, which has been started; None between two runs."""
+        """Shows the started run that ``ask`` asks from now on; None between two runs."""
         self._ask = ask
         with self._lock:
             self._kept.clear()
@@ -126,7 +126,7 @@ class Monitor:
         return self._ask()
 
     def _of_plan(self, what: str, view: RunView, most: int, make: Callable[[Schedule], Made]) -> Made | None:
-        """Predictions of the plan with measured times; None without one, or if it is too large."""
+        """A figure of the plan with measured times; None without one, or if too large."""
         plan, timed = view.status.plan, view.timed
         if plan is None or timed is None or plan.operations > most:
             return None
@@ -180,7 +180,9 @@ class Views(Generic[View]):
         self._number, self._fresh_until = 0, 0.0
 
     def ask(self, timeout: float = 2.0) -> View:
-        """A view that is about a quarter of a second old at most; after :meth:`close` the last one. In any thread.
+        """A view at most about a quarter of a second old; after :meth:`close` the last.
+
+        In any thread.
 
         Raises:
             ControlPlaneError: if the loop does not answer within ``timeout`` seconds, or could not make a view.
@@ -243,12 +245,7 @@ Answer = tuple[HTTPStatus, str, bytes]
 
 
 class StatusServer:
-    """Answers at ``listeners`` from ``monitor``; use as a context manager.
-
-    Args:
-        monitor: what it shows.
-        listeners: sockets that listen; they are closed with it.
-    """
+    """Answers at ``listeners`` from ``monitor``; use as a context manager."""
 
     def __init__(self, monitor: Monitor, listeners: list[socket.socket]) -> None:
         self.monitor = monitor
@@ -347,8 +344,9 @@ class _Handler(BaseHTTPRequestHandler):
             return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "This is a defect; the log of the run has its traceback.")
 
     def _is_addressed(self) -> bool:
-        """Whether the request means this server. A page from elsewhere whose name was made to lead to the loopback
-        address (DNS rebinding) names itself.
+        """Whether the request means this server.
+
+        A page from elsewhere whose name was made to lead to the loopback address (DNS rebinding) names itself.
         """
         local = self.connection.getsockname()
         if self.connection.family == socket.AF_UNIX or not _is_loopback(str(local[0])):
@@ -449,8 +447,9 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
 
 @contextlib.contextmanager
 def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer | None]:
-    """Within the block, ``monitor`` is shown: to this user on this machine, and at the address ``http`` to everybody
-    who can connect there.
+    """Serves ``monitor`` within the block, to this user and at the address ``http``.
+
+    To this user on this machine; at ``http`` to everybody who can connect there.
 
     Args:
         monitor: what is shown.

@@ -1,4 +1,6 @@
-"""Addresses: of coordinators (``host:port`` with names, IPv4 or IPv6), of machines, and of this user's runs.
+"""Addresses: of coordinators, of machines, and of this user's runs.
+
+Those of coordinators are ``host:port``, with names, IPv4 or IPv6.
 
 *Runs of this user on this machine* have Unix sockets in a folder of mode 0700: such a socket needs no port, no key and
 no decision of the user, as who may connect is what the file system says. Its name begins with the process id. A socket
@@ -35,7 +37,10 @@ _PAUSE_AFTER_ERROR = 0.1  # seconds
 
 
 def machine_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of this machine; the workers of one machine form one pipeline, as far as possible."""
+    """The name of this machine.
+
+    The workers of one machine form one pipeline, as far as possible.
+    """
     return environ.get("RECYCLE_NODE") or socket.gethostname()
 
 
@@ -56,7 +61,7 @@ def address_from(text: str, name: str) -> tuple[str, int]:
 
 
 def http_address(text: str, name: str) -> tuple[str, int]:
-    """The address that ``text`` means: ``host:port``, or a port of the loopback interface.
+    """The address in ``text``: ``host:port``, or a port of the loopback interface.
 
     Raises:
         ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
@@ -81,7 +86,9 @@ def shown(address: tuple[str, int]) -> str:
 
 
 def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
-    """A socket that listens at ``address``; port 0 is a free one, and ``::`` every address, also of IPv4.
+    """A socket that listens at ``address``.
+
+    Port 0 is a free one, and ``::`` every address, also of IPv4.
 
     Raises:
         ConfigurationError: if that is not possible, or if the name of a machine stands for an address that no other
@@ -121,8 +128,10 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
 
 
 def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | None:
-    """The next connection at ``listening``, with its address. None if it has gone again, or cannot be accepted, for
-    example because there are no descriptors left: then ``who`` is named in a warning, and a moment passes.
+    """The next connection at ``listening``, with its address.
+
+    None if it has gone again, or cannot be accepted, for example because there are no descriptors left: then ``who`` is
+    named in a warning, and a moment passes.
     """
     try:
         return listening.accept()
@@ -152,7 +161,10 @@ _CONNECT_SECONDS = 2.0
 
 
 def _folders() -> Iterator[Path]:
-    """Where runs may be, the best place first. All are looked at: a job may have another environment than a shell."""
+    """Where runs may be, the best place first.
+
+    All are looked at: a job may have another environment than a shell.
+    """
     user = os.geteuid()
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "lightning_recycle"
@@ -210,7 +222,10 @@ def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
 
 
 def sockets(kind: str = RUN) -> list[Path]:
-    """The sockets of ``kind`` of this user here, the oldest first. Removes those of processes that are gone."""
+    """The sockets of ``kind`` of this user here, the oldest first.
+
+    Removes those of processes that are gone.
+    """
     found: dict[Path, float] = {}
     for folder in dict.fromkeys(_folders()):
         for path in folder.glob(f"*.{kind}") if _is_mine(folder) else ():

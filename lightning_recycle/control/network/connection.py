@@ -1,4 +1,4 @@
-"""Connections of the control plane: messages over sockets, for workers and coordinator; the coordinator's event loop.
+"""Connections of the control plane: messages over sockets, and the event loop.
 
 Concept: both ends put messages together from the pieces that the network delivers (:class:`Inbox`). A worker's threads
 block in :meth:`MessageConnection.receive` and :meth:`~MessageConnection.send`. The coordinator has one thread for all
@@ -87,8 +87,9 @@ class _Socket:
 
 
 def _break_without_answer(sock: socket.socket) -> None:
-    """Breaks the connection when the other machine has not answered for a while, also when nothing is sent, and
-    whatever its processes do: the kernel answers.
+    """Breaks the connection when the other machine does not answer for a while.
+
+    Also when nothing is sent, and whatever its processes do: the kernel answers.
     """
     options = {"TCP_USER_TIMEOUT": 1000 * _ANSWER_SECONDS, "TCP_KEEPIDLE": _ANSWER_SECONDS / 2}
     options["TCP_KEEPINTVL"] = _ANSWER_SECONDS / 6
@@ -99,12 +100,7 @@ def _break_without_answer(sock: socket.socket) -> None:
 
 
 class MessageConnection(_Socket):
-    """A worker's end; :meth:`send` may be called from any thread, :meth:`receive` from one.
-
-    Args:
-        sock: a connected socket, which blocks.
-        inbox: what may arrive.
-        quiet: seconds, see :meth:`limit_quiet`.
+    """A worker's end: :meth:`send` in any thread, :meth:`receive` in one.
 
     Attributes:
         heard: when something last arrived, in seconds of the monotonic clock.
@@ -118,7 +114,7 @@ class MessageConnection(_Socket):
         self._send_lock = threading.Lock()
 
     def limit_quiet(self, seconds: float) -> None:
-        """From now on :meth:`receive` gives the other side up when nothing has arrived for ``seconds``."""
+        """Bounds silence: :meth:`receive` fails after ``seconds`` without a message."""
         if seconds == self._quiet:
             return
         self._quiet, look = seconds, max(1e-3, seconds / _LOOKS)
@@ -133,16 +129,22 @@ class MessageConnection(_Socket):
             self._socket.close()
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent."""
+        """Sends a message; OSError when the other side is gone.
+
+        ReCycleError for a message that cannot be sent.
+        """
         self.send_bytes(encode(message))
 
     def send_bytes(self, frame: bytes | bytearray) -> None:
-        """Sends the bytes of one or more frames; raises OSError when the other side is gone."""
+        """Sends the bytes of frames; raises OSError when the other side is gone."""
         with self._send_lock:
             self._socket.sendall(frame)
 
     def receive(self) -> Any:
-        """Blocks for the next message; raises EOFError or OSError when the other side is gone, and BadMessageError."""
+        """Blocks for the next message.
+
+        Raises EOFError or OSError when the other side is gone, and BadMessageError.
+        """
         looks = 0
         while (message := self.inbox.take()) is None:
             try:
@@ -177,7 +179,9 @@ class NonBlockingConnection(_Socket):
         self._unsent: deque[memoryview] = deque()
 
     def read(self) -> int:
-        """Takes in what has arrived, a bounded part of it; returns the number of bytes. Ask the inbox for messages.
+        """Takes in what has arrived, a bounded part of it; returns the number of bytes.
+
+        Ask the inbox for messages.
 
         Raises:
             EOFError, OSError: when the other side is gone.
@@ -196,7 +200,7 @@ class NonBlockingConnection(_Socket):
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes | bytearray) -> None:
-        """Sends what :func:`encode` made, as far as the other side takes it now; the rest is sent by :meth:`flush`.
+        """Sends a frame as far as the other side takes it; the rest is for :meth:`flush`.
 
         Raises:
             OSError: when the other side is gone.
@@ -205,7 +209,7 @@ class NonBlockingConnection(_Socket):
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is left, as far as the other side takes it; raises like :meth:`send_frame`."""
+        """Sends what is left, as far as it is taken; raises like :meth:`send_frame`."""
         while self._unsent:
             data = self._unsent.popleft()
             try:
@@ -221,7 +225,7 @@ class NonBlockingConnection(_Socket):
         self.unsent_since = None
 
     def stalled(self, now: float) -> float:
-        """Seconds for which the other side has taken nothing although there is something for it."""
+        """Seconds for which the other side has taken nothing that is there for it."""
         return 0.0 if self.unsent_since is None else now - self.unsent_since
 
     def forgive(self, now: float) -> None:
@@ -230,7 +234,7 @@ class NonBlockingConnection(_Socket):
             self.unsent_since = now
 
     def part(self, *words: Any, seconds: float) -> None:
-        """Sends last ``words`` if the other side takes them within ``seconds``, and closes the connection."""
+        """Sends last ``words``, for at most ``seconds``, and closes the connection."""
         with contextlib.suppress(OSError):  # it is gone already
             for message in words:
                 self.send(message)
@@ -344,14 +348,7 @@ _ATTEMPT_SECONDS = 5.0  # for one; a machine that does not answer may be another
 def connections(
     address: tuple[str, int], key: bytes, seconds: float, is_wanted: Callable[[], bool]
 ) -> Iterator[MessageConnection]:
-    """Connections to who listens at ``address`` and knows ``key``, one after the other, for ``seconds``.
-
-    Args:
-        address: host and port.
-        key: the key of the run.
-        seconds: for how long.
-        is_wanted: whether another one is still wanted.
-    """
+    """Connections to ``address`` by ``key``, one after the other, for ``seconds``."""
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while is_wanted() and (left := deadline - time.monotonic()) > 0:
         # Refused: the one before may still be ending, or another one may be there for a moment.
@@ -429,7 +426,7 @@ class EventLoop:
                 key.data()
 
     def _is_current(self, key: selectors.SelectorKey) -> bool:
-        """Whether what an event is about has not been closed, or replaced, by an earlier one."""
+        """Whether an event's connection was not closed or replaced in the same round."""
         found = self._selector.get_map().get(key.fd)
         return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
 
@@ -442,7 +439,7 @@ class EventLoop:
     # ------------------------------------------------------------------ the end
 
     def flush_all(self, seconds: float) -> None:
-        """Waits at most ``seconds`` until all connections have taken what there is for them."""
+        """Waits until all connections have taken their frames, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         for connection in self._connections():
             with contextlib.suppress(OSError):  # it is the end; a worker that is gone needs no message

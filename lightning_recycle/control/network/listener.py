@@ -87,7 +87,9 @@ class _RefusalLog:
 
 
 class Listener:
-    """Listens on ``(host, port)`` (port 0: a free one) and hands out authenticated connections.
+    """Port at ``(host, port)`` that hands out authenticated connections.
+
+    Port 0 is a free one.
 
     Args:
         address: where to listen.
@@ -219,7 +221,7 @@ class Listener:
             self._admit(stranger)
 
     def _say(self, stranger: _Stranger, data: bytes) -> bool:
-        """Sends ``data``, which fits any buffer of a side that takes what it gets; whether that succeeded."""
+        """Sends ``data``, which fits any buffer; returns whether that succeeded."""
         try:
             if data and stranger.socket.send(data) < len(data):
                 raise BlockingIOError("it takes nothing")

@@ -1,4 +1,4 @@
-"""Wire format: the handshake by which both sides prove that they know the key, and frames of messages. Pure.
+"""Wire format: the handshake that proves the key, and frames of messages. Pure.
 
 *Handshake*: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
 connected. The worker answers with an HMAC-SHA256 of its role and both greetings under the key, and the coordinator with
@@ -42,7 +42,7 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, ReCy
 
 
 class BadMessageError(ControlPlaneError):
-    """Bytes that are no message, or a message that may not be sent here and now; its connection is closed."""
+    """Bytes that are no message, or one that may not come here; ends a connection."""
 
 
 _HEADER = struct.Struct(">HQ")  # number of the message's type, bytes of its body
@@ -140,7 +140,7 @@ class VersionMismatch(Refused):
 
 
 class Role(Enum):
-    """Side of the connection; part of the proof, so that no side is answered with its own."""
+    """Side of a connection; part of the proof, so no side is answered with its own."""
 
     WORKER = b"worker"
     COORDINATOR = b"coordinator"
@@ -166,12 +166,6 @@ def check_key(key: bytes, name: str) -> bytes:
 
 class Handshake:
     """One side of one handshake.
-
-    Args:
-        role: which side this is.
-        key: the key of the run.
-        version: the version of this package.
-        schema: a digest of the messages that this side understands, 16 bytes.
 
     Attributes:
         greeting: the bytes to send first.
@@ -247,7 +241,9 @@ _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the coordinator and the workers of a run share. ``RECYCLE_KEY`` counts if both are set.
+    """The secret that the coordinator and the workers of a run share.
+
+    ``RECYCLE_KEY`` counts if both are set.
 
     Raises:
         ConfigurationError: if neither variable is set, the key is shorter than 16 bytes, or others may read the file.

@@ -1,1 +1,1 @@
-"""The plans of a run: made ahead, made when needed, and changed when operations take other times."""
+"""Plans of a run: made ahead, in need, or for other times of operations."""

@@ -1,4 +1,4 @@
-"""Measurements of a run's workers, and what plans assume: times of operations, slow workers, memory, split backwards.
+"""Measurements of a run's workers, and the assumptions of its plans.
 
 *Measurements*: the first worker of each stage that applies a step reports what its operations took; that is what plans
 are made for. Whether another layout pays is decided by more: the median over workers and steps is the *level* of a
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
-    """Costs in seconds from measured operations; one slot each while a stage has not measured all of its operations.
+    """Costs in seconds from measured operations; slots while a stage lacks some.
 
     A fused backward (BW) counts as half B, half W.
     """
@@ -81,7 +81,7 @@ class StageLevels:
         self._sums: dict[int, deque[float]] = {}  # logarithms of what a micro-batch takes altogether
 
     def observe(self, stage: int, seconds: Mapping[str, float]) -> None:
-        """A worker of ``stage`` took ``seconds`` on average in a step, by kind of operation."""
+        """Adds a step's mean ``seconds`` by kind of operation, of a worker of ``stage``."""
         known = {kind: seconds[kind] for kind in _KINDS if seconds.get(kind, 0.0) > 0.0}
         backward = known.get("BW", known.get("B", 0.0) + known.get("W", 0.0))
         if "F" not in known or not backward:  # it ran nothing of one kind in this step
@@ -99,8 +99,9 @@ class StageLevels:
         return {kind: median(values) for (place, kind), values in self._seconds.items() if place == stage}
 
     def doubt(self, stages: int) -> float:
-        """By which fraction the time of one of ``stages`` stages may be another one relative to that of the others;
-        infinity as long as too little is known.
+        """Relative error of the times of ``stages`` stages against each other.
+
+        Infinity as long as too little is known.
         """
         series = [self._sums.get(stage, ()) for stage in range(stages)]
         if any(len(values) < _LEAST for values in series):
@@ -144,7 +145,7 @@ class Measurements:
         self.levels.forget()
 
     def applied(self, worker: Worker, message: Applied, is_stage_leader: bool) -> None:
-        """``worker`` has applied a step; ``is_stage_leader``: its times are those of its stage."""
+        """Takes in the times of a step; those of a stage leader count for its stage."""
         if is_stage_leader:
             self.took(worker.stage, message.operation_seconds)
         if self.steps >= _WARM_UP_STEPS:
@@ -177,12 +178,13 @@ class Measurements:
 
     @property
     def known_seconds(self) -> dict[int, dict[str, float]]:
-        """Seconds of operations in each stage, by all workers and steps where that is known."""
+        """Seconds of operations by stage, from all workers and steps where known."""
         return {stage: {**seconds, **self.levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
 
     def computing_seconds(self, schedule: Schedule) -> tuple[float, float] | None:
-        """Worker-seconds of F, B and W in a step of ``schedule``, and of forwards that run twice; None before all are
-        measured.
+        """Worker-seconds of F, B, W in a step, and of forwards run twice.
+
+        None before all are measured.
         """
         times = self.operation_seconds
         if len(times) < self._grid.stages:
@@ -199,7 +201,7 @@ class Measurements:
         return once * self._grid.pipelines * self._grid.microbatches, again
 
     def _as_run(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """``seconds`` without those of B and W that are of an earlier plan, where all that run now are fused."""
+        """``seconds`` without B and W of an earlier plan, where all that run are fused."""
         if not self._fused or "BW" not in seconds:
             return dict(seconds)
         return {name: value for name, value in seconds.items() if name not in ("B", "W")}
@@ -340,7 +342,7 @@ class Assumptions:
             return replace(problem, in_flight_limit=(1,) * stages)
 
     def _with_technique(self, problem: Problem, seconds: OperationSeconds) -> Problem:
-        """``problem`` with fused backwards while nothing is tried, else with the costs of split ones."""
+        """``problem`` with fused backwards before the trial, else with split costs."""
         if self.splitting is None:
             return replace(problem, technique=replace(problem.technique, split_backward=False))
         fused = tuple({"B", "W"} > seconds.get(stage, {}).keys() & {"B", "W"} for stage in range(self._grid.stages))

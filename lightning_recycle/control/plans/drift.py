@@ -1,4 +1,4 @@
-"""Drift: do the operations still take the times that the plan assumes, and would another plan pay? Pure.
+"""Drift: do operations still take the plan's times, would another plan pay? Pure.
 
 Concept: every worker reports with each step how long its operations took in it. These times are the product of two
 things that are estimated separately, each by medians over a window of steps:
@@ -111,7 +111,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class DriftQuestion:
-    """Is there a better plan than ``schedule`` if operations take the times of ``estimate``?
+    """Question whether a better plan exists for the times of ``estimate``.
 
     Args:
         schedule: the plan that runs.
@@ -128,7 +128,9 @@ class DriftQuestion:
     planner: Planner = HeuristicPlanner()  # noqa: RUF009 - immutable
 
     def answer(self) -> Proposal:
-        """The proposal of the planner, which is not asked if the lower bound shows that no plan would pay.
+        """The proposal of the planner.
+
+        It is not asked if the lower bound shows that no plan would pay.
 
         Raises:
             PlanningError: when it finds no plan.
@@ -143,7 +145,7 @@ class DriftQuestion:
 
 
 class DriftMonitor:
-    """Watches whether the plan of a run still fits; ``planner`` looks for better ones, by default the heuristic.
+    """Monitor of a run's plan against measured times.
 
     Use: :meth:`begin` with every new plan, :meth:`observe` what workers measured, :meth:`stepped` after every step;
     then :meth:`question`, and :meth:`accepts` its answer.
@@ -164,7 +166,10 @@ class DriftMonitor:
         self._step_seconds: deque[float] = deque(maxlen=options.window)
 
     def begin(self, schedule: Schedule, first_step: int, communication: float = 0.0) -> None:
-        """The workers run ``schedule`` from ``first_step`` on. ``communication``: seconds of a message."""
+        """The workers run ``schedule`` from ``first_step`` on.
+
+        ``communication``: seconds of a message.
+        """
         problem = schedule.problem
         self._schedule, self._first_step, self._communication = schedule, first_step, communication
         assumed = Estimate(problem.costs, problem.worker_factors)
@@ -220,7 +225,7 @@ class DriftMonitor:
         return self._asked
 
     def accepts(self, question: DriftQuestion, proposal: Proposal | None) -> float | None:
-        """The fraction of a step that the proposed plan saves, or None if it is refused, as is a missing answer."""
+        """Fraction of a step that the proposal saves; None if refused or missing."""
         if question is not self._asked:
             return None  # the plan has changed since
         self._forget()
@@ -294,7 +299,7 @@ class DriftMonitor:
         return [frame[worker][kind] for frame in self._window for worker in workers if kind in frame[worker]]
 
     def _relative(self, workers: Sequence[Worker], doubt: dict[_Estimated, float]) -> dict[Worker, float]:
-        """The logarithm of each measured worker's factor relative to its peers; exactly 0 if it may well be noise."""
+        """Logarithms of workers' factors relative to peers; exactly 0 within noise."""
         series: dict[Worker, list[float]] = {worker: [] for worker in workers}
         measured = set()
         for frame in self._window:
@@ -358,7 +363,7 @@ def _by_kind(costs: Costs, stage: int) -> dict[str, float]:
 
 
 def _noise(series: Mapping[Any, list[float]], times: float = 1.0) -> dict[Any, float]:
-    """How far the median of each series may be from the truth, multiplied by ``times`` (for comparing two medians)."""
+    """Error of each median, multiplied by ``times`` (to compare two medians)."""
     errors = {}
     for name, values in series.items():
         middle = median(values)

@@ -1,4 +1,4 @@
-"""When the layers of a run should lie in another way: what is known of them, and what to ask the planner.
+"""Choice of another layout of a run's layers: its facts, questions and decisions.
 
 Concept: each worker reports once what its layers take
 (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With the times of the stages and the memory that was
@@ -51,11 +51,6 @@ _WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves
 class LayoutChoice:
     """The layouts of one run.
 
-    Args:
-        rebalance: when layers move.
-        planner: the planner of the run.
-        measured: what the workers have measured.
-
     Attributes:
         cuts: the layout of now; empty as long as it is unknown.
     """
@@ -85,7 +80,7 @@ class LayoutChoice:
     # ------------------------------------------------------------------ asking
 
     def begin(self, schedule: Schedule, failed_before: frozenset[Worker]) -> None:
-        """A generation begins with ``schedule``; looks for its layout if other workers have failed than before."""
+        """A generation begins; asks for its layout if other workers are failed now."""
         if lost := schedule.failed - failed_before:
             self._record = self._record.after(0, 0.0, lost=len(lost))
         if schedule.failed != failed_before:
@@ -93,7 +88,7 @@ class LayoutChoice:
             self._ask(schedule)
 
     def stepped(self, schedule: Schedule, seconds: float | None) -> None:
-        """A step of ``schedule`` was committed, ``seconds`` after the previous one, if there was one."""
+        """A step of ``schedule`` was committed, ``seconds`` after the previous one if any."""
         if seconds is not None:
             self._record = self._record.after(len(schedule.live_workers), seconds)
         if self._measured.steps == self._due:
@@ -137,7 +132,7 @@ class LayoutChoice:
     # ------------------------------------------------------------------ deciding
 
     def decide(self, plan: LayoutPlan, schedule: Schedule) -> tuple[LayoutReady | None, tuple[str, ...]]:
-        """The change that a published plan asks for, if it is for the workers of ``schedule``, and the reasons."""
+        """The change by a published plan, if for the workers of ``schedule``; reasons."""
         before, cuts = plan.reroute.layout.cuts, plan.chosen.layout.cuts
         if before != self.cuts:
             return None, ()
@@ -161,8 +156,9 @@ class LayoutChoice:
         return LayoutReady(roster, cuts, details), reasons
 
     def _doubts(self, gain: float, schedule: Schedule) -> str:
-        """Why a layout that saves the fraction ``gain`` of a step is not taken: while nobody is lost, only what was
-        measured speaks for it. Then it is looked for again when more is known.
+        """Why a layout that saves ``gain`` of a step is not taken yet.
+
+        While nobody is lost, only what was measured speaks for it. Then it is looked for again when more is known.
         """
         doubt = self._measured.levels.doubt(schedule.grid.stages)
         if schedule.failed or gain > doubt:
@@ -171,7 +167,10 @@ class LayoutChoice:
         return f"no worker is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     def _objection(self, cuts: Cuts) -> str:
-        """Why the layout ``cuts`` cannot be, empty if it can: what the planner does not look at."""
+        """Why the layout ``cuts`` is impossible, for reasons unknown to the planner.
+
+        Empty if it is possible.
+        """
         layers = range(int(cuts[-1]))
         facts = [self._facts[layer][0] for layer in layers]
         trains = [self._facts[layer][0].trains[self._facts[layer][1]] for layer in layers]
@@ -185,7 +184,10 @@ class LayoutChoice:
     # ------------------------------------------------------------------ consequences
 
     def relaid(self, cuts: Cuts, grid: Grid) -> None:
-        """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""
+        """All have the layout ``cuts`` from the next generation on.
+
+        Operations take other times, and other memory.
+        """
         seconds = self._measured.operation_seconds
         if self._layers is not None and len(seconds) == grid.stages:
             seconds = self._seconds_under(cuts, seconds)
@@ -199,7 +201,7 @@ class LayoutChoice:
         self._planner.begin_anew(None if problem is None or schedule is None else schedule.under(problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
-        """Seconds of operations under the layout ``cuts``, from ``seconds`` under that of now."""
+        """Seconds of operations under ``cuts``, from those under the present layout."""
         assert self._layers is not None, "a layout was chosen"
         split, fused = (self._layers.costs(cuts, split_backward=split_backward) for split_backward in (True, False))
         found: dict[int, dict[str, float]] = {}
@@ -216,8 +218,9 @@ class LayoutChoice:
         return None if newest is None or newest.layout.cuts != cuts else newest
 
     def _variation(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
-        """How micro-batches differ under the layout ``cuts``, with split and with fused backwards; None if they do not,
-        or nobody has measured the layers.
+        """How micro-batches differ under ``cuts``, with split and with fused backwards.
+
+        None if they do not, or no worker has measured the layers.
         """
         if self._layers is None:
             return None

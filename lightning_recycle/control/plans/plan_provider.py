@@ -1,4 +1,4 @@
-"""Provider of plans: for any failed workers the plan that is ready, one that is stored, or one made at once.
+"""Provider of plans for any failed workers: ready, stored, or made at once.
 
 | plan | planner |
 |---|---|
@@ -88,7 +88,10 @@ def newest(schedules: Sequence[Schedule]) -> int:
 
 
 def _held(schedule: Schedule) -> int:
-    """The operations that take as much memory as ``schedule``; for a compact one, which worker has which lane."""
+    """Memory of ``schedule`` as a number of operations.
+
+    Of a compact one: which worker has which lane.
+    """
     if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
     return _operations(schedule.grid)
@@ -144,7 +147,7 @@ class ReadyPlans:
         self._lock = threading.Lock()
 
     def find(self, problem: Problem) -> ReadyPlan | None:
-        """The plan for the failed and slow workers of ``problem``, whatever its costs and limits are."""
+        """The plan for the failed and slow workers of ``problem``, for any costs."""
         key = _key_of(problem)
         with self._lock:
             found = self._plans.pop(key, None)
@@ -156,13 +159,16 @@ class ReadyPlans:
         return replace(found, schedule=schedule)
 
     def choice(self, problem: Problem) -> TechniqueChoice | None:
-        """The choice between split and fused backwards for the failed and slow workers of ``problem``."""
+        """Choice of split or fused backwards for the workers of ``problem``."""
         with self._lock:
             found = self._plans.get(_key_of(problem))
         return None if found is None else found.choice
 
     def keep(self, plan: ReadyPlan) -> None:
-        """Keeps a plan; beyond the limit forgets the least recently used one, but never the fault-free plan."""
+        """Keeps a plan; beyond the limit the least recently used is forgotten.
+
+        Never the fault-free plan.
+        """
         key = _key_of(plan.schedule.problem)
         with self._lock:
             self._plans.pop(key, None)
@@ -193,11 +199,6 @@ PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
 def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
     """The plan of ``planner`` for ``problem``: a pure question.
 
-    Args:
-        problem: the problem; with ``splitting``, with the costs of split backwards.
-        planner: the planner.
-        splitting: the costs of splitting, if the better of the plans with split and with fused backwards is wanted.
-
     Raises:
         PlanningError: when there is none.
     """
@@ -207,7 +208,7 @@ def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None =
 
 
 class PlanProvider:
-    """Has a plan for whichever workers fail, and has the plans for the next failures made ahead.
+    """Plans for whichever workers fail, those for the next failures made ahead.
 
     Args:
         grid: the grid of the run.
@@ -249,15 +250,17 @@ class PlanProvider:
         self._needed: tuple[_PlanKey, threading.Event] | None = None  # the plan that workers wait for; set: it is there
 
     def prepare(self) -> None:
-        """Makes the fault-free plan, with the planner that the user chose, however long that takes."""
+        """Makes the fault-free plan with the user's planner, however long that takes."""
         problem = self.assumptions.problem(frozenset(), {})
         self._ready.keep(self._stored(problem) or self._make_here(problem, self._chosen, "ahead"))
 
     # ------------------------------------------------------------------ the plan for those who train
 
     def is_ready(self, failed: frozenset[Worker], seconds: OperationSeconds) -> bool:
-        """Whether :meth:`plan` has its answer at once. If not, the plan is being made, an earlier one for other workers
-        is given up, and the coordinator is woken when the plan is there.
+        """Whether :meth:`plan` has its answer at once.
+
+        If not, the plan is being made, an earlier one for other workers is given up, and the coordinator is woken when
+        the plan is there.
         """
         problem = self.assumptions.problem(failed, seconds)
         wanted = problem.failed, problem.worker_factors
@@ -271,7 +274,7 @@ class PlanProvider:
         return self._needed[1].is_set()
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
-        """The schedule for ``failed``: the one made ahead or stored, or at once the heuristic's."""
+        """Schedule without ``failed``: made ahead, stored, or at once by the heuristic."""
         problem = self.assumptions.problem(failed, seconds)
         self._needed = None
         found = self._at_hand(problem)
@@ -282,7 +285,7 @@ class PlanProvider:
         return found.schedule
 
     def choice(self, problem: Problem) -> TechniqueChoice | None:
-        """Why the plan for the failed and slow workers of ``problem`` has split or fused backwards."""
+        """Choice of split or fused backwards for the workers of ``problem``."""
         return self._ready.choice(problem)
 
     def _at_hand(self, problem: Problem) -> ReadyPlan | None:
@@ -305,21 +308,22 @@ class PlanProvider:
     # ------------------------------------------------------------------ what changes
 
     def adopt(self, schedule: Schedule) -> None:
-        """Plans for the times that ``schedule`` assumes from now on, and keeps it as the plan for its workers."""
+        """Plans for the times of ``schedule`` from now on, and keeps it."""
         self.assumptions.adopt(schedule)
         self._library = None
         self._keep_better(schedule, self.choice(schedule.problem), is_final=True)
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
-        """The problem if ``failed`` have failed, and operations take ``seconds``, with the technique of the plan that
-        runs.
+        """Problem without ``failed``, with the technique of the plan that runs.
+
+        Operations take ``seconds``.
         """
         problem, splitting = self.assumptions.problem(failed, seconds), self.assumptions.splitting
         choice = self.choice(problem)
         return problem if splitting is None or choice is None or choice.splits else splitting.of_fused(problem)
 
     def begin_anew(self, schedule: Schedule | None) -> None:
-        """The layers lie in another way: what was planned is forgotten, except for a ``schedule`` for this layout."""
+        """Forgets plans of the old layout; ``schedule`` is a plan for the new one."""
         self.background.drop(Urgency.AHEAD)
         choice = None if schedule is None else self.choice(schedule.problem)
         self._ready, self._library = ReadyPlans(self._grid), None
@@ -332,7 +336,7 @@ class PlanProvider:
     # ------------------------------------------------------------------ what may come
 
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None = None) -> None:
-        """Begins to plan for every failure that may follow ``failed``; replaces an earlier request.
+        """Plans for every failure that may follow ``failed``; replaces such a request.
 
         Args:
             failed: the failed workers.
@@ -370,8 +374,10 @@ class PlanProvider:
             yield from self._improve(present, assumed, ready, is_running=True)
 
     def _improve(self, problem: Problem, assumed: Assumptions, ready: ReadyPlans, is_running: bool = False) -> Job:
-        """Makes a plan, unless the one that is ready will do; ``is_running``: in any case, for the workers that train
-        now. Where there is none that is logged, and the plan that runs goes on, or a failure gets one in need.
+        """Makes a plan, unless the one that is ready will do.
+
+        ``is_running``: in any case, for the workers that train now. Where there is none that is logged, and the plan
+        that runs goes on, or a failure gets one in need.
         """
         yield None
         known = ready.find(problem)
@@ -443,7 +449,7 @@ class PlanProvider:
         return self._ready_plan(problem, planner, source, answer)
 
     def _ready_plan(self, problem: Problem, planner: Planner, source: str, answer: PlanAnswer) -> ReadyPlan:
-        """The answer of ``planner``; that of the chosen one is stored, unless the library has one as good."""
+        """The answer of ``planner`` as a plan, stored if it is the user's and better."""
         (result, choice), library = answer, self._library
         if result.warning is not None:
             log.warning("%s", result.warning)
@@ -460,7 +466,7 @@ class PlanProvider:
     # ------------------------------------------------------------------ moves of workers
 
     def propose_move(self, failed: frozenset[Worker], vacant: Worker, seconds: OperationSeconds) -> Worker | None:
-        """A healthy worker of another stage that should take the position ``vacant``, if there is one.
+        """A worker of another stage that should take position ``vacant``, if any.
 
         There is one if failure normalization prefers the failure in another stage and the shorter period pays for the
         transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
@@ -494,7 +500,9 @@ class PlanProvider:
 
 
 def _check_travels(planner: Planner) -> None:
-    """Raises ConfigurationError for a planner of a class that the planning process cannot import, or with a lock.
+    """Raises ConfigurationError for a planner that cannot be sent to another process.
+
+    Its class cannot be imported there, or it has a lock.
 
     The heuristic, also a user's version of it, plans in this process where it has to.
     """

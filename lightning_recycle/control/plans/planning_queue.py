@@ -1,4 +1,4 @@
-"""One queue of questions about plans, answered one after the other while the coordinator serves.
+"""Queue of questions about plans, answered while the coordinator serves.
 
 Concept: a *job* is a generator that yields pure questions and gets their answers. There is one job of each
 :class:`Urgency`; a newer one replaces it. The most urgent job goes on, in a thread of its own; its questions are
@@ -50,7 +50,10 @@ class Urgency(IntEnum):
 
 @dataclass(frozen=True)
 class InThread:
-    """A question for the heuristic, which looks now and then whether it is still wanted: answered in this process."""
+    """A question for the heuristic, answered in this process.
+
+    The heuristic looks now and then whether it is still wanted.
+    """
 
     question: Question
 
@@ -91,7 +94,7 @@ class PlanningQueue:
         self._closed = False
 
     def begin(self, urgency: Urgency, job: Job) -> None:
-        """Begins ``job``, which replaces the one of the same urgency; interrupts those that are less urgent."""
+        """Begins ``job`` instead of the one of that urgency; interrupts less urgent ones."""
         with self._changed:
             if self._closed:
                 return

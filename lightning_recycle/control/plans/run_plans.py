@@ -98,19 +98,13 @@ class RunPlans:
     # ------------------------------------------------------------------ what all run
 
     def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
-        """Whether :meth:`begin_generation` has its schedule at once; if not, it is being made."""
+        """Whether :meth:`begin_generation` has its schedule; if not, it is being made."""
         if self._drift is not None:
             self._planner.assumptions.forget(joining)
         return self._planner.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
-        """The schedule of a generation that begins at ``step`` without ``failed``.
-
-        Args:
-            failed: the positions that nobody holds.
-            joining: the positions that a new process holds.
-            step: the first step that it runs.
-        """
+        """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
         if self._drift is not None:
             self._planner.assumptions.forget(joining)
@@ -142,7 +136,7 @@ class RunPlans:
 
     @property
     def timed(self) -> Callable[[], Schedule] | None:
-        """Function for the running plan with measured times, callable in any thread; None before."""
+        """Function for the plan with measured times, for any thread; None before."""
         if not self.schedules or not self.operation_seconds:
             return None
         return partial(self._planner.assumptions.retime, self.schedules[-1], dict(self.operation_seconds))
@@ -154,13 +148,16 @@ class RunPlans:
 
     @property
     def computing_seconds(self) -> tuple[float, float] | None:
-        """Worker-seconds of F, B and W in a step, and of forwards that run twice; None before all are measured."""
+        """Worker-seconds of F, B, W in a step, and of forwards run twice.
+
+        None before all are measured.
+        """
         return self.measurements.computing_seconds(self.schedules[-1]) if self.schedules else None
 
     # ------------------------------------------------------------------ what is measured
 
     def applied(self, worker: Worker, message: Applied, is_stage_leader: bool) -> None:
-        """``worker`` has applied a step; ``is_stage_leader``: its times are those of its stage."""
+        """Takes in the times of a step; those of a stage leader count for its stage."""
         self.measurements.applied(worker, message, is_stage_leader)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
@@ -210,11 +207,14 @@ class RunPlans:
     # ------------------------------------------------------------------ layouts
 
     def layout_is(self, cuts: Cuts) -> None:
-        """The workers who return to a coordinator that was started again have the layout ``cuts``."""
+        """The layout of workers that return to a restarted coordinator is ``cuts``."""
         self._layouts.cuts = cuts
 
     def relaid(self, cuts: Cuts) -> None:
-        """All have the layout ``cuts`` from the next generation on: operations take other times, and other memory."""
+        """All have the layout ``cuts`` from the next generation on.
+
+        Operations take other times, and other memory.
+        """
         self._layouts.relaid(cuts, self._grid)
 
     # ------------------------------------------------------------------ what may come
@@ -247,7 +247,7 @@ class RunPlans:
         return [ready for ready in wanted if ready is not None]
 
     def _look_for_better(self, question: DriftQuestion) -> Job:
-        """The job that looks for a plan for the times that operations take now; it publishes question and proposal."""
+        """Job that looks for a plan for the present times; publishes its proposal."""
         proposal: Proposal | None = None
         try:
             proposal = yield question.answer
@@ -256,8 +256,9 @@ class RunPlans:
         self._background.publish((question, proposal))
 
     def _improved(self, found: ReadyPlan) -> PlanReady | None:
-        """The change to ``found``, if it is for those who train now and saves something, or if the plan that runs does
-        not fit into memory.
+        """The change to ``found``, if it saves something for the workers that train.
+
+        Or if the plan that runs does not fit into memory.
         """
         schedule, newest = found.schedule, self.schedules[-1]
         problem = schedule.problem
@@ -293,7 +294,7 @@ class RunPlans:
         return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
 
     def origin(self) -> dict[str, Any]:
-        """Details of the newest plan for the record: its source, and why backwards are split if that was a choice."""
+        """Details of the newest plan for the record: source, and choice of backwards."""
         facts = self._backward(self.schedules[-1]) if self.schedules else {}
         if facts:
             self._recorded = self._planner.choice(self.schedules[-1].problem)
@@ -328,7 +329,7 @@ class RunPlans:
         return PlanReady(roster, schedule, details, reconnects)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
-        """A healthy worker of another stage that should take the position ``vacant``, if there is one."""
+        """A worker of another stage that should take position ``vacant``, if any."""
         return self._planner.propose_move(frozenset(failed), vacant, self.operation_seconds)
 
     def close(self) -> None:

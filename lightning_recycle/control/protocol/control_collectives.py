@@ -1,4 +1,4 @@
-"""Agreements: control collectives, early stops, keys to connect, checkpoints. Pure.
+"""Agreements: collectives, early stops, published keys, checkpoints. Pure.
 
 Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
 worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
@@ -87,7 +87,7 @@ _ON_ALL = (
 
 
 def settle_collectives(state: MembershipState) -> Next:
-    """After a worker is gone: answers the collectives, and the request to stop, that waited only for it."""
+    """Answers collectives and stop requests that waited only for a lost worker."""
     state, commands = _settle_stop(state)
     for number in sorted(state.collectives.open):
         state, answer = _answer_if_complete(state, number)
@@ -96,8 +96,10 @@ def settle_collectives(state: MembershipState) -> Next:
 
 
 def forget_retracted(state: MembershipState) -> MembershipState:
-    """When a generation begins: drops the parts of collectives that count in one generation only, and those of workers
-    that are gone. One of them may have gone on where all others stop.
+    """Drops parts of collectives that no longer count when a generation begins.
+
+    Parts that count in one generation only, and those of workers that are gone. One of them may have gone on where all
+    others stop.
     """
     live = state.roster.live.union(state.roster.parked)
     kept = {
@@ -129,7 +131,10 @@ def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
 
 
 def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
-    """A worker reports which step it has begun. Ends the run if others wait before that step for it to arrive."""
+    """A worker reports which step it has begun.
+
+    Ends the run if others wait before that step for it to arrive.
+    """
     for _, arrived in sorted(state.collectives.open.items()):
         waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
         if event.rank in arrived or waiting is None:
@@ -146,7 +151,7 @@ def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
 
 
 def _answer_if_complete(state: MembershipState, number: int) -> Next:
-    """Answers a collective with the payloads of the live workers once all of them have arrived."""
+    """Answers a collective with the payloads of all live workers once complete."""
     arrived = state.collectives.open[number]
     if not state.roster.live <= arrived.keys():
         return state, ()
@@ -173,7 +178,7 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
 
 
 def on_in_hook(state: MembershipState, event: messages.Reached) -> Next:
-    """A worker is about to run collectives of its position in a hook: all members hear at once when all are."""
+    """Tells all members of a position at once when all are about to enter a hook."""
     hooks = state.generation.hooks
     if not state.generation.runs(event.generation) or hooks.get(event.rank, -1) >= event.step:
         return state, ()
@@ -185,7 +190,7 @@ def on_in_hook(state: MembershipState, event: messages.Reached) -> Next:
 
 
 class StopPlace(IntEnum):
-    """Places between two steps at which Lightning reads ``trainer.should_stop``, in order."""
+    """Places of Lightning's loops that read ``trainer.should_stop``, in order."""
 
     STEP_END = 0
     EPOCH = 1
@@ -195,7 +200,10 @@ class StopPlace(IntEnum):
 
 
 def stop_point(steps: int, place: StopPlace) -> int:
-    """The number of a stop point: it grows along the way of every worker. ``steps``: how many are applied."""
+    """The number of a stop point: it grows along the way of every worker.
+
+    ``steps``: how many are applied.
+    """
     return steps * len(StopPlace) + place
 
 
@@ -227,7 +235,7 @@ def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
 
 
 def _add_answer(state: MembershipState, event: messages.StopWish) -> Next:
-    """A worker is past ``event.point``, where another one wanted to stop; so it is past all earlier points, too."""
+    """A worker is past ``event.point``, and so past all earlier points."""
     stop = state.collectives.stop_round
     if stop is None or stop.is_over or event.point < stop.point:
         return state, ()
@@ -235,7 +243,10 @@ def _add_answer(state: MembershipState, event: messages.StopWish) -> Next:
 
 
 def _settle_stop(state: MembershipState) -> Next:
-    """Ends the round if all want to stop; forgets it if those that do are lost: the others want what they want."""
+    """Ends the round if all want to stop; forgets it if those that do are lost.
+
+    The others want what they want.
+    """
     stop = state.collectives.stop_round
     if stop is None or stop.is_over:
         return state, ()
@@ -250,7 +261,7 @@ def _settle_stop(state: MembershipState) -> Next:
 
 
 def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
-    """No worker stops at ``point``, where ``rank`` wants to, but all after a later step."""
+    """No worker stops at ``point``, which ``rank`` wants; all do after a later step."""
     stop = state.collectives.stop_round
     if stop is not None and stop.point <= point:
         state = state.with_collectives(stop_round=replace(stop, is_over=True))
@@ -263,7 +274,7 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
 
 @dataclass(eq=False)
 class _Question:
-    """A question that cannot be answered yet; ``missing``: how many of its keys are not published."""
+    """Question that waits for ``missing`` of its keys to be published."""
 
     message: LookUp
     missing: int
@@ -284,7 +295,10 @@ class PublishedKeys:
         self._awaited.clear()
 
     def publish(self, message: Publish) -> list[tuple[int, Found]]:
-        """The answers that are complete with it, by rank. A key that is published again has its newest value."""
+        """The answers that are complete with it, by rank.
+
+        A key that is published again has its newest value.
+        """
         if message.generation != self._generation:
             return []
         self._values[message.key] = message.value
@@ -318,14 +332,16 @@ _COUNTS = 1 << 32  # more batches than a run has
 
 
 def batch_number(status: SaveStatus, count: int) -> int:
-    """The number of the batch that begins after ``status``, when there were ``count`` before. If all are lost who began
-    it, those that take their place begin one of another number, as in another generation they have other holders.
+    """Number of the batch after ``status``, when there were ``count`` before.
+
+    If all are lost that began it, those that take their place begin one of another number, as in another generation
+    they have other holders.
     """
     return status.generation * _COUNTS + count
 
 
 def save_status(state: MembershipState) -> SaveStatus:
-    """The status for a message to all workers; of a writer whose loss is being handled, too."""
+    """Status of saves for all workers, also of a writer whose loss is being handled."""
     saves = settle_saves(state)[0].saves
     holders, generation = _holders(state), state.generation.number
     over = saves if saves.is_over else saves.last
@@ -336,7 +352,7 @@ def save_status(state: MembershipState) -> SaveStatus:
 
 
 def _holders(state: MembershipState) -> tuple[int, ...]:
-    """By column, the holder of the next batch; the leader in its own, which is the first one of the last stage."""
+    """Holders of the next batch by column; the leader in its own, the first one of the last stage."""
     found = state.positions.column_leaders(state.roster.live - state.roster.joining)
     if len(found) < state.columns:
         return ()
@@ -345,8 +361,10 @@ def _holders(state: MembershipState) -> tuple[int, ...]:
 
 
 def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
-    """A worker has come to the boundary of a batch; the first one begins it. If all that had begun it with another
-    writer are lost, as an earlier coordinator was, those that are left begin it anew.
+    """A worker has come to the boundary of a batch; the first one begins it.
+
+    If all that had begun it with another writer are lost, as an earlier coordinator was, those that are left begin it
+    anew.
     """
     before = state.saves
     if event.batch < before.batch or (event.batch, event.writer) == (before.batch, before.writer):
@@ -358,15 +376,17 @@ def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
 
 
 def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> SaveState:
-    """The batch that counts for ``members``, which have all returned: ``saves``, or the one before it if only lost
-    workers have begun ``saves``, and some members have not heard how that one ended.
+    """The batch that counts for ``members``, which have all returned.
+
+    It is ``saves``, or the one before it if only lost workers have begun ``saves``, and some members have not heard how
+    that one ended.
     """
     begun = max((member.save.batch for member in members if member.save is not None), default=-1)
     return saves.last if saves.last is not None and saves.last.batch == begun >= 0 else saves
 
 
 def on_save_announced(state: MembershipState, event: messages.SaveAnnounced) -> Next:
-    """The writer has a whole file: from now on it counts, and the writer or the leader gives it its name."""
+    """A whole checkpoint file counts from now on; writer or leader names it."""
     answer = Send((event.rank,), messages.Confirmed(event.number))
     if event.batch == state.saves.batch and event.index not in state.saves.ended:
         state = state.with_saves(announced={**state.saves.announced, event.index: event.temporary})

@@ -97,7 +97,7 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """Workers differ, and nothing says which of them are right: ``groups`` of ranks with equal checksums."""
+    """Workers differ with no majority: ``groups`` of ranks with equal checksums."""
 
     groups: tuple[tuple[int, ...], ...]
     kinds: tuple[str, ...]
@@ -107,11 +107,7 @@ _Found: TypeAlias = Undecided | tuple[Culprit, ...]
 
 
 def find_culprits(checked: Mapping[int, Checked]) -> _Found:
-    """The wrong workers of one stage; none if it is empty.
-
-    Args:
-        checked: their checksums after one step, by rank.
-    """
+    """The wrong workers of one stage; none if it is empty."""
     groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
     for rank, one in sorted(checked.items()):
         groups[tuple(sorted(one.sums.items()))].append(rank)
@@ -148,7 +144,9 @@ def own_error(disputed: Disputed) -> Culprit:
 
 
 def decide_dispute(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
-    """Who was wrong, when all have voted; those without checksums have another kind of machine, and no say.
+    """The wrong workers, when all have voted.
+
+    Workers without checksums have another kind of machine, and no say.
 
     The largest group of votes is right if it has at least two and no other is as large. Whoever claimed other bits at
     first was wrong then, whatever it gets now. If no group is, workers that repeat their own bits but not each other's
@@ -186,8 +184,10 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
 
 
 def doubt(state: MembershipState) -> MembershipState:
-    """A newcomer is lost. If it was not compared after the newest step, it may have taken part in the next one with
-    wrong values: all run that again. No worker has applied it, as its loss is not known.
+    """A newcomer is lost.
+
+    If it was not compared after the newest step, it may have taken part in the next one with wrong values: all run that
+    again. No worker has applied it, as its loss is not known.
     """
     if state.returned is None and state.steps.version == state.steps.summed:
         return state
@@ -195,7 +195,7 @@ def doubt(state: MembershipState) -> MembershipState:
 
 
 def dismiss(state: MembershipState, step: int, causes: Mapping[int, str]) -> Next:
-    """Dismisses newcomers, by rank, that hold other values after ``step`` than the others."""
+    """Dismisses newcomers, by rank, whose values differ after ``step``."""
     commands: list[Command] = []
     for rank, cause in sorted(causes.items()):
         before = state.roster.dismissed
@@ -308,8 +308,10 @@ def _contaminated(since: int, step: int) -> str:
 
 
 def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
-    """A worker got other bits than the peer that it checked, or twice others than itself before: no peer has to be
-    asked then. The step cannot be committed, so a generation begins, or a loss begins one.
+    """A worker got other bits than a peer, or twice others than itself before.
+
+    In the second case no peer has to be asked. The step cannot be committed, so a generation begins, or a loss begins
+    one.
     """
     if not state.generation.runs(event.generation):
         return state, ()
@@ -329,8 +331,10 @@ def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
 def call_vote(
     state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int
 ) -> tuple[MembershipState, messages.Vote | None, tuple[Command, ...]]:
-    """The vote on a dispute, if all workers of the stage hold the parameters of its step; otherwise it is forgotten:
-    the step is computed again, and checked again. A value that is not finite is then kept, or there would be no end.
+    """The vote on a dispute, if the whole stage holds the parameters of its step.
+
+    Otherwise it is forgotten: the step is computed again, and checked again. A value that is not finite is then kept,
+    or there would be no end.
     """
     dispute = state.checks.dispute
     if dispute is None:
@@ -348,7 +352,10 @@ def call_vote(
 
 
 def on_voted(state: MembershipState, event: messages.Voted) -> Next:
-    """A worker has computed what is disputed. When all have, a generation begins, unless a loss begins one."""
+    """A worker has computed what is disputed.
+
+    When all have, a generation begins, unless a loss begins one.
+    """
     dispute = state.checks.dispute
     if not state.generation.runs(event.generation) or dispute is None:
         return state, ()
@@ -467,7 +474,10 @@ def is_about_numbers(dispute: Dispute) -> bool:
 
 
 def who_made_it(dispute: Dispute) -> Culprit | str:
-    """The worker whose device made a value that is not finite; or why none did, in words, when all have voted."""
+    """The worker whose device made a value that is not finite, or why none did.
+
+    Decided when all have voted.
+    """
     accused = dispute.accused
     others = {rank: vote for rank, vote in dispute.votes.items() if rank != accused}
     finite = tuple(sorted(rank for rank, (sums, _) in others.items() if sums.get(FINITE) == IS_FINITE))
@@ -546,7 +556,7 @@ def remember_exception(raised: Raised, stage: int, version: int, past: Sequence[
 
 
 def on_raised(state: MembershipState, event: messages.Raised) -> Next:
-    """A worker raised a suspected exception: it is evicted, does the work again, or the exception is the user's."""
+    """A suspected exception: evict its worker, work again, or it is the user's."""
     if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
         return state, ()  # said twice
     stage, version = state.stage_of(event.rank), state.steps.version
@@ -607,7 +617,7 @@ def choose_evictions(
     tries = 0
 
     def search(evicted: frozenset[int], left: frozenset[Pair]) -> None:
-        """Tries all sets that contain ``evicted``; further evictions must repair the pairs ``left``."""
+        """Tries all sets that contain ``evicted``, to repair the pairs ``left``."""
         nonlocal best, tries
         tries += 1
         if tries > _MAX_TRIES or not all(stage - evicted for stage in stages):
@@ -629,7 +639,7 @@ def choose_evictions(
 
 
 def _least(pairs: Collection[Pair]) -> int:
-    """How many evictions ``pairs`` take at least: pairs without a common worker take one each."""
+    """Least number of evictions for ``pairs``: one per pair without common worker."""
     seen: set[int] = set()
     for pair in sorted(pairs):
         if seen.isdisjoint(pair):
@@ -651,7 +661,7 @@ def on_broken(state: MembershipState, event: messages.Broken) -> Next:
 
 
 def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
-    """A connection broke between two live workers: connects the same workers again, or evicts as few as possible."""
+    """A connection broke between live workers: connect again, or evict the fewest."""
     if not state.generation.runs(event.generation):
         return state, ()
     pairs = state.generation.broken_pairs
@@ -673,7 +683,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
 
 
 def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
-    """The workers without which no broken pair is left; None if some that cannot reach each other must stay.
+    """Workers without which no broken pair is left; None if some pair must stay.
 
     A position goes whole, so positions are chosen, each by its first member. Of each the member goes that is in most
     broken pairs, which parks its siblings.
@@ -691,7 +701,10 @@ def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
 
 
 def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
-    """Whether the others could go on from what they reported; without a connection none has moved on since."""
+    """Whether the others could go on from their reports.
+
+    Without a connection none has moved on since.
+    """
     evicted = state.positions.all_members(evicted)
     statuses = {
         rank: report.status

@@ -98,7 +98,7 @@ class MessageRecord:
                 self.measured = replace(self.measured or message, **new)
 
     def heard(self, message: Any, rank: int, begun: int) -> None:
-        """The coordinator said ``message`` to worker ``rank``, whose newest step is ``begun``."""
+        """The coordinator sent ``message`` to ``rank``, whose newest step is ``begun``."""
         match message:
             case messages.Answer():
                 if self.arrival is not None and self.arrival.number <= message.number:
@@ -334,12 +334,12 @@ class Member:
     # ------------------------------------------------------------------ a coordinator that was started again
 
     def said(self, message: Message) -> None:
-        """``message`` is about to be sent; if the coordinator is gone, what matters of it is said again."""
+        """``message`` is about to be sent; kept if a new coordinator must hear it again."""
         if self._memory is not None:
             self._memory.said(message)
 
     def returned(self, **who: Any) -> messages.Returned:
-        """The first message to a coordinator that was started again; ``who``: the sender, by field."""
+        """First message to a restarted coordinator; ``who``: the sender, by field."""
         assert self._memory is not None, "it ends with its coordinator"
         announced, resume = self._announced, self._resume
         if announced is not None:
@@ -418,7 +418,7 @@ class Member:
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
-        """The report for the generation that was entered: what this worker holds and brings to a commit."""
+        """Report for the entered generation: what is held and brought to a commit."""
         return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts, self.hooks)
 
     def resumed(self) -> messages.Resume | None:
@@ -426,29 +426,29 @@ class Member:
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
     def publish(self, key: str, value: bytes) -> messages.Publish:
-        """The message that makes ``value`` known to those workers of the generation that look ``key`` up."""
+        """Message that publishes ``value`` under ``key`` in the generation."""
         self._published[key] = value
         return messages.Publish(self.rank, self.generation, key, value)
 
     def look_up(self, keys: Iterable[str]) -> messages.LookUp | None:
-        """The question for what workers of the generation publish under ``keys``; None if all that is known."""
+        """Question for values under ``keys`` of the generation; None if all are known."""
         unknown = tuple(key for key in keys if key not in self._published)
         return messages.LookUp(self.rank, self.generation, unknown) if unknown else None
 
     def published(self, key: str) -> bytes | None:
-        """The value that a worker of the generation has published under ``key``, once the answer is there."""
+        """Value published under ``key`` in the generation, once the answer is there."""
         return self._published.get(key)
 
     # ------------------------------------------------------------------ steps
 
     @property
     def pause(self) -> tuple[int, int | None]:
-        """Change at a step boundary: its generation (-1 for none), and the step once it is known."""
+        """Change at a step boundary: its generation (-1: none), and its step once known."""
         return self._paused_generation, self._boundary
 
     @property
     def is_paused(self) -> bool:
-        """Whether a change at a step boundary was announced in the generation that was entered."""
+        """Whether the entered generation has announced a change at a step boundary."""
         return self._paused_generation == self.generation
 
     def begin(self, step: int) -> Go | Hold:
@@ -480,7 +480,7 @@ class Member:
         )
 
     def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
-        """The message that this worker is REDUCED in ``step``; ``guesses``: and does not wait for the answer."""
+        """Message that this worker is REDUCED in ``step``; ``guesses``: does not wait."""
         return messages.Commit(self.rank, self.generation, step, payload, guesses)
 
     def undo(self, step: int) -> messages.Undo:
@@ -493,7 +493,10 @@ class Member:
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
     def knows_loss(self, step: int) -> bool:
-        """Whether the mean loss of ``step`` is known; all workers that have entered a generation know the same."""
+        """Whether the mean loss of ``step`` is known.
+
+        All workers that have entered a generation know the same.
+        """
         return step in self._losses
 
     def loss(self, step: int) -> messages.StepLoss | None:
@@ -506,7 +509,10 @@ class Member:
         return found
 
     def _learn(self, saves: messages.SaveStatus) -> None:
-        """Takes in a status; a coordinator that was started again may not know how the newest batch ended."""
+        """Takes in a status of saves.
+
+        A coordinator that was started again may not know how the newest batch ended.
+        """
         if saves.batch < self.saves.batch:
             saves = replace(self.saves, holders=saves.holders, generation=saves.generation)
         self.saves = saves
@@ -514,7 +520,7 @@ class Member:
     # ------------------------------------------------------------------ collectives of its position in hooks
 
     def reach_hook(self) -> messages.Reached:
-        """The message that it is about to run such collectives in the generation that was entered."""
+        """Message that it is about to run a hook's collectives in this generation."""
         return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hooks)
 
     def enter_hook(self) -> bool:
@@ -526,7 +532,7 @@ class Member:
     # ------------------------------------------------------------------ stopping early
 
     def go_on(self, point: int) -> tuple[Message, ...]:
-        """This worker goes on at stop point ``point``; returns the answer if a worker has asked about that."""
+        """This worker goes on at stop point ``point``; the answer, if one is asked for."""
         self._passed = max(self._passed, point)
         return self._say_that_it_goes_on()
 
@@ -559,12 +565,12 @@ class Member:
     # ------------------------------------------------------------------ control collectives
 
     def arrive(self, name: str, payload: Any) -> messages.Arrive:
-        """The message to take part in the next control collective, whatever generations come."""
+        """Message that joins the next control collective, whatever generations come."""
         self.next_collective += 1
         return messages.Arrive(self.rank, self.next_collective - 1, name, payload, None, self.begun)
 
     def arrive_in_generation(self, name: str, payload: Any) -> messages.Arrive:
-        """As :meth:`arrive`, for this generation only: the collective stays the next one until it is answered."""
+        """:meth:`arrive` for this generation: its number stays until it is answered."""
         return messages.Arrive(self.rank, self.next_collective, name, payload, self.generation, self.begun)
 
     def answer(self, number: int) -> messages.Answer | None:

@@ -70,8 +70,9 @@ _OF_OTHERS = (
 
 
 def objection(state: MembershipState, rank: int, message: Any) -> str | None:
-    """Why the worker at ``rank`` cannot have sent ``message``; None if it can. Never objects to a worker that follows
-    the protocol, however late its messages arrive.
+    """Why the worker at ``rank`` cannot have sent ``message``; None if it can.
+
+    Never objects to a worker that follows the protocol, however late its messages arrive.
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
@@ -84,7 +85,10 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
 
 
 def transition(state: MembershipState, event: MembershipEvent) -> Next:
-    """Returns the state after ``event`` and what to do. Events of a past generation or a lost worker change nothing."""
+    """Returns the state after ``event`` and what to do.
+
+    Events of a past generation or a lost worker change nothing.
+    """
     if state.outcome is not None:
         return state, ()
     before = state
@@ -124,7 +128,7 @@ def _on_joined(state: MembershipState, event: Joined) -> Next:
 
 
 def _on_start_due(state: MembershipState, event: StartDue) -> Next:
-    """Gives up waiting for workers that have not come, if each stage has enough others: their positions are vacant."""
+    """Begins without missing workers if each stage has enough; theirs are vacant."""
     expected = state.roster.live - (event.vacant - state.roster.joined)
     in_stage = Counter(map(state.stage_of, expected))
     if state.generation.number >= 0 or any(in_stage[stage] < event.least for stage in range(state.grid.stages)):
@@ -154,14 +158,14 @@ def _lose(state: MembershipState, event: Lost) -> Next:
 
 
 def _drop_candidate(state: MembershipState, rank: int) -> Next:
-    """A process that was to join is gone, and with it the move to its position; or a parked one."""
+    """A process that was to join, with its move, or a parked one is gone."""
     roster = state.roster.without_parked({rank})
     moves = {other: mover for other, mover in roster.moves.items() if other != rank}
     return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def _go_on_without(state: MembershipState) -> Next:
-    """Settles what waited only for workers that have just left the roster, and begins a generation without them."""
+    """Settles what waited for workers that left, and begins a generation without them."""
     state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled
@@ -195,7 +199,7 @@ def _on_end_run(state: MembershipState, event: messages.EndRun) -> Next:
 
 
 def _on_report(state: MembershipState, event: messages.Report) -> Next:
-    """A worker reports what it holds; when all have, they resume, or the roster changes once more."""
+    """A worker reports; when all have, they resume, or the roster changes again."""
     if event.generation != state.generation.number or not state.generation.regrouping:
         return state, ()
     reports = {**state.generation.reports, event.rank: event}
@@ -209,7 +213,7 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
 
 
 def _change_roster_if_needed(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next | None:
-    """Another generation or the loss of a stage, if these workers cannot go on together; None if they may."""
+    """Another generation or a lost stage, if these workers cannot go on; else None."""
     for column in range(state.columns):
         if not state.holders(column):
             stage = column // state.members
@@ -224,7 +228,7 @@ def _change_roster_if_needed(state: MembershipState, statuses: Mapping[int, Work
 
 
 def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
-    """All resume at the step that :func:`~.recovery.decide` finds, unless there is none."""
+    """Resumes all at the step of :func:`~.recovery.decide`, unless there is none."""
     try:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
@@ -243,7 +247,7 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
 
 
 def _lacks_commit(status: WorkerStatus, version: int, settled: bool, all_known: bool) -> bool:
-    """Whether a worker has to apply or settle a step by contributions that are not ``settled`` ones of ``version``."""
+    """Whether a worker needs contributions that are not ``settled`` in ``version``."""
     guessed = status.unsettled and status.version == version
     return (settled and (guessed or status.version < version)) or (guessed and not all_known)
 
@@ -285,7 +289,10 @@ def _resume(
 
 
 def _in_other_hooks(state: MembershipState) -> int | None:
-    """The stage of workers that were put together and are not in the same hook: one would wait there for ever."""
+    """The stage of an assembled position whose members are in different hooks.
+
+    One would wait there for ever.
+    """
     reports = state.generation.reports
     for rank in sorted(state.roster.assembled):
         if any(reports[sibling].hooks != reports[rank].hooks for sibling in state.positions.siblings(rank)):
@@ -294,7 +301,7 @@ def _in_other_hooks(state: MembershipState) -> int | None:
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
-    """Contributions to the newest commit that counts in a generation, by column, and whether they settle ``version``.
+    """Contributions to the newest commit by column; whether they settle ``version``.
 
     They do where a worker has applied that step, which runs again, and the contributions of all stages to it are known.
     It may have gone on from them, and would not announce the step again, so they hold for all: workers that applied the
@@ -329,7 +336,10 @@ _ORDER: tuple[type[Any], ...] = (
 
 
 def rebuilt(state: MembershipState) -> Next:
-    """All have returned: the state without what :func:`events` adds, and what some were told and others not."""
+    """State after all have returned, without what :func:`events` adds.
+
+    Also without what some were told and others not.
+    """
     assert state.returned is not None
     there = state.returned
     late = {rank for rank in state.roster.parked if rank not in there}
@@ -380,7 +390,7 @@ def rebuilt(state: MembershipState) -> Next:
 
 
 def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
-    """The answer to the collective before ``next_collective``, if one of ``members`` keeps it."""
+    """Answer to the collective before ``next_collective``, if a member keeps it."""
     answers = (one.answer for one in members.values() if one.answer is not None)
     return next((answer for answer in answers if answer.number == next_collective - 1), None)
 

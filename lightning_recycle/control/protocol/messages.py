@@ -88,7 +88,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """In ``column``, workers without the reduced gradient of ``step`` get it from rank ``donor``; all take part."""
+    """Workers of ``column`` that lack the gradient of ``step`` get it from ``donor``.
+
+    All take part.
+    """
 
     column: int
     step: int
@@ -115,7 +118,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """Run that a script asks for, of a worker that was not started by a launching process.
+    """Run that a script asks for, from a worker without a launching process.
 
     Args:
         entry: the Trainer's entry point: "fit", "validate", ...
@@ -223,15 +226,16 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """The worker was told that its job is about to end: all are to end after the step that they are at."""
+    """A worker's job is about to end: all are to end after their present step."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The answer to :class:`Pause`: the newest step that the worker has begun. It begins no other until told where to
-    stop.
+    """The answer to :class:`Pause`: the newest step that the worker has begun.
+
+    It begins no other until told where to stop.
     """
 
     rank: int
@@ -260,7 +264,7 @@ class Milestone(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The worker has reached ``milestone`` in ``generation``; ``step``: where the milestone is of a step."""
+    """The worker has reached ``milestone`` in ``generation``; ``step``, if it has one."""
 
     rank: int
     generation: int
@@ -270,14 +274,17 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Sent before the first step: the worker goes on from a checkpoint of ``version`` steps, as all others do."""
+    """Before the first step: the worker starts from a checkpoint of ``version`` steps.
+
+    All others do, too.
+    """
 
     rank: int
     version: int
 
 
 class SavePhase(Enum):
-    """Kinds of history events about a checkpoint; ``BEGUN`` of those for which the training does not wait."""
+    """Kinds of history events of a checkpoint; ``BEGUN`` if the training does not wait."""
 
     BEGUN = "checkpoint_begun"
     COMPLETE = "saved"
@@ -286,7 +293,7 @@ class SavePhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """The sender has come to the step boundary at which a batch of checkpoints begins; all workers do.
+    """The sender is at the step boundary of a batch of checkpoints, as all workers will be.
 
     Args:
         rank: the sender.
@@ -313,7 +320,7 @@ class SaveBegun:
 
 @dataclass(frozen=True, slots=True)
 class SaveAnnounced:
-    """The writer has checkpoint ``index`` of its batch whole at the path ``temporary``, and asks to give it its name.
+    """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
     ``number``: as in :class:`Confirm`, which it includes.
     """
@@ -341,7 +348,7 @@ class SaveFailure:
 
 @dataclass(frozen=True, slots=True)
 class SaveEnded:
-    """The writer has given checkpoint ``index`` of its batch its name, or could not write it.
+    """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
     ``stalled``: as in :class:`SaveBegun`. ``facts``: measurements of the writer, opaque.
     """
@@ -378,8 +385,9 @@ class SaveStatus:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Data of the worker for another one, which the coordinator passes on: the parts of a checkpoint that is written
-    while the training goes on. It is lost with either of them, or with the coordinator.
+    """Part of a background checkpoint, passed on by the coordinator.
+
+    It is lost with the sender, the receiver or the coordinator.
 
     ``to``: the rank of the other worker. ``batch``: the number of the checkpoints. ``key``: what it waits for.
     """
@@ -433,7 +441,9 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of micro-batches of ``step``, by global index; sent before any gradient of the last of them.
+    """Losses of micro-batches of ``step``, by global index.
+
+    Sent before any gradient of the last of them.
 
     ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
     ``generation``: the one in which all must have passed the step (:class:`Reached`); in others these do not count.
@@ -502,9 +512,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """The worker, which has just joined, does not hold after ``step`` what its donor holds, and ends; ``cause`` names
-    that.
-    """
+    """A joined worker differs from its donor after ``step`` in ``cause``, and ends."""
 
     rank: int
     step: int
@@ -513,7 +521,10 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Profile of a worker's stage over ``steps`` steps, and of its link to the next stage (0 without one)."""
+    """Profile of a stage over ``steps`` steps, and of the link to the next stage.
+
+    0 without a link.
+    """
 
     stage: StageProfile
     latency: float
@@ -523,7 +534,9 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step``; ``payload`` reaches all with the answer, which comes when all are.
+    """The worker is REDUCED in ``step``; ``payload`` reaches all with the answer.
+
+    The answer comes when all are.
 
     Only if a stage must know something of the others before it steps, or the optimizer is not staggered. ``guesses``:
     whether it steps before it knows that, on a guess that the answer may prove wrong.
@@ -538,8 +551,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """A guess about ``step`` was wrong, as all reports show: what was computed with it since is worthless, and
-    the same workers connect again.
+    """A guess about ``step`` was wrong, as all reports show.
+
+    What was computed with it since is worthless, and the same workers connect again.
     """
 
     rank: int
@@ -579,8 +593,9 @@ class StopWish:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The worker met an exception that a fault of its machine may explain, and waits to be told whose it is
-    (:class:`Judged`). If it is to be evicted, its connection closes instead.
+    """An exception that a fault of the machine may explain; :class:`Judged` answers.
+
+    If the worker is to be evicted, its connection closes instead.
 
     Args:
         rank: the worker's rank.
@@ -606,9 +621,10 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Disputed:
-    """The worker has computed micro-batch ``microbatch`` of ``step`` of its peer ``other`` once more, and got other
-    bits; or its own, twice, and got other bits than at first. It goes on in a newer generation only, as nobody may
-    commit the step.
+    """Recomputing micro-batch ``microbatch`` of peer ``other`` gave other bits.
+
+    Or the worker's own, twice, and it got other bits than at first. It goes on in a newer generation only, as nobody
+    may commit the step.
 
     Args:
         rank: the worker.
@@ -632,7 +648,9 @@ class Disputed:
 
 @dataclass(frozen=True, slots=True)
 class Voted:
-    """The worker has computed a disputed micro-batch (:class:`Vote`), twice. It goes on in a newer generation only.
+    """The worker has computed a disputed micro-batch (:class:`Vote`), twice.
+
+    It goes on in a newer generation only.
 
     ``sums``: what it got; ``varies``: the layer or the results that had other bits the second time, empty if none had.
     """
@@ -646,8 +664,9 @@ class Voted:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """A loss, or the gradient of a stage, is not finite. The worker goes on in a newer generation only, as nobody may
-    commit the step before it is known whose that is.
+    """A loss, or the gradient of a stage, is not finite.
+
+    The worker goes on in a newer generation only, as nobody may commit the step before it is known whose that is.
 
     ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
     """
@@ -660,8 +679,9 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Incomparable:
-    """Computations cannot be compared in this run, for ``cause``: the worker gets other bits when it computes the same
-    micro-batch twice, or cannot send what it computes with.
+    """Computations cannot be compared in this run, for ``cause``.
+
+    The worker gets other bits when it computes the same micro-batch twice, or cannot send what it computes with.
     """
 
     rank: int
@@ -745,8 +765,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """The worker wants to know what others of ``generation`` publish, or have published, under ``keys``
-    (:class:`Found`).
+    """Request for values that workers of ``generation`` publish under ``keys``.
+
+    :class:`Found` answers.
     """
 
     rank: int
@@ -756,8 +777,10 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The first message on a connection of a worker that has lost its coordinator: all that only it knows, for one that
-    was started again (:mod:`~lightning_recycle.control.journal`).
+    """First message of a worker that has lost its coordinator.
+
+    It has all that only this worker knows, for a coordinator that was started again
+    (:mod:`~lightning_recycle.control.journal`).
 
     Args:
         rank: its position.
@@ -838,7 +861,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjected:
-    """An injected fault is about to happen in this worker; ``time`` is in seconds since the epoch."""
+    """An injected fault is about to happen in this worker; ``time`` since the epoch."""
 
     rank: int
     kind: str
@@ -851,7 +874,7 @@ class FaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """The first message of a coordinator that may be started again: a worker that loses it waits for it, and returns.
+    """First message of a coordinator that may be restarted: its workers wait for it.
 
     ``run``: a random name of the run.
     """
@@ -886,7 +909,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """The answer to a :class:`Hello` of a worker that cannot take part in this run: ``why``, and what to do.
+    """Answer to a :class:`Hello` that cannot be in this run: ``why``, and a remedy.
 
     ``late``: the run that it came for is over, and the others are at another entry point.
     """
@@ -897,8 +920,9 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The roster or the plan is to change at a step boundary: report where you are, and begin no further step until
-    told. ``number`` counts the pauses of the generation from 0.
+    """A change at a step boundary: report where you are, and begin no further step.
+
+    Until told. ``number`` counts the pauses of the generation from 0.
     """
 
     generation: int
@@ -907,7 +931,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """All stop at the beginning of ``step``, which none has begun, so nothing is redone.
+    """All stop at the beginning of ``step``, which none has begun: nothing is redone.
 
     With a ``program`` nobody stops: all run that of another schedule from that step on, until the next generation.
     """
@@ -926,8 +950,9 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The answer to :class:`Raised`: either the exception is the user's ``own``, or the worker does the work again, in
-    a generation newer than ``generation``, in which it was raised.
+    """Answer to :class:`Raised`: the exception is the user's ``own``, or work again.
+
+    In a generation newer than ``generation``, in which it was raised.
     """
 
     generation: int
@@ -936,15 +961,19 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """A worker asks to stop at stop point ``point``: who goes on there is to say so, at once or when it comes there."""
+    """A worker asks to stop at ``point``: who goes on there is to say so.
+
+    At once, or when it comes there.
+    """
 
     point: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopVerdict:
-    """The answer to :class:`StopWish`: whether all ask to stop at ``point``, and stop there. If not, all stop after
-    one of the next steps (:attr:`StepLoss.after_step`).
+    """Answer to :class:`StopWish`: whether all ask to stop at ``point``.
+
+    If not, all stop after one of the next steps (:attr:`StepLoss.after_step`).
     """
 
     point: int
@@ -953,7 +982,7 @@ class StopVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Stop and report: ``generation`` begins, with ``roster`` (the ranks of the live workers).
+    """Stop and report: ``generation`` begins, with the live ranks ``roster``.
 
     A worker that is not in ``roster`` is parked: it stops, keeps what it holds, does not report, and waits for a
     generation with it. ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before
@@ -971,8 +1000,9 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The workers ``voters`` of a stage compute a disputed micro-batch once more (:class:`Voted`), with the inputs that
-    ``recorder`` gives to them.
+    """Workers ``voters`` of a stage compute a disputed micro-batch again.
+
+    They answer :class:`Voted`; ``recorder`` gives them the inputs.
     """
 
     recorder: int
@@ -1019,8 +1049,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class HookEntered:
-    """All members of the worker's position are :attr:`Milestone.IN_HOOK` for the ``number``-th time: none of them stops
-    before the hook is over, as long as all live.
+    """All members of a position are in a hook for the ``number``-th time.
+
+    They are :attr:`Milestone.IN_HOOK`: none of them stops before the hook is over, as long as all live.
     """
 
     generation: int
@@ -1029,8 +1060,9 @@ class HookEntered:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All are REDUCED in ``step``: apply it. Or all were before a loss: a worker that does the step again applies it
-    as soon as it is REDUCED.
+    """All are REDUCED in ``step``: apply it.
+
+    Or all were before a loss: a worker that does the step again applies it as soon as it is REDUCED.
 
     ``payloads``: one of each stage, by stage. ``guessed``: whether some have applied it already, on a guess.
     """
@@ -1055,7 +1087,7 @@ class AfterStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """All losses of ``step`` are known; ``loss`` is their mean, summed in the order of the micro-batches.
+    """Mean ``loss`` of ``step``, summed in the order of the micro-batches.
 
     ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
     those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
@@ -1075,8 +1107,9 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Control collective ``number`` is complete: the payloads of the live workers by rank, the same for all; of the
-    results, which stay with the coordinator, only whether each worker delivered some.
+    """Control collective ``number`` is complete: payloads by rank, the same for all.
+
+    Of the results, which stay with the coordinator, only whether each worker delivered some.
 
     ``leader``: the rank that speaks for the run at that moment. ``saves``: as of that moment.
     """
@@ -1089,14 +1122,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life of the coordinator; a worker gives it up after ``timeout`` seconds without a message."""
+    """Sign of life of the coordinator, given up after ``timeout`` seconds of silence."""
 
     timeout: float = 60.0
 
 
 class StopReason(Enum):
-    """Reason why a worker has to leave: how the run ended, that it left at a step boundary, as it asked, or that it was
-    lost: declared dead, or of another run.
+    """Reason why a worker has to leave.
+
+    How the run ended, that it left at a step boundary, as it asked, or that it was lost: declared dead, or of another
+    run.
     """
 
     FINISHED = "Finished"

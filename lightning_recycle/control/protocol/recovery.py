@@ -1,4 +1,4 @@
-"""Recovery: a new generation, from its beginning to the actions of each worker. Pure.
+"""Recovery: a new generation, from its start to the workers' actions. Pure.
 
 A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
 (Regroup), report what they hold (Report), and go on together from one committed version (Resume). What counts in one
@@ -67,7 +67,7 @@ from lightning_recycle.errors import ReCycleError
 
 
 def begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
-    """All live workers stop and report; the first generation begins as soon as they have joined.
+    """All live workers stop and report; the first generation begins once all joined.
 
     Args:
         state: before.
@@ -121,7 +121,7 @@ def committed_version(statuses: Mapping[int, WorkerStatus], known_losses: int | 
 
 
 def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
-    """Computes the decision from the statuses of all survivors; every column has at least one.
+    """The decision from the statuses of all survivors, at least one in each column.
 
     Args:
         statuses: what each survivor holds, by rank.
@@ -166,8 +166,10 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
 
 
 def park(state: MembershipState, rank: int) -> Next:
-    """``rank`` leaves the roster, and its siblings with it. Those that have a state are parked. The others have nothing
-    to keep: they have not got their state yet, or the training has not begun.
+    """``rank`` leaves the roster, and its siblings with it.
+
+    Those that have a state are parked. The others have nothing to keep: they have not got their state yet, or the
+    training has not begun.
     """
     siblings = state.positions.siblings(rank) & state.roster.live
     useless = siblings if state.generation.number < 0 else siblings & state.roster.joining
@@ -176,8 +178,10 @@ def park(state: MembershipState, rank: int) -> Next:
 
 
 def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) -> Next:
-    """Puts a whole position of ``stage`` together from what is left of it, where no live position holds its state;
-    changes nothing if one of its columns has no worker with a state, but those of ``without``.
+    """Puts a whole position of ``stage`` together from what is left of it.
+
+    Where no live position holds its state; changes nothing if one of its columns has no worker with a state, but those
+    of ``without``.
 
     Of each column the worker that has applied most steps takes part, of these the one that was parked last. Workers
     without a state, and those of ``without``, have to begin anew.
@@ -208,13 +212,10 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
 
 
 def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
-    """The state without the workers that joined too late to go back with those that were put together: those that have
-    no state yet, and those that have not kept the parameters of the step that runs again. If a stage has no others,
-    parked ones take their places; unchanged if it has not enough of these.
+    """State without workers that joined too late to go back with assembled ones.
 
-    Args:
-        state: all live workers have reported.
-        statuses: what they hold that have a state.
+    Those are workers that have no state yet, or have not kept the parameters of the step that runs again. If a stage
+    has no others, parked ones take their places; unchanged if it has not enough of these.
     """
     version = committed_version(statuses, state.steps.summed)
     late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
@@ -269,14 +270,17 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The commit of ``step``, which this worker applied on a guess, is known: correct it if the guess was wrong."""
+    """The commit of guessed ``step`` is known: correct the step if it was wrong."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """The stage gets the reduced gradient of ``step`` from ``donor``; with it a worker that ``lacks`` it is REDUCED."""
+    """The stage gets the reduced gradient of ``step`` from ``donor``.
+
+    With it a worker that ``lacks`` it is REDUCED.
+    """
 
     step: int
     donor: int
@@ -285,13 +289,14 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPeers:
-    """Wait for the others of the stage: no worker may overwrite what it gave before all of them have it."""
+    """Wait for the stage: no worker overwrites its state before all have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitTogether:
-    """Commit ``step`` once more, with all: no worker has applied it yet, another failure may leave a stage without
-    it, and a run with commits has no shadow.
+    """Commit ``step`` once more, with all.
+
+    No worker has applied it yet, another failure may leave a stage without it, and a run with commits has no shadow.
     """
 
     step: int
@@ -299,14 +304,16 @@ class CommitTogether:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the reduced gradient: a sum over tied stages can be made again only if all of them run the step again.
-    Nobody has applied it: all would have committed it together.
+    """Drop the reduced gradient.
+
+    A sum over tied stages can be made again only if all of them run the step again. No worker has applied it: all would
+    have committed it together.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Compute this worker's part of ``step``, which it has applied, with the parameters of that step, for the redo."""
+    """Compute this worker's part of applied ``step`` for the redo, from its shadow."""
 
     step: int
 
@@ -323,7 +330,9 @@ def actions(
     tied: bool,
     settled: bool = False,
 ) -> tuple[Action, ...]:
-    """Actions of a worker, in order, once its generation is connected; then all run ``decision.version``.
+    """Actions of a worker in a new generation, before ``decision.version`` runs.
+
+    In order, once the generation is connected.
 
     Args:
         rank: the worker's rank.

@@ -45,9 +45,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class StartDue:
-    """No worker is expected soon at the positions ``vacant``: the run begins without them if each stage has ``least``
-    workers without those.
-    """
+    """No worker is expected at ``vacant``: begins if stages have ``least`` without."""
 
     vacant: frozenset[int]
     least: int
@@ -55,7 +53,7 @@ class StartDue:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Worker ``rank``, or the process that was to join as it, is dead for certain or declared so."""
+    """Worker ``rank``, or the process that was to join as it, is dead or declared so."""
 
     rank: int
     cause: str
@@ -63,7 +61,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class MovePlanned:
-    """Worker ``mover`` leaves when the worker that joins as ``rank`` enters: they share a device."""
+    """``mover`` leaves when the worker that joins as ``rank`` enters: one device."""
 
     rank: int
     mover: int
@@ -101,7 +99,7 @@ class LayoutReady:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def is_for(self, roster: tuple[int, ...]) -> bool:
-        """Whether the workers ``roster`` are to have it: a layout that a user wants is for all."""
+        """Whether workers ``roster`` are to have it; a user's layout is for all."""
         return self.roster in ((), roster)
 
 
@@ -115,7 +113,7 @@ class GraceElapsed:
 
 @dataclass(frozen=True, slots=True)
 class EndWanted:
-    """The run is to end at the next step boundary, so that a checkpoint can be written there."""
+    """End the run at the next step boundary, where a checkpoint can be written."""
 
 
 MembershipEvent: TypeAlias = (
@@ -161,7 +159,7 @@ MembershipEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``ranks``; with a ``schedule``, to each with its program of that schedule."""
+    """Send ``message`` to ``ranks``; each with its program of ``schedule``, if any."""
 
     ranks: tuple[int, ...]
     message: Any
@@ -170,7 +168,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """Send ``message``, which others got from an earlier coordinator, to ``ranks``, unchanged."""
+    """Send ``message`` of an earlier coordinator to ``ranks``, unchanged."""
 
     ranks: tuple[int, ...]
     message: Any
@@ -178,7 +176,7 @@ class Resend:
 
 @dataclass(frozen=True, slots=True)
 class StartGrace:
-    """Return :class:`GraceElapsed` after a while; until then a death may explain the broken connection."""
+    """Return :class:`GraceElapsed` later: a death may explain a broken connection."""
 
     generation: int
     reason: str
@@ -204,14 +202,20 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every stage delivered its result: payloads by rank. The reader takes each out, as it may be large."""
+    """Every stage delivered its result: payloads by rank.
+
+    The reader takes each out, as it may be large.
+    """
 
     results: MutableMapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The workers ended at a step boundary, as :class:`EndWanted` asked; before the first step they end at once."""
+    """The workers ended at a step boundary, as :class:`EndWanted` asked.
+
+    Before the first step they end at once.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +255,7 @@ Sums: TypeAlias = Mapping[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Dispute:
-    """Two workers got different bits for one micro-batch; their peers compute it once more.
+    """Different bits for one micro-batch, which peers compute once more.
 
     Args:
         step, microbatch: what it is about.
@@ -307,12 +311,14 @@ class Checks:
         return replace(self, checksums={**self.checksums, step: of_step})
 
     def due(self, version: int) -> bool:
-        """Whether a check is over that all who take part have told of, if all have applied ``version`` steps."""
+        """Whether a check is over: all who take part have told, all applied ``version``."""
         return bool(self.checksums) and min(self.checksums) < version
 
     def plan(self, step: int, summed: int, checked: Mapping[int, Checked]) -> Checks:
-        """With the next check after that of ``step``. The first step that can be announced to all before any of them
-        is in it is the one after the next whose loss is complete, ``summed``.
+        """With the next check after that of ``step``.
+
+        The first step that can be announced to all before any of them is in it is the one after the next whose loss is
+        complete, ``summed``.
         """
         asked = max((one.interval for one in checked.values()), default=1)
         return replace(self, planned=max(step + (self.every or asked), summed + 1))
@@ -352,7 +358,7 @@ Reported: TypeAlias = tuple[int, Mapping[str, float]]
 
 
 class _Updatable:
-    """Parts of the state: frozen dataclasses without slots, as every message of every worker replaces some."""
+    """Parts of the state: frozen dataclasses without slots, replaced at each message."""
 
     def updated(self: _Part, **changes: Any) -> _Part:
         """``dataclasses.replace``, ten times faster."""
@@ -410,7 +416,7 @@ class Roster(_Updatable):
         return frozenset(rank for rank, steps in self.dismissed.items() if len(steps) >= MAX_DISMISSED)
 
     def with_parked(self, versions: Mapping[int, int], newcomers: Mapping[int, int]) -> Roster:
-        """The roster with parked workers: what each has applied; who of them joined while the training was going on."""
+        """Roster with parked workers: steps applied, and which joined during training."""
         parked = {rank: since for rank, since in newcomers.items() if rank in versions}
         return self.updated(parked={**self.parked, **versions}, newcomers={**self.newcomers, **parked})
 
@@ -487,7 +493,7 @@ class Generation(_Updatable):
     hooks: Mapping[int, int] = field(default_factory=dict)
 
     def runs(self, number: int) -> bool:
-        """Whether what counts in generation ``number`` only counts now: all have resumed in it."""
+        """Whether values of generation ``number`` count: all have resumed in it."""
         return number == self.number and not self.regrouping
 
 
@@ -588,7 +594,9 @@ _NONE: Mapping[int, Any] = {}  # one object, and of a type that the journal can 
 
 @dataclass(frozen=True)
 class SaveState(_Updatable):
-    """The newest batch of background checkpoints (:mod:`~lightning_recycle.control.protocol.control_collectives`).
+    """The newest batch of background checkpoints.
+
+    See :mod:`~lightning_recycle.control.protocol.control_collectives`.
 
     Args:
         batch: its number; -1 before the first.
@@ -713,12 +721,15 @@ class MembershipState(_Updatable):
 
     @property
     def heard(self) -> tuple[int, ...]:
-        """The live and the parked ranks in order: what outlives generations is sent to all of them."""
+        """Live and parked ranks in order, for what outlives generations."""
         parked = self.roster.parked
         return tuple(sorted(self.roster.live.union(parked))) if parked else self.roster.ranks
 
     def without(self, ranks: Collection[int], drop: Collection[int] = ()) -> MembershipState:
-        """The state without the positions of the workers ``ranks``. Their siblings are parked, but for ``drop``."""
+        """The state without the positions of the workers ``ranks``.
+
+        Their siblings are parked, but for ``drop``.
+        """
         gone = self.positions.all_members(ranks)
         siblings = (gone & self.roster.live).difference(ranks, drop)
         versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
@@ -758,7 +769,7 @@ class MembershipState(_Updatable):
         return self.positions.place(rank)
 
     def stage_leader(self, stage: int) -> int | None:
-        """The live rank that speaks for ``stage``: the first member of the lowest pipeline; None if there is none."""
+        """First live member of the lowest pipeline in ``stage``; None if there is none."""
         positions = self.positions
         of_column = range(stage * self.members, positions.num_workers, positions.columns)
         return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
@@ -769,7 +780,7 @@ class MembershipState(_Updatable):
         return frozenset(rank for rank in with_state if positions.column(rank) == column)
 
     def holding(self, stage: int, without: Collection[int] = ()) -> frozenset[Worker]:
-        """The live positions of ``stage`` all of whose members have their state, but those of the ranks ``without``."""
+        """Live positions of ``stage`` whose members hold their state, minus ``without``."""
         positions = self.positions
         of_stage = (rank for rank in self.roster.live - self.roster.joining if positions.stage(rank) == stage)
         return positions.whole(frozenset(of_stage)) - {positions.position(rank) for rank in without}

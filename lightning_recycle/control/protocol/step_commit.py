@@ -1,4 +1,4 @@
-"""Steps: losses, commits, values that must be the same on all, and what changes at step boundaries. Pure.
+"""Steps: losses, commits, equal values, and changes at step boundaries. Pure.
 
 The losses of a step are collected by micro-batch, whoever computed them and however often. No worker applies a step
 before they are known to all; where workers check each other's computations that is not before all have passed the step
@@ -68,7 +68,7 @@ _INPUTS = -1  # the scope of values that the gradients of the step depend on
 
 
 def settle_steps(state: MembershipState) -> Next:
-    """After a worker is gone: commits the step, and answers the collectives, that waited only for it."""
+    """Commits steps and answers collectives that waited only for a lost worker."""
     state, commands = count_steps(state)
     state, answers = control_collectives.settle_collectives(state)
     return state, commands + answers
@@ -82,7 +82,7 @@ def on_restored(state: MembershipState, event: messages.Restored) -> Next:
 
 
 def on_losses(state: MembershipState, event: messages.Losses) -> Next:
-    """Losses of micro-batches; the mean goes to all once the losses of the whole step are there."""
+    """Losses of micro-batches; the mean goes to all once the step's are there."""
     steps = state.steps
     if event.step < steps.summed:
         return state, ()  # a redone step, computed again
@@ -106,7 +106,10 @@ def on_passed(state: MembershipState, event: messages.Reached) -> Next:
 
 
 def forget_unproven(state: MembershipState) -> MembershipState:
-    """When all run a step again that not all have passed: drops its losses, as they drop the rest of it."""
+    """Drops losses of a step that runs again, as workers drop the rest of it.
+
+    Not all have passed it.
+    """
     steps = state.steps
     if steps.unproven < steps.summed:
         return state
@@ -147,8 +150,10 @@ def _sum_up(state: MembershipState, step: int) -> Next:
 
 
 def on_applied(state: MembershipState, event: messages.Applied) -> Next:
-    """A worker has applied a step, which counts once all have. Ends the run if the worker now differs from the
-    others; while there are newcomers, they are compared when all have applied it.
+    """A worker has applied a step, which counts once all have.
+
+    Ends the run if the worker now differs from the others; while there are newcomers, they are compared when all have
+    applied it.
     """
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
@@ -177,7 +182,7 @@ def _differ(step: int, difference: str) -> Failed:
 
 
 def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
-    """Values that must be the same on all workers (None, and :data:`_INPUTS`), and on those of a stage."""
+    """Values equal on all workers (None, :data:`_INPUTS`), and those of a stage."""
     facts = event.facts
     return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
 
@@ -190,9 +195,11 @@ def _with_facts(state: MembershipState, event: messages.Applied) -> Mapping[int 
 
 
 def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
-    """The reported facts of the step, with what ``event`` adds; and names and values in which its worker differs from
-    the first that reported them, empty if there are none. To compare with one is enough, however many there are: the
-    others were equal to it. Nearly always all that a worker reports another one has reported, which is seen at once.
+    """Facts of the step with those of ``event``; the values in which they differ.
+
+    The names and values in which its worker differs from the first that reported them, empty if there are none. To
+    compare with one is enough, however many there are: the others were equal to it. Nearly always all that a worker
+    reports another one has reported, which is seen at once.
     """
     reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
@@ -214,7 +221,7 @@ def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: 
 
 
 def _vote(state: MembershipState, step: int) -> Next:
-    """Compares what all live workers hold after ``step``, and dismisses newcomers that differ from the oldest."""
+    """Compares all live workers after ``step``; dismisses newcomers that differ."""
     wrong: dict[int, list[str]] = {}
     is_clear, newcomers = True, state.roster.newcomers
     for scope, reported in state.steps.facts.get(step, {}).items():  # first what must be the same on all
@@ -247,7 +254,10 @@ def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
 
 
 def _same(a: float, b: float) -> bool:
-    """Floats may come from the mathematical libraries of different machines; integers are counters and digests."""
+    """Equality of values: floats nearly, as libraries of machines differ.
+
+    Integers are counters and digests.
+    """
     return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-12)) or (a != a and b != b)
 
 
@@ -298,7 +308,7 @@ def on_commit(state: MembershipState, event: messages.Commit) -> Next:
 
 
 def on_undo(state: MembershipState, event: messages.Undo) -> Next:
-    """A guess was wrong: all drop what was computed with it, and the worker that made it corrects it."""
+    """A guess was wrong: all drop what was computed with it; its worker corrects it."""
     if not state.generation.runs(event.generation):
         return state, ()
     return after((Record("undone", event.step),), begin_generation(state))
@@ -332,7 +342,7 @@ def on_plan_ready(state: MembershipState, event: PlanReady) -> Next:
 
 
 def pause_if_wanted(state: MembershipState) -> Next:
-    """Asks all where they are if something is to change, and nothing is changing already."""
+    """Asks all where they are if something is to change and nothing else is."""
     now = state.generation
     if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
         return state, ()
@@ -344,8 +354,10 @@ def pause_if_wanted(state: MembershipState) -> Next:
 
 
 def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
-    """Who enters and who leaves at the next step boundary. Positions enter whole, and leave whole: the siblings of who
-    leaves are parked. No stage is left without a position that has its state.
+    """Who enters and who leaves at the next step boundary.
+
+    Positions enter whole, and leave whole: the siblings of who leaves are parked. No stage is left without a position
+    that has its state.
     """
     roster = state.roster
     positions = state.positions
@@ -362,7 +374,7 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def on_paused(state: MembershipState, event: messages.Paused) -> Next:
-    """A worker reports the newest step that it has begun; when all have, they learn where to stop."""
+    """A worker reports its newest begun step; when all have, they learn where to stop."""
     pause, plan = state.generation.pause, state.generation.plan
     if pause is None or (event.generation, event.number) != (state.generation.number, pause.number):
         return state, ()
@@ -389,7 +401,10 @@ def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next
 
 
 def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
-    """A worker waits at the boundary; when all do, those who enter and leave do so in a new generation."""
+    """A worker waits at the boundary; when all do, a new generation begins there.
+
+    Those who enter and leave do so in it.
+    """
     pause, layout, plan = state.generation.pause, state.layout.wanted, state.generation.plan
     if pause is None or event.generation != state.generation.number or event.step != pause.boundary:
         return state, ()
@@ -414,7 +429,10 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
 
 
 def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:
-    """The state in which the workers ``enter`` are live, and get the state of their stage at ``step``."""
+    """State in which workers ``enter`` are live and get their stage's state.
+
+    At ``step``.
+    """
     roster = state.roster
     roster = roster.updated(
         live=roster.live | enter,
@@ -456,7 +474,10 @@ def on_layout_ready(state: MembershipState, event: LayoutReady) -> Next:
 
 
 def on_layers_held(state: MembershipState, event: Reached) -> Next:
-    """A worker has what it needs of the layout to come; when all have, it holds, whoever is lost from now on."""
+    """A worker holds layers of the layout to come, which holds once all do.
+
+    Whoever is lost from then on.
+    """
     becomes, wanted = state.generation.becomes, state.layout.wanted
     if not becomes or not state.generation.runs(event.generation):
         return state, ()
