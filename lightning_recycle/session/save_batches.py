@@ -423,6 +423,11 @@ class Batch:
         if not self.is_written:
             DeviceThread(self._run, "recycle-checkpoint").start()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is writing."""
+        return self.is_sealed and not self.is_written
+
     def _run(self) -> None:
         began = time.perf_counter()
         for index, request in enumerate(self.requests):
@@ -711,7 +716,7 @@ class SaveBatches:
         As long as the next checkpoint would. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
-        while (batch := self.batch) is not None and not batch.is_written and time.monotonic() < deadline:
+        while (batch := self.batch) is not None and batch.is_under_way and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         if batch is None or not (batch.group.is_leader and batch.is_written):
             return
