@@ -50,6 +50,11 @@ from lightning_recycle.torch_internals import version_of
 log = logging.getLogger(__name__)
 
 _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
+_PIECE = 1 << 20  # bytes that are copied, or sent in one message, at once: other traffic waits meanwhile
+_WINDOW = 4  # pieces under way
+_FAILED = "failed"
+_LOOK_SECONDS = 0.01
+_LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
 
 
 class StateCopies:
@@ -157,11 +162,6 @@ class StateCopies:
         with self._changed:
             self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
         return copy
-
-
-_PIECE = 1 << 20  # bytes that are copied, or sent in one message, at once: other traffic waits meanwhile
-_WINDOW = 4  # pieces under way
-_FAILED = "failed"
 
 
 class GivenUp(Exception):
@@ -347,10 +347,6 @@ class _Pieces(io.RawIOBase):
         except GivenUp as error:
             self.given_up = error
             raise
-
-
-_LOOK_SECONDS = 0.01
-_LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
 
 
 @dataclass
