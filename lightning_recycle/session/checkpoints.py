@@ -534,7 +534,7 @@ class Checkpoints(StageStates):
 
     def link(self, target: str, path: str) -> None:
         """Makes the checkpoint ``path`` a link to the one at ``target``."""
-        if os.path.abspath(target) == os.path.abspath(path):
+        if self._joins or os.path.abspath(target) == os.path.abspath(path):
             return
         self._exists(path)
         if self.saves.is_deferring:
@@ -640,9 +640,12 @@ class Checkpoints(StageStates):
     def waited_for(self) -> Iterator[None]:
         """All wait for the checkpoints that are asked for within the block."""
         self.complete()
-        with self._waiting():
+        before, self.is_training = self.is_training, False
+        try:
             yield
             self.complete()
+        finally:
+            self.is_training = before
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -651,14 +654,6 @@ class Checkpoints(StageStates):
             with self.waited_for():
                 self.ask_again()
             yield
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        before, self.is_training = self.is_training, False
-        try:
-            yield
-        finally:
-            self.is_training = before
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:

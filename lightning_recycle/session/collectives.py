@@ -253,7 +253,13 @@ class WorkerCollectives(StageGroup):
         return all(decisions) if all_agree else any(decisions)
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of ``action`` in the leader, on all workers."""
+        """The result of ``action`` in the leader, on all workers.
+
+        Raises:
+            UnsupportedFeatureError: in a worker that is alone, as it is about to join.
+        """
+        if self.client.joining:
+            raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
         while True:
             mine = (action(),) if self.is_leader else None
             for found in self.gather_all(name, mine).values():
@@ -265,11 +271,13 @@ class WorkerCollectives(StageGroup):
         """One part per column, in order, on all workers. Asks again if a speaker dies.
 
         Raises:
-            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
+            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other columns.
         """
-        if self.client.joining and self.grid.stages > 1:
-            raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         self.settle()
+        if self.client.joining:
+            if self.positions.columns > 1:
+                raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
+            return [part()]
         return super().gather_columns(name, part)
 
 

@@ -38,15 +38,9 @@ from lightning_recycle.session.worker_snapshot import StateTransfer
 log = logging.getLogger(__name__)
 
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
-
-
 _HELPERS = ("_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict")
-
-
 _Call: TypeAlias = tuple[int, str, Any]
 """The number of a callback, the method that saves, and the metrics."""
-
-
 _RECORD = (  # what ModelCheckpoint changes while it saves
     "best_k_models",
     "best_model_path",
@@ -58,8 +52,6 @@ _RECORD = (  # what ModelCheckpoint changes while it saves
     "_last_checkpoint_saved",
     "_last_global_step_saved",
 )
-
-
 _OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
 """Of these what it has asked for counts at once: it is not to ask for the same again."""
 

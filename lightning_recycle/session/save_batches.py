@@ -49,6 +49,11 @@ from lightning_recycle.torch_internals import version_of
 log = logging.getLogger(__name__)
 
 _LARGE = 1 << 18  # bytes of a tensor whose copy is worth an entry in a list
+_PIECE = 1 << 20  # bytes that are copied, or sent in one message, at once: other traffic waits meanwhile
+_WINDOW = 4  # pieces under way
+_FAILED = "failed"
+_LOOK_SECONDS = 0.01
+_LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
 
 
 class StateCopies:
@@ -156,11 +161,6 @@ class StateCopies:
         with self._changed:
             self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
         return copy
-
-
-_PIECE = 1 << 20  # bytes that are copied, or sent in one message, at once: other traffic waits meanwhile
-_WINDOW = 4  # pieces under way
-_FAILED = "failed"
 
 
 class GivenUp(Exception):
@@ -348,10 +348,6 @@ class _Pieces(io.RawIOBase):
             raise
 
 
-_LOOK_SECONDS = 0.01
-_LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 19 may not finish before the next save
-
-
 @dataclass
 class SaveRequest:
     """One checkpoint of a batch.
@@ -421,6 +417,11 @@ class Batch:
         self.is_sealed, self.is_written = True, not self.group.is_column_leader
         if not self.is_written:
             DeviceThread(self._run, "recycle-checkpoint").start()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is writing."""
+        return self.is_sealed and not self.is_written
 
     def _run(self) -> None:
         began = time.perf_counter()
@@ -710,7 +711,7 @@ class SaveBatches:
         As long as the next checkpoint would. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
-        while (batch := self.batch) is not None and not batch.is_written and time.monotonic() < deadline:
+        while (batch := self.batch) is not None and batch.is_under_way and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         if batch is None or not (batch.group.is_leader and batch.is_written):
             return
