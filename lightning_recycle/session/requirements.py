@@ -124,7 +124,7 @@ def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool
         UnsupportedFeatureError: for FSDP2 where it cannot be interrupted.
     """
     name, tensor = type(module).__name__, sizes[1]
-    sharded = list(fully_sharded_modules([module]))
+    sharded = list(fully_sharded_modules(module.modules()))
     if sharded and not can_be_reset():
         raise UnsupportedFeatureError(
             f"{name}.configure_model() calls fully_shard(), and torch {torch.__version__} cannot begin a step again in"
@@ -163,7 +163,7 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
             " (A LayerSpec is built later; make layers under torch.device('meta') instead.)"
         )
     here, names = set(module.parameters()), {part: path for path, part in module.named_modules()}
-    for part in fully_sharded_modules([module]):
+    for part in fully_sharded_modules(module.modules()):
         if not here.issuperset(fsdp_parameters(part)):
             raise UnsupportedFeatureError(
                 f"configure_model() calls fully_shard() for {name}.{names[part]}, whose layers are on several stages:"

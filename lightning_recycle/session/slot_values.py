@@ -383,10 +383,11 @@ class ValueTree:
         before, self._held = self._held, {}
         todo: list[tuple[Path, Any]] = []
         gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
-        for part in fully_sharded_modules([self._module]):
+        parts = [*self._modules("", self._module, set())]
+        for part in fully_sharded_modules(part for _, part in parts):
             for owner, parameter in fsdp_places(part):
                 gathered[owner].add(parameter)
-        for name, part in self._modules("", self._module, set()):
+        for name, part in parts:
             self._add(_Table((name, _ATTRIBUTES), part, self._hidden if part is self._module else _OF_MODULES), todo)
             self._add(_Table((name, _BUFFERS), buffers_of(part)), todo)
             if self._whole:

@@ -29,11 +29,10 @@ from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_
 
 
 def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Those of ``modules`` and their submodules that ``fully_shard`` was called for."""
+    """Those of ``modules`` that ``fully_shard`` was called for, each once."""
     kind = _fsdp_module()
     if kind is not None:
-        found = dict.fromkeys(part for module in modules for part in module.modules())
-        yield from (module for module in found if isinstance(module, kind))
+        yield from (module for module in dict.fromkeys(modules) if isinstance(module, kind))
 
 
 def unsharded_class(kind: type[Any]) -> type[Any]:
@@ -64,7 +63,7 @@ class FullyShardedLayers:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._modules = list(fully_sharded_modules(layers))
+        self._modules = list(fully_sharded_modules(part for layer in layers for part in layer.modules()))
 
     def __bool__(self) -> bool:
         return bool(self._modules)
