@@ -89,6 +89,8 @@ log = logging.getLogger(__name__)
 _FURTHER_WEIGHTS = ("current_model_state",)
 """Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
 
+_WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
+
 
 def users_save_hook(trainer: pl.Trainer) -> str | None:
     """The name of a hook of the user's that sees checkpoints before they are written, if there is one."""
@@ -148,7 +150,7 @@ def _kept(checkpoint: Mapping[str, Any], until_later: bool) -> Callable[[], dict
     """
     if not until_later:
         return partial(dict, checkpoint)
-    kinds = ("state_dict", *_FURTHER_WEIGHTS, "optimizer_states")
+    kinds = (*_WEIGHTS, "optimizer_states")
     large = {kind: checkpoint[kind] for kind in kinds if kind in checkpoint}
     rest = frozen({name: None if name in large else value for name, value in checkpoint.items()})
     return lambda: {**rest(), **large}
@@ -444,8 +446,7 @@ class Checkpoints:
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
-        kinds = ("state_dict", *_FURTHER_WEIGHTS)
-        wanted = {f"{kind}.{name}": value for kind in kinds for name, value in self.module.state_dict().items()}
+        wanted = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
             wanted |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
@@ -580,7 +581,11 @@ class Checkpoints:
     def _save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> WriteFailure | None:
         if self.sharded:
             return self._save_sharded(checkpoint, path)
-        write = partial(self._save_file, checkpoint, path, storage_options)
+
+        def write() -> None:
+            weights = {kind: checkpoint[kind] for kind in _WEIGHTS if kind in checkpoint}  # this stage's on its device
+            self._save_file({**checkpoint, **to_cpu(weights, copies=False)}, path, storage_options)
+
         return self.collectives.by_leader("checkpoint", partial(attempt, write, path, checkpoint))  # type: ignore[no-any-return]
 
     def is_asked(self, path: Any) -> bool:
