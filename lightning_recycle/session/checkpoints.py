@@ -78,13 +78,15 @@ from lightning_recycle.session.worker_snapshot import (
     frozen,
     mark_of,
 )
-from lightning_recycle.tensor_memory import part_like, to_cpu
+from lightning_recycle.tensor_memory import on_device, part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
 _FURTHER_WEIGHTS = ("current_model_state",)
 """Entries of a checkpoint by parameter, besides ``state_dict``: with WeightAveraging that is the average."""
+
+_WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
 
 
 def users_save_hook(trainer: pl.Trainer) -> str | None:
@@ -401,8 +403,7 @@ class Checkpoints(StageStates):
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
-        kinds = ("state_dict", *_FURTHER_WEIGHTS)
-        wanted = {f"{kind}.{name}": value for kind in kinds for name, value in self.module.state_dict().items()}
+        wanted = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
             wanted |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
@@ -703,7 +704,7 @@ class Checkpoints(StageStates):
 
     def _part(self, checkpoint: dict[str, Any], batch: Batch) -> _StagePart:
         """This stage's part, taken out of ``checkpoint``; copied unless all wait."""
-        kinds, copies = [kind for kind in ("state_dict", *_FURTHER_WEIGHTS) if kind in checkpoint], batch.copies
+        kinds, copies = [kind for kind in _WEIGHTS if kind in checkpoint], batch.copies
         weights = {kind: checkpoint[kind] for kind in kinds}
         if self.sharded:
             weights = {kind: {n: v for n, v in part.items() if self.parts.writes(n)} for kind, part in weights.items()}
@@ -747,7 +748,8 @@ class Checkpoints(StageStates):
                     ]
                 )
             add_parts(rest, [one.completion for one in parts], group.positions.members)
-            self._save_file(rest, path, storage_options, batch)
+            mine = {kind: rest[kind] for kind in (*part.weights, "optimizer_states") if kind in rest}
+            self._save_file({**rest, **on_device(mine, torch.device("cpu"))}, path, storage_options, batch)
 
         failure = attempt(write, path, received)
         if failure is not None:

@@ -33,7 +33,8 @@ HOOKS = (
 def write(folder: Path, trainer: Any, name: str, **found: Tensor) -> None:
     """Writes what this worker got, into a file of its own."""
     rank = getattr(trainer.strategy, "grid_rank", 0)
-    torch.save(found, folder / f"{rank}-{name}-{trainer.global_step}.pt")
+    on_host = {kind: tensor.cpu() for kind, tensor in found.items()}
+    torch.save(on_host, folder / f"{rank}-{name}-{trainer.global_step}.pt")
 
 
 def answers(folder: Path) -> dict[int, dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from support.growth import AwaitReplacement, Marks, Meanwhile, happened, kill, m
 from support.models import GLOBAL_BATCH, Noisy, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit
+from support.waiting import wait_for
 from torch import Tensor
 
 from lightning_recycle.callbacks import Fault
@@ -53,8 +54,24 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_of_a_plain_loop(st
     assert float(run.callback_metrics["recycle/live_workers"]) == 4
 
 
+class SlowStart(L.Callback):
+    """A replacement is not set up before the others have trained ``steps`` steps."""
+
+    def __init__(self, steps: int, done: Path) -> None:
+        self._steps, self._done = steps, done
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.incarnation == 1:
+            strategy.at_point.append(lambda point, _: point == "setup" and wait_for(self._done.exists))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._steps:
+            self._done.touch()
+
+
 def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> None:
-    slow_start = Marks(tmp_path, at="setup", seconds=1.0)
+    slow_start = SlowStart(6, tmp_path / "done")
     run = grow([Fault("kill", 0, 1, step=2)], wait_at=range(50, 60), callbacks=[slow_start], max_steps=60)
     kinds = [event.kind for event in run.strategy.history]
     start, entry = kinds.index("restarting"), kinds.index("paused")

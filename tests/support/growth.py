@@ -66,12 +66,12 @@ class AwaitWorkers(AwaitReplacement):
 class Marks(L.Callback):
     """Tells the test which process runs which position: a file ``<rank>-<incarnation>-<pid>`` when it trains.
 
-    With ``at`` a point of the run ("setup", "recovery", ...) it is written there, and the process waits for ``seconds``
-    so that the test can do something to it.
+    With ``at`` a point of the run ("setup", "recovery", ...) it is written there, and the process waits for half a
+    minute so that the test can do something to it.
     """
 
-    def __init__(self, directory: Path, at: str | None = None, seconds: float = 30.0) -> None:
-        self._directory, self._at, self._seconds = directory, at, seconds
+    def __init__(self, directory: Path, at: str | None = None) -> None:
+        self._directory, self._at = directory, at
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
@@ -85,7 +85,7 @@ class Marks(L.Callback):
     def _reach(self, trainer: L.Trainer, point: str, step: int) -> None:
         if point == self._at:
             self._mark(trainer)
-            time.sleep(self._seconds)
+            time.sleep(30)
 
     def _mark(self, trainer: L.Trainer) -> None:
         strategy: Any = trainer.strategy
