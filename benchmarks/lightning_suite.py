@@ -196,7 +196,7 @@ def _row(name: str, counts: list[int]) -> str:
 
 
 def page(comparisons: list[Comparison], beside: str, reasons: list[tuple[str, list[str]]], heading: str) -> str:
-    """The part of ``docs/lightning_suite.md`` that holds results."""
+    """The part of ``benchmarks/LIGHTNING_SUITE.md`` that holds results."""
     lines = ["## Results", "", heading, "", *table(comparisons, beside), "", "## Tests that do not pass here", ""]
     for reason, tests in explained((test for c in comparisons for test in c.lost), reasons):
         lines += [f"**{reason or 'Not explained.'}**", "", *(f"- `{test}`" for test in tests), ""]

@@ -1,4 +1,4 @@
-"""The tables of docs/simulation_results.md: policies with the same schedule, checkpoints and recovery.
+"""The tables of benchmarks/SIMULATED.md: policies with the same schedule, checkpoints and recovery.
 
     .venv/bin/python benchmarks/simulation.py             # everything, hours on one core
     .venv/bin/python benchmarks/simulation.py same day    # some of: same auto ideal spares checkpoints layers

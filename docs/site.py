@@ -15,8 +15,12 @@ from mkdocs.structure.files import File, Files
 _ROOT = Path(__file__).parents[1]
 _ELSEWHERE = {
     "results.md": "benchmarks/RESULTS.md",
+    "methods.md": "benchmarks/METHODS.md",
+    "simulated.md": "benchmarks/SIMULATED.md",
+    "lightning_suite.md": "benchmarks/LIGHTNING_SUITE.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
 }
 """Pages of the site whose source is not in docs/, by their name in the site."""
 
@@ -48,6 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(path)}", f"]({up}{name}", markdown)
     if page.file.src_uri in _ELSEWHERE:
         markdown = markdown.replace("](docs/", "](").replace("](../docs/", "](")
+        for name, path in _ELSEWHERE.items():
+            markdown = markdown.replace(f"]({Path(path).name}", f"]({name}")
     return markdown
 
 

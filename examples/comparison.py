@@ -12,6 +12,7 @@ Every number is measured in these runs. The restart is measured at its best: the
 replacement is already waiting, and the checkpoint is on a local disk.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ from lightning_recycle import ConfigurationError, Event, StageLostError
 
 from hydra_job import build_trainer, find_metrics
 from report import read_losses
+
+WHAT_HAPPENS = {
+    "failure": "a worker is killed, its peers take over its micro-batches",
+    "rejoin": "the same, and a new process takes its place",
+    "restart": "a job that ends with the failure and starts again from its newest checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -137,10 +144,10 @@ def compare(config: DictConfig, directory: Path, console: Console) -> list[Finis
     by_time = any(config.faults.get(source) for source in ("mtbf", "trace"))
     if by_time or len(config.faults.get("faults") or ()) != 1:
         raise ConfigurationError("compare needs one fault at a known step: use faults=kill_one, or compare=null.")
-    console.rule("fault-free")
+    console.rule("fault-free: no worker is lost")
     finished = [_run(config, directory / "fault_free", "fault-free", {"faults.faults": []})]
     for name in chosen:
-        console.rule(name)
+        console.rule(f"{name}: {WHAT_HAPPENS[name]}")
         finished.append(runs[name](config, directory / name))
     return finished
 
@@ -180,7 +187,9 @@ def _restart(config: DictConfig, directory: Path) -> Finished:
         raise ConfigurationError("the run that is to be restarted did not end: choose a step before trainer.max_steps.")
     again = _changed(config, directory / "after_the_restart", {"faults.faults": []})
     second = build_trainer(again)
-    second.fit(instantiate(again.model), instantiate(again.data), ckpt_path=saved[-1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")  # this run writes none
+        second.fit(instantiate(again.model), instantiate(again.data), ckpt_path=saved[-1])
     losses = {**read_losses(find_metrics(first)), **read_losses(find_metrics(second))}
     measured = measure("restart", [*history, *second.strategy.history], losses)  # type: ignore[attr-defined]
     return Finished("restart", directory, second, measured)

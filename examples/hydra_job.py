@@ -4,6 +4,7 @@ A mistake in the call (an unknown option, a fault outside the grid) ends the pro
 ``RECYCLE_FULL_ERROR=1`` shows the traceback instead.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,10 +27,16 @@ def prepare(config: DictConfig) -> Path:
     """Settle threads and seed of a job; returns its output directory, which exists then."""
     # Read by the libraries of the worker processes when these start; with the default, each would take all cores.
     os.environ["OMP_NUM_THREADS"] = str(config.threads_per_worker)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_about_the_run)
     L.seed_everything(config.seed)
     directory = Path(config.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def _is_about_the_run(record: logging.LogRecord) -> bool:
+    """Whether a message of Lightning's is more than a tip or a list of devices, which it gives for each Trainer."""
+    return not record.getMessage().startswith(("💡", "GPU available", "TPU available"))
 
 
 def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L.Trainer:
@@ -76,7 +83,7 @@ def show_report(
     schedules = getattr(trainer.strategy, "schedules", [])
     failures = find_failures(history)
     metrics = find_metrics(trainer)
-    losses = summarize_losses(read_losses(metrics), failures[0].step if failures else None)
+    losses = summarize_losses(read_losses(metrics))
     units = units_per_pipeline * (schedules[0].grid.pipelines if schedules else 1)
     console.rule(title)
     phases = find_phases(history, schedules)

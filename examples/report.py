@@ -58,11 +58,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Losses:
-    """Training loss at the first step, around the first failure (means of a few steps), and at the end (mean)."""
+    """Training loss at the first step, and at the end (mean of a few steps)."""
 
     first: float
-    before_failure: float | None
-    after_failure: float | None
     last: float
 
 
@@ -92,13 +90,13 @@ def _seconds_until(kind: str, since: float, later: Iterable[Event]) -> float | N
 
 
 def find_phases(history: Sequence[Event], schedules: Sequence[Schedule]) -> list[Phase]:
-    """The generations in order, each with the last of ``schedules`` that was planned for its live workers."""
+    """The generations that committed steps, each with the last of ``schedules`` that was planned for its workers."""
     planned = {
         frozenset(schedule.grid.rank(worker) for worker in schedule.live_workers): schedule for schedule in schedules
     }
     rosters = {event.generation: event.details["roster"] for event in history if event.kind == "regrouped"}
     phases = []
-    for generation in sorted(rosters.keys() | {event.generation for event in history if event.kind == "step"}):
+    for generation in sorted({event.generation for event in history if event.kind == "step"}):
         durations = [event.seconds for event in history if event.kind == "step" and event.generation == generation]
         steady = [seconds for seconds in durations[1:] if seconds is not None]
         roster = rosters.get(generation)
@@ -123,26 +121,12 @@ def read_losses(path: Path, column: str = "train_loss") -> dict[int, float]:
         return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
 
 
-def summarize_losses(
-    losses: Mapping[int, float], failed_step: int | None = None, window: int = WINDOW
-) -> Losses | None:
-    """Loss of the first step; means of up to ``window`` steps around ``failed_step`` and at the end. None without any
-    loss.
-    """
+def summarize_losses(losses: Mapping[int, float], window: int = WINDOW) -> Losses | None:
+    """Loss of the first step, and the mean of up to ``window`` last ones; None without any loss."""
     if not losses:
         return None
     steps = sorted(losses)
-    before: list[int] = []
-    after: list[int] = []
-    if failed_step is not None:
-        before = [step for step in steps if step < failed_step][-window:]
-        after = [step for step in steps if step >= failed_step][:window]
-    return Losses(
-        first=losses[steps[0]],
-        before_failure=fmean(losses[step] for step in before) if before else None,
-        after_failure=fmean(losses[step] for step in after) if after else None,
-        last=fmean(losses[step] for step in steps[-window:]),
-    )
+    return Losses(first=losses[steps[0]], last=fmean(losses[step] for step in steps[-window:]))
 
 
 def render(
@@ -166,10 +150,8 @@ def render(
     """
     tables: list[RenderableType] = []
     if losses:
-        names = ("first step", f"{WINDOW} steps before the failure", f"{WINDOW} after it", f"last {WINDOW}")
-        table = Table(*names, title=f"Mean loss ({loss_unit})")
-        values = (losses.first, losses.before_failure, losses.after_failure, losses.last)
-        table.add_row(*("-" if value is None else f"{value:.3f}" for value in values))
+        table = Table("first step", f"mean of the last {WINDOW}", title=f"Loss ({loss_unit})")
+        table.add_row(f"{losses.first:.3f}", f"{losses.last:.3f}")
         tables.append(table)
     if failures:
         table = Table("worker", "kind", "cause", "step", "detected", "regrouped", "next commit", title="Failures")

@@ -7,6 +7,7 @@ accelerator. A device means the one with its index; its current stream is that o
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ CAPTURING: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 """Asks a tensor for its kind of device, as torch does before it records a graph."""
 
 
+@functools.cache  # torch makes a new string each time that it is asked for a kind
 def is_accelerator(device: torch.device) -> bool:
     """Whether the host cannot touch tensors on ``device``."""
     return device.type not in ("cpu", "meta")

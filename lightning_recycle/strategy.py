@@ -53,6 +53,7 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.weight_callbacks import await_stage
 
 
 @suggests_options
@@ -365,7 +366,7 @@ class ReCycleStrategy(ParallelStrategy):
         super().setup_environment()
         self.session.keep_log_files()
         self.session.prepare_data_once()
-        self.session.weights.await_stage()
+        await_stage(self.session.trainer)
 
     @contextmanager
     @override
@@ -430,10 +431,10 @@ class ReCycleStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """A backward pass of manual optimization, with its hooks called once."""
-        if self._session is None or self._session.manual is None:
+        if self._session is None or self._session.steps.manual is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
-        plugin, manual = self.precision_plugin, self._session.manual
+        plugin, manual = self.precision_plugin, self._session.steps.manual
         with manual.hooks_once():
             closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
         plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -484,7 +485,7 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._session is None else self._session.collectives.reduce(tensor, reduce_op)
+        return tensor if self._session is None else self._session.reduce(tensor, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -27,7 +27,8 @@ def memory_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 def is_sharded(value: Any) -> bool:
     """Whether ``value`` is a DTensor."""
-    return isinstance(value, Tensor) and hasattr(value, "to_local")  # torch's module of DTensors takes long to import
+    # torch's module of DTensors takes long to import; what a tensor lacks takes long to look for.
+    return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(value, "to_local")
 
 
 def is_divided_by(tensor: Tensor, name: str) -> bool:
@@ -49,9 +50,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def whole(value: Any) -> Any:
     """``value`` with full tensors for DTensors; all processes of their mesh call it."""
-    if isinstance(value, tuple) and type(value) is tuple:
+    if type(value) is tuple:
         return tuple(whole(item) for item in value)
-    return value.full_tensor() if is_sharded(value) else value
+    return value if type(value) is Tensor or not is_sharded(value) else value.full_tensor()
 
 
 def sharded_like(tensor: Tensor, part: Tensor) -> Tensor:
@@ -104,14 +105,14 @@ def _host_tensor(tensor: Tensor, is_parameter: bool, requires_grad: bool) -> Ten
 
 def has_plain_memory(tensor: Tensor) -> bool:
     """Whether the memory of ``tensor``, with its shape and strides, is all that it is."""
-    is_strided = tensor.device.type != "meta" and tensor.layout is torch.strided
+    is_strided = not tensor.is_meta and tensor.layout is torch.strided
     return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def memory_address(tensor: Tensor) -> int:
     """The address of the storage of ``tensor``, which its views share; 0 if none."""
     tensor = local_part(tensor)
-    if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.is_meta:
         return 0
     return tensor.untyped_storage().data_ptr()
 

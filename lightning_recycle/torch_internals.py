@@ -13,7 +13,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules import batchnorm
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -28,6 +31,7 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 make_subclass = Tensor._make_subclass
+_version = attrgetter("_version")
 
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -57,7 +61,7 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_of` of each."""
-    return [*map(attrgetter("_version"), tensors)]
+    return list(map(_version, tensors))
 
 
 def show_dataset(dataset: Any) -> None:
@@ -104,6 +108,15 @@ def fsdp_parameters(module: Any) -> list[nn.Parameter]:
     return [p.sharded_param for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
 
 
+def fsdp_places(module: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The modules and names by which FSDP2 has :func:`fsdp_parameters` in a table of parameters, gathered or not."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
 def drop_unsharded_gradients(module: Any) -> None:
     """Drops gradients that FSDP2 has not summed over the processes yet."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -119,3 +132,33 @@ def offset_of(tensor: Any) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks see each call of the optimizer's ``step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def replace_total_norm(function: Callable[..., Tensor] | None) -> None:
+    """Replaces the norm that ``torch.nn.utils.clip_grad_norm_`` clips by; with None it is torch's again."""
+    clip_grad._get_total_norm = nn.utils.get_total_norm if function is None else function
+
+
+@contextmanager
+def after_unscaling(
+    scaler: GradScaler, change: Callable[[Tensor, dict[Any, Tensor]], dict[Any, Tensor]]
+) -> Iterator[None]:
+    """Changes the overflows that ``scaler`` finds in the block, by device.
+
+    Torch's own scaler for sharded gradients overrides the same method.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_change(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+        return change(found_inf, unscale(optimizer, inv_scale, found_inf, allow_fp16))
+
+    scaler._unscale_grads_ = unscale_and_change  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_

@@ -245,9 +245,17 @@ PRIVATE = {
         "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device",
         "torch:_C._get_privateuse1_backend_name",
         "torch:Tensor._version",
+        "torch.nn.utils.clip_grad:_get_total_norm",
+        "torch.amp:GradScaler._unscale_grads_",
     ],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.session.reporting_callbacks": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.session.model_checkpoint": [
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_last_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._link_checkpoint",
+        "lightning.pytorch.callbacks:ModelCheckpoint._save_checkpoint",
+    ],
+    "lightning_recycle.session.reporting": ["lightning.pytorch.callbacks:ModelSummary._summary"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",
@@ -269,13 +277,10 @@ PRIVATE = {
         "lightning.pytorch.callbacks:ModelCheckpoint._find_last_checkpoints",
         "lightning.pytorch.callbacks:ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir",
         "lightning.pytorch.profilers:PyTorchProfiler._default_schedule",
+        "lightning.pytorch.utilities:grad_norm.__code__",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.capture",
         "lightning.pytorch.strategies.launchers.multiprocessing:_GlobalStateSnapshot.restore",
-    ],
-    "lightning_recycle.session.commit_requirements": [
-        "lightning.pytorch.utilities:grad_norm.__code__",
-        "torch.nn.utils.clip_grad:_get_total_norm",
     ],
 }
 

@@ -312,30 +312,27 @@ class ControlClient(ActivityRecorder):
         self._requests.append(messages.EndRun(self.rank))
         self._wake_heartbeat.set()
 
-    def confirm(self, in_background: bool = False) -> None:
+    def confirm(self) -> None:
         """Returns if this worker is still a member, and ends the process otherwise.
 
-        To be called before anything that only a member of the generation may do. ``in_background``: whether the thread
-        that trains is another one.
+        To be called, from a thread beside the one that trains, before anything that only a member may do.
         """
-        self._confirm(lambda number: messages.Confirm(self.rank, number), shown=not in_background)
+        self._confirm(lambda number: messages.Confirm(self.rank, number))
 
     def announce(self, batch: int, index: int, temporary: str) -> None:
-        """:meth:`confirm` from a thread beside the training.
-
-        This worker may give a checkpoint its name.
+        """As :meth:`confirm`: this worker may give a checkpoint its name.
 
         Args:
             batch, index, temporary: as in :class:`~lightning_recycle.control.protocol.messages.SaveAnnounced`.
         """
-        self._confirm(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary), shown=False)
+        self._confirm(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary))
 
-    def _confirm(self, question: Callable[[int], Any], shown: bool) -> None:
+    def _confirm(self, question: Callable[[int], Any]) -> None:
         with self._changed:
             self._questions = number = max(self._questions, self.member.confirmed) + 1
         self.send(question(number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=shown)
+        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=False)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.

@@ -36,8 +36,8 @@ from lightning_recycle.launch.worker_payload import ignore_deprecations_of_light
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import exit_if_importing
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.interruption import saved_already, saves_on_exception
-from lightning_recycle.session.reporting_callbacks import show_cursor
+from lightning_recycle.session.lightning_internals import mark_saved, saves_on_exception
+from lightning_recycle.session.reporting import show_cursor
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class SupervisorLauncher:
                     "No checkpoint is written for this error: the state was in the workers, and they have"
                     " ended. ModelCheckpoint(every_n_train_steps=...) writes while they live."
                 )
-            saved_already(trainer)
+            mark_saved(trainer)
             raise
         finally:
             if self._has_fitted and not fits:

@@ -35,7 +35,7 @@ from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
-from lightning_recycle.session.step_completion import COMPLETION
+from lightning_recycle.session.worker_snapshot import COMPLETION
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,16 @@ from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.object_attributes import is_own
-from lightning_recycle.session.object_graph import LargeData, ObjectGraph, ObjectPack
+from lightning_recycle.session.object_graph import (
+    CallbackList,
+    LargeData,
+    ObjectGraph,
+    ObjectPack,
+    process_anchors,
+    streams_among,
+    weights_by_name,
+    weights_for,
+)
 from lightning_recycle.session.optimizer_states import (
     Copies,
     complete_state,
@@ -49,13 +58,6 @@ from lightning_recycle.session.optimizer_states import (
     merged_names,
 )
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.user_objects import (
-    CallbackList,
-    process_anchors,
-    streams_among,
-    weights_by_name,
-    weights_for,
-)
 from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 from lightning_recycle.torch_internals import tree_leaves, version_of

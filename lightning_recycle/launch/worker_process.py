@@ -115,7 +115,7 @@ def run_worker(
     user = run_results.UserObjects(call, keeps_large=reports)
     with session.settled():
         returned = call()
-        session.weights.release()
+        session.checkpoints.weights.release()
         way = run_results.result_route(session, setup.gathering)
         whole = None
         if setup.outsiders and way is ResultRoute.MESSAGES:

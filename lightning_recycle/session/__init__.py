@@ -1,1 +1,1 @@
-"""One worker under Lightning: what connects its loops, hooks, loggers and checkpoints to the executor."""
+"""One worker under Lightning: loops, hooks, loggers, checkpoints, state transfer."""

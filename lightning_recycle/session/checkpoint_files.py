@@ -1,21 +1,13 @@
 """Checkpoint files and folders: written in one piece, checked by their checksums.
 
 Contract: a checkpoint under its name is whole (:func:`damage` finds nothing), whenever its writers die; a write that
-fails leaves the previous checkpoint unchanged.
+fails leaves the previous checkpoint unchanged. A file is the zip archive that torch writes, whose directory has the
+size and the CRC-32 of each record. A folder is in torch's distributed format, with the names of Lightning's strategies:
+``state_dict``, and by reference to the same bytes ``model``; ``optimizer_0`` has states by names of parameters;
+everything but tensors is in ``meta.pt``; sizes and checksums are in ``manifest.json``, written last.
 
-A file is the zip archive that torch writes: the directory of the archive, which comes last, has the size and the CRC-32
-of each of its records, so the file needs nothing beside it to be checked, copied or renamed.
-
-A folder is a sharded checkpoint in torch's distributed format, with the names of Lightning's strategies: the weights
-are ``state_dict``, as ModelParallelStrategy has them, and by reference to the same bytes ``model``, as FSDPStrategy and
-``python -m lightning.pytorch.utilities.consolidate_checkpoint`` do; ``optimizer_0`` has states by names of parameters.
-Each writer's tensors are in a file, everything else in ``meta.pt``. Sizes and checksums of its files are in
-``manifest.json``, written last. torch.distributed.checkpoint coordinates its writers through the default process group;
-without one it takes each writer for the only one. Here its steps (local plan, global plan, write, finish) are called
-one by one, and their messages go through the control plane, so a peer replaces a writer that dies, and the folder is
-written again.
-
-Must not know: the run's reaction to a failure.
+torch.distributed.checkpoint coordinates writers through the default process group. Here its steps are called one by
+one, and their messages go through the control plane.
 """
 
 from __future__ import annotations
@@ -28,10 +20,10 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -43,6 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -54,8 +47,8 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.planning.grid import Positions
 from lightning_recycle.runtime.executor.device_memory import storage_bytes
+from lightning_recycle.session.collectives import StageGroup
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
@@ -76,7 +69,7 @@ Checksum = tuple[int, int]
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """``path`` as a path of this machine's file systems; None for URLs of others (``s3://``, ``memory://``)."""
+    """``path`` as a path of this machine's file systems."""
     if "://" not in os.fspath(path):
         return Path(path)
     file_system, stripped = url_to_fs(os.fspath(path))
@@ -84,7 +77,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a folder as this strategy writes it, or another strategy of Lightning."""
+    """Whether ``path`` is a folder of this or another strategy of Lightning."""
     if (local := local_path(path)) is not None:
         return (local / METADATA_FILENAME).is_file()
     files, folder = url_to_fs(os.fspath(path))
@@ -95,10 +88,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's default, but a file under its name is whole: it is written beside its place and renamed.
-
-    Files on other file systems than this machine's go Lightning's way.
-    """
+    """Lightning's CheckpointIO with atomic writes: a file is renamed when complete."""
 
     @override
     def save_checkpoint(
@@ -112,9 +102,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Writes a checkpoint.
 
         Args:
-            checkpoint: the checkpoint.
-            path: the file's path or URL.
-            storage_options: not supported, as in Lightning's class.
             before_naming: called with its temporary path right before a file of this machine gets its name.
             pace: how fast a file of this machine is written; as fast as possible by default.
 
@@ -140,7 +127,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def save_with_checksums(value: Any, file: Any) -> None:
-    """``torch.save`` with the checksums of its records, even where the user switched them off.
+    """``torch.save`` with checksums of its records, even where they are switched off.
 
     Raises:
         OSError: when the file system refuses. (torch's writer raises an error of its own then.)
@@ -157,23 +144,8 @@ def save_with_checksums(value: Any, file: Any) -> None:
         torch.serialization.set_crc32_options(chosen)
 
 
-@dataclass(frozen=True)
-class WriteFailure:
-    """Why a checkpoint was not written.
-
-    Args:
-        text: the cause, in words.
-        is_refusal: whether it was the file system that refused.
-        remedy: a sentence on what helps; empty if nothing is known.
-    """
-
-    text: str
-    is_refusal: bool = True
-    remedy: str = ""
-
-
-def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | WriteFailure:
-    """The result of ``action``, which writes ``content`` to ``path``; or the file system's reason for refusing.
+def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | SaveFailure:
+    """The result of ``action``, which writes ``content`` to ``path``.
 
     Raises:
         Exception: what ``action`` raises, if the file system is not the reason.
@@ -185,8 +157,9 @@ def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any
         if reason is None:
             raise
         size = megabytes(storage_bytes(tree_leaves(content)))
-        return WriteFailure(
+        return SaveFailure(
             f"The checkpoint {os.fspath(path)} ({size} to write{_free_space(path)}) could not be written: {reason}.",
+            is_refusal=True,
             remedy=_REMEDIES.get(reason.errno or 0, ""),
         )
 
@@ -252,7 +225,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """The damage of the checkpoint at ``path`` on this machine's file systems; None if it is whole.
+    """The damage of the checkpoint at ``path`` on this machine's file systems.
 
     Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
     program that writes files may have switched them off: there only completeness is checked.
@@ -318,80 +291,49 @@ _TORCH_METADATA = ".metadata"
 _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
-class Writers(Protocol):
-    """The workers that write a folder: all of a run, or those that hold copies of its stages."""
-
-    rank: int
-    positions: Positions
-    pace: Pace
-    """How fast each of them writes."""
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker names the folder."""
-
-    @property
-    def is_column_leader(self) -> bool:
-        """Whether this worker writes a stage's part."""
-
-    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all of them, by rank."""
-
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may give what is at ``temporary`` its name."""
-
-
 def save_sharded(
     path: str | os.PathLike[str],
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
-) -> bool | WriteFailure:
-    """Writes this worker's shard together with all others; every live worker takes part.
+    pace: Pace | None = None,
+) -> SaveFailure | None:
+    """Writes this worker's shard together with all others of ``group``.
 
     Args:
-        path: the folder's path, the same on all workers; replaced if it exists.
         shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
         rest: what does not belong to a stage.
-        collectives: all who write.
         before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
             this machine.
+        pace: how fast this worker writes; as fast as possible by default.
 
     Returns:
-        Whether this worker gave the folder its name; or why there is no checkpoint, the same on all workers.
+        Why there is no checkpoint, as far as this worker knows; the leader does.
+
+    Raises:
+        Exception: what ``group`` raises where a worker is lost.
     """
-    gather, upload = collectives.gather_all, None
-    if (local := local_path(path)) is None:
+    gather, upload, local = group.gather_all, None, local_path(path)
+    if local is None:
         upload = _Upload(os.fspath(path))
         local = Path(tempfile.gettempdir()) / Path(path).name
-    path = local
-    folder: Path | None = None
-    while True:
-        if collectives.is_leader:
-            if folder is not None:  # all live workers have left it, because a writer died
-                discard(folder)
-            remove_leftovers(path.parent)
-        proposals = gather("checkpoint folder", temporary_path(path).name if collectives.is_leader else None)
-        names = [name for _, name in sorted(proposals.items()) if name is not None]
-        if not names:
-            continue
-        folder = path.with_name(names[0])
-        try:
-            outcome = _write_once(path, folder, shard, rest, collectives, before_naming, upload)
-        except BaseException:
-            if collectives.is_leader:
-                discard(folder)
-            raise
-        if outcome is None:
-            continue
-        if upload is not None or (isinstance(outcome, WriteFailure) and collectives.is_leader):
+    if group.is_leader:
+        remove_leftovers(local.parent)
+    proposals = gather("checkpoint folder", temporary_path(local).name if group.is_leader else None)
+    folder = local.with_name(next(name for name in proposals.values() if name is not None))
+    is_named = False
+    try:
+        failure = _write_folder(local, folder, shard, rest, group, before_naming, pace or Pace(), upload)
+        is_named = failure is None and upload is None
+        return failure
+    finally:
+        if group.is_leader and not is_named:
             discard(folder)
-        return outcome
 
 
 class _Upload:
-    """A folder of another file system than this machine's, which gets files one by one; the manifest completes it."""
+    """A folder of another file system, completed by its manifest."""
 
     def __init__(self, url: str) -> None:
         self._files, self._folder = url_to_fs(url)
@@ -408,56 +350,52 @@ class _Upload:
             self._files.put_file(str(folder / name), f"{self._folder}/{name}")
 
 
-def _write_once(
+def _write_folder(
     path: Path,
     folder: Path,
     shard: dict[str, Any],
     rest: dict[str, Any],
-    collectives: Writers,
+    group: StageGroup,
     before_naming: Callable[[Path | None], None],
+    pace: Pace,
     upload: _Upload | None,
-) -> bool | WriteFailure | None:
-    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`, or None if a writer died meanwhile."""
-    gather, num_writers = collectives.gather_all, collectives.positions.columns
+) -> SaveFailure | None:
+    """Writes ``folder`` and names it ``path``; as :func:`save_sharded`."""
+    gather = group.gather_all
     writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(collectives.pace)
+    writer.fs = _PacedFileSystem(pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
     def plan() -> Any:
         # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
         # the members of a position have in common one copy is written.
-        if upload is not None and collectives.is_leader:
+        if upload is not None and group.is_leader:
             upload.begin()
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    mine = attempt(plan, path, shard) if collectives.is_column_leader else None
-    plans = _parts(gather("checkpoint plan", mine))
-    if isinstance(plans, WriteFailure):
-        return plans
-    if len(plans) < num_writers:
-        return None
+    plans = gather("checkpoint plan", attempt(plan, path, shard))
+    if (failure := _failure_in(plans)) is not None:
+        return failure
     ranks = sorted(plans)
     merged, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
     merged = writer.prepare_global_plan(merged)
 
     def write() -> tuple[Any, dict[str, Checksum]]:
-        plan = planner.finish_plan(merged[ranks.index(collectives.rank)])
+        plan = planner.finish_plan(merged[ranks.index(group.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         if upload is not None:
             upload.put(folder, names)
         return results, {name: checksum(folder / name) for name in names}
 
-    written = _parts(gather("checkpoint data", attempt(write, path, shard) if mine is not None else None))
-    if isinstance(written, WriteFailure):
-        return written
-    if len(written) < num_writers:
-        return None
+    written = gather("checkpoint data", attempt(write, path, shard))
+    if (failure := _failure_in(written)) is not None:
+        return failure
 
-    def finish() -> bool:
-        parts = [written[rank] for rank in sorted(written)]
+    def finish() -> None:
+        parts = [written[rank] for rank in ranks]
         writer.finish(metadata, _with_other_names(metadata, [results for results, _ in parts]))
         with replacing(folder / METADATA_FILENAME) as file:
             save_with_checksums(rest, file)
@@ -468,17 +406,12 @@ def _write_once(
             upload.put(folder, (_TORCH_METADATA, METADATA_FILENAME))
             before_naming(None)
             upload.put(folder, (_MANIFEST,))
-            return True
+            return
         sync_folder(folder)
         before_naming(folder)
         put_in_place(folder, path)
-        return True
 
-    named = attempt(finish, path, rest) if collectives.is_leader else None
-    outcomes = _parts(gather("checkpoint", named))
-    if isinstance(outcomes, WriteFailure):
-        return outcomes
-    return (named is not None) if outcomes else None
+    return attempt(finish, path, rest) if group.is_leader else None
 
 
 class _PacedFileSystem(FileSystem):
@@ -492,7 +425,7 @@ class _PacedFileSystem(FileSystem):
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:
-    """Adds the weights under the name that FSDPStrategy has for them, to ``metadata`` and a copy of ``results``."""
+    """Adds the weights under FSDPStrategy's name, in ``metadata`` and ``results``."""
     stored, paths = metadata.state_dict_metadata, metadata.planner_data
     others = {key: _FSDP_WEIGHTS + key.removeprefix(_WEIGHTS) for key in stored if paths[key][0] == _WEIGHTS}
     for key, other in others.items():
@@ -505,18 +438,14 @@ def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult
     return added
 
 
-def _parts(gathered: Mapping[int, Any]) -> dict[int, Any] | WriteFailure:
-    """The contributions of workers, by rank; or the failure of one of them."""
-    parts = {rank: part for rank, part in gathered.items() if part is not None}
-    failures = [part for _, part in sorted(parts.items()) if isinstance(part, WriteFailure)]
-    return failures[0] if failures else parts
+def _failure_in(gathered: Mapping[int, Any]) -> SaveFailure | None:
+    return next((part for _, part in sorted(gathered.items()) if isinstance(part, SaveFailure)), None)
 
 
 def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
     Args:
-        path: the folder's path.
         wanted: what to read, by keys such as ``state_dict.layers.0.weight``, or the beginning of several such as
             ``optimizer_0.state.layers.0.weight``. Where the value is a DTensor, tensors of its shape become DTensors
             with its placements, of which this process reads its shard only. Everything by default.

@@ -1,4 +1,4 @@
-"""A worker's role among the others: its context, and the collectives that Lightning asks a strategy for.
+"""A worker's context, and the collectives that Lightning asks a strategy for.
 
 Collectives go through the coordinator, which hides failures from them; there is no torch process group that they could
 use. They are for control, not for data: flags, metrics, the parts of a checkpoint.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.files import Pace
 from lightning_recycle.model.module import global_seed
-from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
 from lightning_recycle.tensor_memory import merge_shards
 
@@ -44,10 +44,9 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch
 
 
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
-    """Warns once if a step asks torch for a default process group: there is none, and it would go on as if alone.
+    """Warns once if a step asks torch for a default process group.
 
     Args:
-        is_in_step: whether a step runs.
         of_members: whether the members of a position form one, for torch's sharded tensors. Others are answered that
             there is none: what members hold, such as the state of a metric, is not to be summed over them.
     """
@@ -74,30 +73,52 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
     dist.is_initialized = is_initialized
 
 
-class WorkerCollectives:
-    """A worker's role, and its collectives.
+class StageGroup(ABC):
+    """Workers that hold all stages between them: all of a run, or the holders of a checkpoint."""
 
-    Args:
-        run: the settings that all workers have in common.
-        client: the connection to the coordinator.
+    rank: int
+    positions: Positions
 
-    Attributes:
-        positions: which worker is which member of which position.
-    """
+    @property
+    @abstractmethod
+    def is_leader(self) -> bool:
+        """Whether this worker speaks for all of them, and names files."""
 
-    def __init__(self, run: RunSetup, client: ControlClient) -> None:
+    @property
+    @abstractmethod
+    def is_column_leader(self) -> bool:
+        """Whether this worker speaks for its stage, or for its part of that."""
+
+    @abstractmethod
+    def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values of all of them, by rank."""
+
+    def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """One part per column, in order. Asks again if a speaker dies meanwhile."""
+        while True:
+            found = self.gather_all(name, (part(),) if self.is_column_leader else None)
+            parts = {self.positions.column(rank): value[0] for rank, value in found.items() if value is not None}
+            if len(parts) == self.positions.columns:
+                return [parts[column] for column in range(len(parts))]
+
+    def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """One part per stage, in order: its members' parts, merged."""
+        parts, members = self.gather_columns(name, part), self.positions.members
+        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
+
+
+class WorkerCollectives(StageGroup):
+    """A worker's role, and its collectives."""
+
+    def __init__(self, run: RunSetup, client: ControlClient, is_in_step: Callable[[], bool]) -> None:
         self._run, self.grid, self.positions = run, run.grid, run.positions
         self.client = client
         self.rank = client.rank
         self.worker = self.positions.position(client.rank)
-        self.is_in_step: Callable[[], bool] = lambda: False
+        self.is_in_step = is_in_step
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
-        self.keeps: Callable[[], tuple[bool, bool]] = lambda: (False, False)
-        """Whether steps keep numbers for each worker in attributes, and lists that are whole on all."""
-        self.pace = Pace()
-        """Of checkpoints for which all wait: no limit."""
         self._answers: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ who is who
@@ -116,24 +137,24 @@ class WorkerCollectives:
         return self.positions.rank(Worker(0, self.grid.stages - 1))
 
     @property
+    @override
     def is_leader(self) -> bool:
         """Whether this worker speaks for the run."""
         return not self.client.joining and self.rank == self.leader
 
     @property
+    @override
     def is_column_leader(self) -> bool:
         """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker is a member of the run, and may give the checkpoint at ``temporary`` its name."""
-        self.client.confirm()
-
     # ------------------------------------------------------------------ collectives
 
     def gather(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of the workers of each stage that read different data, by the number of their place in the grid by
-        which data is divided: of those that are at the same place of tensor parallelism as this one.
+        """The values of the workers of each stage that read different data.
+
+        By the number of their place in the grid by which data is divided; of the workers at this one's place of tensor
+        parallelism.
 
         Raises:
             UnsupportedFeatureError: in code that sees one micro-batch.
@@ -147,6 +168,7 @@ class WorkerCollectives:
             if (rank - self.rank) % tensor == 0
         }
 
+    @override
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all live workers, by rank.
 
@@ -184,7 +206,7 @@ class WorkerCollectives:
             self._answers[obj] = answer
         return answer
 
-    def reduce(self, tensor: Any, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, reduce_op: Any, keeps_shares: bool, keeps_lists: bool) -> Any:
         """The values of all live workers as one.
 
         A sum of equal values is that value: it concerns the whole global batch, so each worker holds what under DDP the
@@ -193,7 +215,7 @@ class WorkerCollectives:
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        found = sorted(self.gather("reduce", (tensor.detach(), *self.keeps())).items())
+        found = sorted(self.gather("reduce", (tensor.detach(), keeps_shares, keeps_lists)).items())
         shares, lists = (any(flags) for flags in zip(*(kept for _, (_, *kept) in found), strict=True))
         name = str(reduce_op or "sum").rsplit(".", 1)[-1].lower()
         if shares:  # of a pipeline, the last stage has it
@@ -231,34 +253,32 @@ class WorkerCollectives:
         return all(decisions) if all_agree else any(decisions)
 
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
-        """The result of ``action`` in the leader, on all workers; if it dies before they have it, in the next one."""
+        """The result of ``action`` in the leader, on all workers.
+
+        Raises:
+            UnsupportedFeatureError: in a worker that is alone, as it is about to join.
+        """
+        if self.client.joining:
+            raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
         while True:
             mine = (action(),) if self.is_leader else None
             for found in self.gather_all(name, mine).values():
                 if found is not None:  # of one worker: only one leads
                     return found[0]
 
-    def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per stage, in order, on all workers: its members' parts, merged; as :meth:`gather_columns`."""
-        parts, members = self.gather_columns(name, part), self.positions.members
-        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
-
+    @override
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """One part per column, in order, on all workers; asks again if a speaker dies meanwhile.
+        """One part per column, in order, on all workers. Asks again if a speaker dies.
 
         Raises:
-            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other stages.
+            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other columns.
         """
-        if self.client.joining and self.grid.stages > 1:
-            raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
         self.settle()
-        while True:
-            payloads = self.gather_all(name, (part(),) if self.is_column_leader else None)
-            parts = {
-                self.positions.column(rank): value[0] for rank, value in sorted(payloads.items()) if value is not None
-            }
-            if len(parts) == self.positions.columns:
-                return [parts[column] for column in range(len(parts))]
+        if self.client.joining:
+            if self.positions.columns > 1:
+                raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
+            return [part()]
+        return super().gather_columns(name, part)
 
 
 # ---------------------------------------------------------------------- context
@@ -273,28 +293,19 @@ def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> Posit
     return PositionMesh(run.mesh_sizes, member, device_type, client.joining)
 
 
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """Whether a step runs, or a hook that sees the output of one micro-batch."""
+    return getattr(trainer.lightning_module, "recorded_logs", None) is not None
+
+
 class WorkerContext:
-    """The context of one worker, whose Trainer is about to run.
-
-    Args:
-        options: the user's options.
-        run: the settings that all workers have in common.
-        place: this worker's place.
-        client: its connection to the coordinator.
-        trainer: the Trainer of this process.
-
-    Attributes:
-        collectives: this worker's collectives.
-        fitting: whether the Trainer's function is ``fit``.
-        mesh: that of this worker's position, if it has several members.
-        resumed_seed: the seed of the checkpoint that the run resumes from.
-    """
+    """The context of one worker, whose Trainer is about to run."""
 
     def __init__(
         self, options: Options, run: RunSetup, place: WorkerIdentity, client: ControlClient, trainer: pl.Trainer
     ) -> None:
         self.options, self.run, self.place, self.client, self.trainer = options, run, place, client, trainer
-        self.collectives = WorkerCollectives(run, client)
+        self.collectives = WorkerCollectives(run, client, lambda: is_in_step(trainer))
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.mesh = _mesh_of(run, client, trainer)
         self.resumed_seed: int | None = None
@@ -326,8 +337,9 @@ class WorkerContext:
 
     @cached_property
     def own_seed(self) -> int:
-        """The seed of a run that begins anew: the strategy's, or that of ``seed_everything``, else 0; a hook that calls
-        it later changes nothing.
+        """The seed of a run that begins anew.
+
+        The strategy's, or that of ``seed_everything``, else 0; a hook that calls it later changes nothing.
         """
         return global_seed() if self.options.seed is None else self.options.seed
 

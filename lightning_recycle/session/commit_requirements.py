@@ -1,24 +1,14 @@
-"""Facts about the gradient of the whole model that a stage needs to step: its norm, or that it overflowed.
+"""Facts about the whole gradient that a stage's step needs: norm and overflow.
 
-A run that needs neither has the staggered optimizer: a stage steps as soon as its own gradient is complete. In the
-others all stages commit each step together, and the plans that such a run asks for are plans with that barrier.
+Where a run needs neither, a stage steps as soon as its own gradient is complete; otherwise all stages commit each step
+together. Speculative clipping: a stage steps as if nothing were clipped when that is likely, and learns the norm
+afterwards. If it was too large, the optimizer steps once more from where it was; learning rates that hooks changed
+since then stay. That is right only if no code changes gradients or parameters in a step, or looks at them between it
+and the next forward (:func:`may_speculate`).
 
-Speculative clipping: clipping by norm needs the norm of all stages, and a stage that waits for it loses what the
-staggered optimizer gains. So it steps as if nothing were clipped when that is likely, and learns the norm afterwards.
-If the norm was too large after all, the optimizer steps once more from where it was, with clipped gradients. A
-correction concerns parameters and optimizer states alone: Lightning and the user's hooks have seen the step, once, and
-their later changes (learning rates) stay. That is right only if no code changes gradients or parameters in a step, or
-looks at them between it and the next forward; otherwise no stage speculates (:func:`may_speculate`).
-
-Norms in hooks: ``lightning.pytorch.utilities.grad_norm`` returns the norm of each gradient of a module and their total;
-in a worker it asks the other stages and returns what one device would, the same on all workers. All must call it at the
-same place, as its norms travel through the coordinator. ``torch.nn.utils.clip_grad_norm_`` cannot know whether it is
-given all parameters that are to be clipped together, so it warns that they are those of one stage.
-
-Loss scale of ``16-mixed``: the precision plugin scales, unscales, skips steps and adapts the scale as on one device,
-with a scaler on each worker. They stay alike because each decides from the same: whether the gradient of *any* stage
-overflowed. The last stage scales the loss of each micro-batch, so gradients travel and are reduced scaled. The scale
-changes in steps only, which all stages commit together: a step that is redone has the scale that it had.
+``16-mixed``: the plugin scales and skips steps as on one device, with a scaler on each worker. They stay alike because
+each decides from the same: whether the gradient of *any* stage overflowed. A step that is redone has the scale that it
+had.
 """
 
 from __future__ import annotations
@@ -28,24 +18,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as known
-from lightning.pytorch.utilities import grad_norm, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.session.lightning_internals import replace_grad_norm, stage_grad_norm
 from lightning_recycle.session.optimizer_states import OptimizerState
 from lightning_recycle.tensor_memory import local_part, sharded_like
-from lightning_recycle.torch_internals import foreach_mul
+from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_step_hooks, replace_total_norm
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class CommitRequirements:
 
 
 def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages: int) -> CommitRequirements:
-    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``; the same in every process."""
+    """The needs of the steps of ``module``, cut into ``stages``, under ``trainer``."""
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
     overflow = scaler_of(trainer) is not None
     return CommitRequirements(
@@ -80,13 +69,7 @@ def commit_requirements(trainer: pl.Trainer, module: pl.LightningModule, stages:
 
 
 def steps_alone(trainer: pl.Trainer, parts: ModelParts, stages: Sequence[range]) -> bool:
-    """Whether a stage can step before the others hold their gradients.
-
-    Args:
-        trainer: the Trainer.
-        parts: the module's parts, described.
-        stages: the parts of each stage.
-    """
+    """Whether a stage can step before the others hold their gradients."""
     return not (
         commit_requirements(trainer, parts.module, len(stages)).together or parts.optimizes_itself or parts.ties(stages)
     )
@@ -119,7 +102,7 @@ _BLIND_CALLBACKS: tuple[type[pl.Callback], ...] = (
 
 
 def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether a stage of several may step before it knows the norm by which gradients are clipped."""
+    """Whether a stage may step before it knows the norm for clipping."""
     accumulates = trainer.accumulate_grad_batches != 1 or any(
         isinstance(callback, known.GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -130,7 +113,7 @@ def may_speculate(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[str], of_module: Sequence[str]) -> bool:
-    """Whether the user's code has one of ``hooks``, or the module one of ``of_module``."""
+    """Whether the user overrides one of ``hooks``, or the module one of ``of_module``."""
     looking = [c for c in trainer.callbacks if type(c) not in _BLIND_CALLBACKS]  # type: ignore[attr-defined]
     callbacks = [c for c in looking if not type(c).__module__.startswith("lightning_recycle.")]
     return any(is_overridden(hook, module, pl.LightningModule) for hook in (*hooks, *of_module)) or any(
@@ -139,23 +122,24 @@ def _overrides(trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[
 
 
 def may_change_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether the user's code may change gradients between the backward and the optimizer; clipping aside, before which
-    all stages hold theirs, or which changes nothing the second time.
+    """Whether the user's code may change gradients between backward and optimizer.
+
+    Except by clipping, before which all stages hold theirs, or which changes nothing the second time.
     """
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     return _overrides(trainer, module, hooks, _STEP_HOOKS[:3])
 
 
 def sees_old_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether the user's code is called in a step while the gradients of the step before are there."""
+    """Whether the user's code runs in a step while older gradients are there."""
     hooks = ("on_before_zero_grad", "on_train_batch_start")
     return _overrides(trainer, module, hooks, ("optimizer_zero_grad",))
 
 
 def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
-    """The norm of the gradients of ``parameters`` that all stages hold now; all workers call it."""
+    """The norm of the gradients of ``parameters`` that all stages hold now."""
     if _gather is None:
-        return float(_total_norm([p.grad for p in parameters if p.grad is not None]))
+        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
     own = [
         (_parameter_names.get(id(p), name), float(p.grad.norm()))
@@ -167,13 +151,7 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
 
 
 def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> Callable[[], Any]:
-    """``closure`` for an optimizer, which may call it once: its gradients are there already.
-
-    Args:
-        closure: returns the loss.
-        what: the step, for the error.
-        otherwise: another remedy.
-    """
+    """``closure`` for an optimizer that may call it once, as gradients are there."""
     left = [closure]
 
     def once() -> Any:
@@ -188,7 +166,7 @@ def called_once(closure: Callable[[], Any], what: str, otherwise: str = "") -> C
 
 
 def clip_factor(clip_val: float, norm: float) -> float:
-    """By what clipping multiplies gradients, if that is less than 1: the formula of torch's ``clip_grad_norm_``."""
+    """The factor of clipping, if below 1; the formula of torch's ``clip_grad_norm_``."""
     return clip_val / (norm + 1e-6)
 
 
@@ -205,17 +183,19 @@ class OptimizerStep:
     @staticmethod
     def is_watched(optimizers: list[Optimizer]) -> bool:
         """Whether hooks see each call of an optimizer's ``step``."""
-        return any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers)
+        return any(map(has_step_hooks, optimizers))
 
     @torch.no_grad()
     def keep(self, optimizers: list[Optimizer]) -> None:
-        """Copies their states; called right before they step. As much memory as the states take."""
+        """Copies their states; called right before they step."""
         old: list[OptimizerState | None] = [*self._before, *([None] * len(optimizers))]
         self._before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
 
     def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
-        """Steps again with gradients that are multiplied by ``factor``, from parameters that are as they were; options
-        such as learning rates are first what they were, and then what they are now.
+        """Steps again with gradients multiplied by ``factor``.
+
+        Parameters are as they were; options such as learning rates are first what they were, and then what they are
+        now.
         """
         for optimizer, before in zip(optimizers, self._before, strict=True):
             now = OptimizerState(optimizer, None, options_only=True)
@@ -227,7 +207,10 @@ class OptimizerStep:
 
 
 def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
-    """Gives ``parameters`` other gradients; the old ones stay in their memory, as a peer may need them."""
+    """Gives ``parameters`` other gradients.
+
+    The old ones stay in their memory, as a peer may need them.
+    """
     trained = [p for p in parameters if p.grad is not None]
     parts = foreach_mul([local_part(p.grad) for p in trained if p.grad is not None], factor)
     for parameter, part in zip(trained, parts, strict=True):
@@ -238,30 +221,26 @@ def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
 
 _Gather: TypeAlias = Callable[[str, Callable[[], Any]], list[Any]]
 
-_stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
-_total_norm = clip_grad._get_total_norm
 _gather: _Gather | None = None
 _parameter_names: Mapping[int, str] = {}
 
 
 def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
-    """From now on norms are those of all stages; with None, of what this process holds.
+    """From now on norms are those of all stages.
 
     Args:
-        gather: (name, function) -> what the function returns in each stage, in order, on all workers.
         names: the names of this stage's parameters, by ``id``; those that are tied have the same.
     """
     global _gather, _parameter_names
     _gather, _parameter_names = gather, names or {}
-    # Users' modules hold the function itself (``from ... import grad_norm``): only what it runs can be replaced.
-    grad_norm.__code__ = (_stage_grad_norm if gather is None else _grad_norm).__code__
-    clip_grad._get_total_norm = _total_norm if gather is None else _warned_total_norm
+    replace_grad_norm(None if gather is None else _grad_norm)
+    replace_total_norm(None if gather is None else _warned_total_norm)
 
 
 def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
     """The result of ``grad_norm`` for ``module`` on one device."""
     assert _gather is not None
-    norms = _stage_grad_norm(module, norm_type, group_separator)
+    norms = stage_grad_norm(module, norm_type, group_separator)
     prefix = f"grad_{float(norm_type)}_norm"
     own = [
         (_parameter_names.get(id(parameter), name), entry, norms[entry].detach().cpu())
@@ -299,7 +278,7 @@ def _warned_total_norm(*args: Any, **kwargs: Any) -> Tensor:
             " norm of its own. To clip by the norm of the whole model, use Trainer(gradient_clip_val=...), or"
             " self.clip_gradients(...) in configure_gradient_clipping()."
         )
-    return _total_norm(*args, **kwargs)
+    return nn.utils.get_total_norm(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------- loss scale
@@ -313,36 +292,24 @@ def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
 
 @contextmanager
 def overflow_of_all(scaler: GradScaler | None, overflow: bool) -> Iterator[None]:
-    """Within the block the scaler finds an overflow if the gradient of any stage has one.
-
-    Args:
-        scaler: the scaler of this worker; None if the loss is not scaled.
-        overflow: whether the gradient of any stage has an infinity or a NaN.
-    """
+    """The scaler finds an overflow in the block if any stage's gradient has one."""
     if scaler is None:
         yield
         return
-    unscale = scaler._unscale_grads_
 
-    def unscale_and_tell(
-        optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
+    def change(found_inf: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         # Nothing is found where nothing is trained; a scaler wants to have looked at something.
-        found = unscale(optimizer, inv_scale, found_inf, allow_fp16) or {found_inf.device: found_inf}
+        found = found or {found_inf.device: found_inf}
         for one in found.values() if overflow else ():
             one.fill_(1.0)
         return found
 
-    # What torch's own scaler for sharded gradients overrides, too; it concerns optimizers that unscale by themselves.
-    scaler._unscale_grads_ = unscale_and_tell  # type: ignore[method-assign]
-    try:
+    with after_unscaling(scaler, change):
         yield
-    finally:
-        del scaler._unscale_grads_
 
 
 def restore_scale(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Loads the state of the precision plugin, also in the middle of a step whose gradients were unscaled already."""
+    """Loads the precision plugin's state, also between unscaling and step."""
     scaler = scaler_of(trainer)
     if scaler is not None:
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))  # now it has a scale to be updated

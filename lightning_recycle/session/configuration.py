@@ -1,4 +1,4 @@
-"""Options of checkpoints, monitoring and the whole strategy, and what follows from them for all workers of a run."""
+"""Options of checkpoints, monitoring and strategy, and the setup of a run."""
 
 from __future__ import annotations
 
@@ -145,7 +145,9 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Options(OptionGroup):
-    """All that the user configured; the arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
+    """All that the user configured.
+
+    The arguments are described in :class:`~lightning_recycle.ReCycleStrategy`.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -196,11 +198,13 @@ class Options(OptionGroup):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the engine starts workers on other machines, whose devices this process does not see."""
+        """Whether workers run on other machines, whose devices this process does not see."""
         return self.ray is not None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
-        """The grid for ``num_workers`` devices: see :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
+        """The grid for ``num_workers`` devices.
+
+        See :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
 
         ``can_be_cut``: whether the model can have several stages.
         """
@@ -242,12 +246,10 @@ class ResultRoute(Enum):
 
 @dataclass(frozen=True)
 class Gathering:
-    """The facts that decide on the way of the result; all workers of a run decide alike.
+    """The facts that decide on the way of the result.
 
     Args:
-        wanted: the user's option.
         large_bytes: the size from which on a result is large.
-        local: whether all workers are on the machine of the launching process.
         folder: where they leave files for it then, to be made by the first that needs it; None if there is no place.
     """
 
@@ -275,13 +277,9 @@ class RunSetup:
     """Settings that all workers of a run share.
 
     Args:
-        grid: the grid of the run.
-        heartbeat_interval: seconds between two heartbeats.
         parts: the layers of each stage.
         batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for, as in
             :attr:`data_grid`.
-        weights_only: the argument of the Trainer's entry point.
-        profiles: whether the model is to be measured.
         outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
             model in the end.
         has_run: whether this Trainer has had workers before.
@@ -290,7 +288,6 @@ class RunSetup:
         restarts: whether it begins again, after the loss of a stage.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
             must know something of each other first.
-        gathering: where the weights go in the end.
         mesh_sizes: the sizes of the mesh of a position, FSDP shards and tensor parallelism.
         name: differs from that of any other run; its restarts keep it.
     """
@@ -317,8 +314,9 @@ class RunSetup:
 
     @property
     def data_grid(self) -> Grid:
-        """The grid by which data is divided: members that FSDP divides a position among read batches of their own, so
-        each of them counts as a pipeline.
+        """The grid by which data is divided.
+
+        Members that FSDP divides a position among read batches of their own, so each of them counts as a pipeline.
         """
         grid, shards = self.grid, self.mesh_sizes[0]
         return replace(grid, pipelines=grid.pipelines * shards, lanes=grid.lanes * shards)
@@ -335,9 +333,7 @@ class WorkerIdentity:
     """Identity of a worker in a run.
 
     Args:
-        rank: position in the grid.
         incarnation: 0 for the first process of its position, 1 for its replacement, ...
-        device: index of its device.
         host: the address at which it exchanges data.
     """
 

@@ -1,8 +1,4 @@
-"""Private parts of Lightning's Trainer that a worker reads or sets: loops, connectors, logged values, signal handlers.
-
-:class:`TrainerState` is the state of a Trainer that lies in no object of the user's and in no optimizer. Subclasses of
-Lightning's loops are in :mod:`~lightning_recycle.session.loops`.
-"""
+"""Private parts of Lightning's Trainer that a worker reads or sets."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from operator import attrgetter
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
@@ -31,6 +27,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.amp import GradScaler
@@ -88,10 +85,9 @@ _FINAL = {  # of the Trainer's parts, by path: what a run changes besides settin
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The state of a Trainer in ``fit``, outside of the user's objects and the optimizers.
+    """A Trainer's state in ``fit`` outside of users' objects and optimizers.
 
     Args:
-        loops: the state dict of the fit loop, with the place in a stream of data.
         results: the values that were logged in this epoch and in the newest validation.
         settings: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
             change, and attributes that are in no state dict.
@@ -105,7 +101,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
-        """The state of ``trainer``; ``is_wanted``: whether the state dict of a callback is."""
+        """The state of ``trainer``."""
         keys = {c.state_key for c in trainer.callbacks if is_wanted(c)}  # type: ignore[attr-defined]
         states = call._call_callbacks_state_dict(trainer) if keys else {}
         return cls(
@@ -119,7 +115,7 @@ class TrainerState:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """This state as plain data, for a checkpoint, which has the states of callbacks by itself."""
+        """This state as plain data for a checkpoint, without states of callbacks."""
         settings = {
             path: {name: found[name] for name in (*names, *_OF_A_RUN) if name in found}
             for path, names in _PRIVATE.items()
@@ -130,7 +126,10 @@ class TrainerState:
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any], same_run: bool) -> TrainerState:
-        """The state of which ``data`` is; another run than the ``same_run`` may have other settings."""
+        """The state of which ``data`` is.
+
+        Another run than the ``same_run`` may have other settings.
+        """
         results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
         settings = {
             path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}
@@ -161,13 +160,13 @@ def _at(trainer: pl.Trainer, path: str) -> Any:
 
 
 def settings_of(owner: Any, private: Collection[str] = ()) -> dict[str, Any]:
-    """The public settings of a part of the Trainer, which hooks may change, and some private attributes."""
+    """Public settings of a part of the Trainer, and some private attributes."""
     settings = {n for n, v in vars(owner).items() if not n.startswith("_") and isinstance(v, _SETTINGS)}
     return {name: vars(owner)[name] for name in {*settings, *private} if name in vars(owner)}
 
 
 def load_progress(loop: _Loop, state: dict[str, Any], prefix: str = "") -> None:
-    """Sets the counters of ``loop`` and its children without marking it as restarting, as ``load_state_dict`` would."""
+    """Sets the counters of ``loop`` and its children without marking a restart."""
     loop._load_from_state_dict(dict(state), prefix)
     for name, child in vars(loop).items():
         if isinstance(child, _Loop):
@@ -181,9 +180,15 @@ def batches_so_far(trainer: pl.Trainer) -> _ProcessedTracker:
     return counts
 
 
+def ends_step(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer steps after the current or newest batch."""
+    return not trainer.fit_loop._should_accumulate()
+
+
 def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """The states of callbacks and schedulers as Lightning saves them; those of data module and precision plugin do not
-    change between its call of ModelCheckpoint and the end of the step.
+    """The states of callbacks and schedulers as Lightning saves them.
+
+    Those of data module and precision plugin do not change between its call of ModelCheckpoint and the end of the step.
     """
     return {
         "callbacks": call._call_callbacks_state_dict(trainer),
@@ -192,7 +197,7 @@ def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def go_on(trainer: pl.Trainer, mid_epoch: bool) -> None:
-    """Lets the loops go on where their counters are, instead of where Lightning guesses that a checkpoint was saved."""
+    """Makes the loops continue at their counters, not where Lightning guesses."""
     loop = trainer.fit_loop
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
@@ -222,7 +227,7 @@ def rewind_to_batch(trainer: pl.Trainer) -> None:
 
 
 def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-    """Settings that a run leaves in the parts of ``trainer``, by path; without states of loops and loaders."""
+    """Settings that a run leaves in the parts of ``trainer``, by path."""
     return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
 
 
@@ -249,7 +254,7 @@ def loader_states(trainer: pl.Trainer) -> dict[str, list[dict[str, Any]]]:
 
 
 def restore_loaders(trainer: pl.Trainer, states: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Lets the loops show the user's loaders, with their states in the workers, by the path of their loop."""
+    """Makes the loops show the user's loaders with their states in the workers."""
     trainer.fit_loop._combined_loader_states_to_load = []  # nothing is being resumed
     for path, found in states.items():
         loop = attrgetter(path)(trainer)
@@ -270,7 +275,7 @@ class ReturnedLoaders(CombinedLoader):
 
 
 class _Requested:
-    """The loaders of a hook, which is called when they are used: what it needs may exist in the workers only.
+    """The loaders of a hook, called on use: its needs may exist in workers only.
 
     It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
     hook raises.
@@ -292,13 +297,7 @@ class _Requested:
 
 
 def returned_loaders(source: DataLoaderSource, states: Sequence[dict[str, Any]], mode: str) -> CombinedLoader:
-    """The loaders of a loop that has read ``source``.
-
-    Args:
-        source: the user's loaders or hook.
-        states: the states of the loaders.
-        mode: how several loaders are combined, unless the user did.
-    """
+    """The loaders of a loop that has read ``source``."""
     iterables: Any = _Requested(source) if source.is_module() else source.instance
     if isinstance(iterables, CombinedLoader):
         iterables, mode = iterables.iterables, iterables._mode
@@ -311,7 +310,7 @@ def returned_loaders(source: DataLoaderSource, states: Sequence[dict[str, Any]],
 def _copied(
     logged: _ResultMetric, reduce: Callable[..., Any] | None, module: pl.LightningModule | None
 ) -> _ResultMetric:
-    """A copy of a value that was logged, for another process: without what belongs to this one, or with it again."""
+    """A copy of a logged value, detached from this process or attached to one."""
     copied = copy(logged)
     copied.meta = copy(logged.meta)
     copied.meta.sync = replace(logged.meta.sync, fn=reduce)
@@ -329,7 +328,7 @@ _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 
 
 def _as_data(logged: _ResultMetric) -> dict[str, Any]:
-    """A value that was logged, as plain data; a metric of the module's is named by its attribute."""
+    """A value that was logged, as plain data."""
     meta = {field.name: getattr(logged.meta, field.name) for field in fields(_Metadata)}
     sync = meta.pop("_sync")
     meta["reduce_fx"] = next(name for name, function in _REDUCTIONS.items() if function is meta["reduce_fx"])
@@ -354,7 +353,7 @@ _move = _ResultMetric.to
 
 
 def spare_moves() -> None:
-    """Lets this process move the metric of a logged value only to another device. The result is the same.
+    """Lets this process move the metric of a logged value only to another device.
 
     Lightning moves it to the device of each value, tensor by tensor, also when it is there: two thirds of the time that
     ``self.log`` takes, and a part of every step.
@@ -367,6 +366,15 @@ def _move_elsewhere(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _Result
     if isinstance(value, Tensor) and args == (value.device,) and not kwargs:
         return metric
     return _move(metric, *args, **kwargs)
+
+
+stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
+"""Lightning's ``grad_norm``, of the gradients that this process holds."""
+
+
+def replace_grad_norm(function: Callable[..., Any] | None) -> None:
+    """Replaces the code of ``grad_norm``, which users' modules hold; with None it is Lightning's again."""
+    grad_norm.__code__ = (function or stage_grad_norm).__code__
 
 
 # ---------------------------------------------------------------------- data and optimizers
@@ -384,12 +392,12 @@ def fit_loops(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def combined_loaders(loop: Any) -> tuple[Any, Any]:
-    """The loaders that a loop has asked for, in the user's structure, and how they are combined."""
+    """A loop's loaders in the user's structure, and how they are combined."""
     return loop._combined_loader.iterables, loop._combined_loader._mode
 
 
 def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
-    """Lets a loop of :func:`fit_loops` read loaders, ``given`` as by :func:`combined_loaders`, instead of its own.
+    """Makes a loop of :func:`fit_loops` read ``given`` loaders instead of its own.
 
     If none are given the user is asked, as in the epoch in which the loop has asked last.
     """
@@ -455,7 +463,7 @@ AFTER_SAVING = "Trainer.save_checkpoint"
 
 
 def set_checkpoint_path(trainer: pl.Trainer, path: Any) -> None:
-    """Sets the path of the checkpoint that the run resumes from, as Lightning reports it."""
+    """Sets the path of the checkpoint that Lightning reports as resumed."""
     trainer._checkpoint_connector._ckpt_path = path
 
 
@@ -464,9 +472,18 @@ def path_of_ended_run(trainer: pl.Trainer) -> str:
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
-def mark_saved(callback: ModelCheckpoint, step: int) -> None:
-    """Lets ``callback`` know that ``step`` is saved."""
-    callback._last_global_step_saved = step
+def saves_on_exception(callback: pl.Callback) -> bool:
+    """Whether ``callback``, of Lightning's, writes a checkpoint in ``on_exception``."""
+    return isinstance(callback, OnExceptionCheckpoint) or (
+        isinstance(callback, ModelCheckpoint) and callback.save_on_exception
+    )
+
+
+def mark_saved(trainer: pl.Trainer) -> None:
+    """Leaves ``ModelCheckpoint(save_on_exception=True)`` nothing to save."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = trainer.global_step
 
 
 def sets_checkpoint_path(trainer: pl.Trainer) -> bool:
@@ -475,13 +492,7 @@ def sets_checkpoint_path(trainer: pl.Trainer) -> bool:
 
 
 def select_checkpoint_path(trainer: pl.Trainer, wanted: Any, *, has_model: bool) -> Any:
-    """The checkpoint that Lightning would load for ``ckpt_path=wanted``, or None.
-
-    Args:
-        trainer: the Trainer.
-        wanted: the argument of the entry point.
-        has_model: whether the entry point got a model.
-    """
+    """The checkpoint that Lightning would load for ``ckpt_path=wanted``, or None."""
     assert trainer.state.fn is not None
     return trainer._checkpoint_connector._select_ckpt_path(
         trainer.state.fn, wanted, model_provided=has_model, model_connected=trainer.lightning_module is not None
@@ -504,7 +515,7 @@ def cluster_environment_of(trainer: pl.Trainer) -> ClusterEnvironment:
 
 
 class SignalHandlers:
-    """Handlers that Lightning registers when it begins to run; when it has ended, it restores those before."""
+    """Handlers that Lightning registers when it begins to run."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._handlers = vars(trainer._signal_connector)
@@ -522,12 +533,12 @@ class SignalHandlers:
 
 
 def attach_data(trainer: pl.Trainer, data: dict[str, Any]) -> None:
-    """Links the module of ``trainer`` with ``data``: loaders or a data module, by name."""
+    """Links ``trainer``'s module with loaders or a data module, by name."""
     trainer._data_connector.attach_data(trainer.lightning_module, **data)
 
 
 def prepare_data_within(trainer: pl.Trainer, block: Callable[[], AbstractContextManager[None]]) -> None:
-    """Has ``trainer`` decide within ``block`` whether it prepares data, and do it, the next time."""
+    """Wraps ``trainer``'s next preparation of data in ``block``."""
     connector = trainer._data_connector
 
     def prepare_data() -> None:
@@ -539,7 +550,7 @@ def prepare_data_within(trainer: pl.Trainer, block: Callable[[], AbstractContext
 
 
 def call_setup_hooks(trainer: pl.Trainer) -> None:
-    """Calls the hooks ``prepare_data`` and ``setup`` of data module and module, in Lightning's order."""
+    """Calls ``prepare_data`` and ``setup`` of data module and module, in that order."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if datamodule is not None:
         call._call_lightning_datamodule_hook(trainer, "prepare_data")
@@ -555,5 +566,5 @@ def synchronises_batchnorm(trainer: pl.Trainer) -> bool:
 
 
 def default_profiler_schedule() -> Any:
-    """The function that makes the default schedule of ``PyTorchProfiler``, which is always the same object."""
+    """``PyTorchProfiler``'s default schedule factory, always the same object."""
     return PyTorchProfiler._default_schedule

@@ -1,24 +1,17 @@
-"""Lightning's training loop with the schedule in place of ``training_step`` and ``backward``.
+"""Lightning's training loop with a schedule instead of step and backward.
 
-Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's. A worker that joins a
-running training goes through the same loops, and waits before its first epoch until it is let in.
-
-Lightning's hooks around a step keep their order. They all concern the whole global batch: ``on_before_backward`` and
-``on_after_backward`` come with its mean loss when its gradient is complete, right before ``on_before_optimizer_step``.
-
-A worker that has applied a step may have to compute it once more for others, which have lost a worker. By then its
-loops count the next step, perhaps of the next epoch; a :class:`ProgressSnapshot` restores ``self.global_step`` and
-``self.current_epoch`` of the step.
+Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's, in its order. All hooks
+concern the whole global batch: ``on_before_backward`` and ``on_after_backward`` come with its mean loss when its
+gradient is complete. A worker that joins goes through the same loops, and waits before its first epoch until it is let
+in.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -36,16 +29,14 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
-from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import Share
 from lightning_recycle.session.commit_requirements import called_once
-from lightning_recycle.session.lightning_internals import go_on, lightning_optimizers, loaders_of, rewind_to_batch
-from lightning_recycle.session.step_completion import Boundary
-
-if TYPE_CHECKING:
-    from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
+from lightning_recycle.session.step_loaders import addressed_loaders
+from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.worker_snapshot import Boundary
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +47,6 @@ def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
     """The share of the batch that Lightning has just begun in a step of the optimizer."""
     batches = trainer.accumulate_grad_batches
     return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
-
-
-def ends_step(trainer: pl.Trainer) -> bool:
-    """Whether the optimizer steps after the batch that Lightning has begun, or has run last."""
-    return not trainer.fit_loop._should_accumulate()
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -120,8 +106,9 @@ def _runner(trainer: pl.Trainer) -> TrainingSteps:
 def _run_step(
     trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: Share
 ) -> tuple[torch.Tensor, Any]:
-    """Runs a step, and logs in place of ``training_step``, where Lightning allows it; returns the loss, and what that
-    returned.
+    """Runs a step, and logs in place of ``training_step``, where Lightning allows it.
+
+    Returns the loss, and what that returned.
     """
     runner, profiler = _runner(trainer), trainer.profiler  # type: ignore[attr-defined]
     with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
@@ -137,7 +124,10 @@ def _run_step(
 
 
 class PipelineEpochLoop(_TrainingEpochLoop):
-    """The epoch loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+    """The epoch loop.
+
+    It keeps its parent's attribute names, which are keys in checkpoints.
+    """
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -158,7 +148,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        self._runner.stop_requests.agree(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
+        self._runner.agree_to_stop(StopPlace.EPOCH if self._has_advanced else StopPlace.EPOCH_START)
         return super().done
 
     @override
@@ -207,7 +197,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        """The batch is all that is needed here; the parent inspects the signature of ``training_step`` each time."""
+        """The batch is all that is needed here."""
         kwargs["batch"] = batch
         return kwargs
 
@@ -226,7 +216,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         if self._has_advanced:
-            self._runner.stop_requests.agree(StopPlace.STEP_END)
+            self._runner.agree_to_stop(StopPlace.STEP_END)
         decided = super()._should_check_val_fx(data_fetcher)
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
@@ -236,11 +226,14 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """The parent broadcasts from rank 0 through torch's default group; there is none, and rank 0 may be dead."""
+        """The parent broadcasts from rank 0 through torch's default group."""
 
 
 class PipelineFitLoop(_FitLoop):
-    """The fit loop; it keeps its parent's attribute names, which are keys in checkpoints."""
+    """The fit loop.
+
+    It keeps its parent's attribute names, which are keys in checkpoints.
+    """
 
     runner: TrainingSteps
     _has_started = False
@@ -250,7 +243,7 @@ class PipelineFitLoop(_FitLoop):
 
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
-        """Replaces the fit loop and the epoch loop of ``trainer`` by loops that go on where these are."""
+        """Replaces ``trainer``'s fit and epoch loops, continuing their counters."""
         old = trainer.fit_loop
         if isinstance(old, cls):  # of an earlier run in this process
             old.runner = runner
@@ -281,7 +274,7 @@ class PipelineFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        self.runner.stop_requests.agree(StopPlace.FIT if self._has_started else StopPlace.START)
+        self.runner.agree_to_stop(StopPlace.FIT if self._has_started else StopPlace.START)
         return not self._goes_on and super().done
 
     @override
@@ -321,15 +314,13 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Also the seed, the size of a batch, the states of samplers, and what decides how often to save; under names
-        that Lightning's own loop does not read.
-        """
+        """Adds seed, batch size, samplers and interval of saves to the loop's state."""
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
-        if (interval := self.runner.checkpoints.interval) is not None:
-            state["save_interval"] = interval.state()
+        if (interval := self.runner.checkpoints.interval_state()) is not None:
+            state["save_interval"] = interval
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
             state["sampler_states"] = [order and {**order, **reload} for order in orders]
@@ -348,12 +339,12 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
-        """Also rewinds a stream for a checkpoint from the end of an epoch, where its next pass may go on."""
+        """Also rewinds a stream for a checkpoint from the end of an epoch."""
         if self.is_resuming:
             self.find_places()
 
     def find_places(self) -> None:
-        """Moves a stream to where it was when the state that this loop has loaded was taken.
+        """Moves a stream to its place in the state that this loop has loaded.
 
         Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
         is left alone.
@@ -384,7 +375,7 @@ class PipelineFitLoop(_FitLoop):
             )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Lets the batch that the counters have begun begin here once more; ``state``: that of the donor's loop."""
+        """Lets the batch that the counters have begun begin here once more."""
         self.on_load_checkpoint(state)
         self.find_places()
         epoch = self.epoch_loop
@@ -393,7 +384,7 @@ class PipelineFitLoop(_FitLoop):
         epoch._enters_mid_epoch = True
 
     def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
-        """Goes on behind ``boundary``, to which its counters belong; ``on_entered``: called when it has its data."""
+        """Goes on behind ``boundary``, to which its counters belong."""
         go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
         self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
@@ -417,10 +408,10 @@ class PipelineFitLoop(_FitLoop):
 
 
 def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` on all workers before hooks such as ``on_train_epoch_end`` and ``on_validation_epoch_end``; lets
-    these log means over an epoch without ``batch_size``, which Lightning cannot see in a batch that is an address.
+    """Calls ``hook`` on all workers before hooks at the end of an epoch.
 
-    It takes the place of that of an earlier run of the Trainer.
+    Such as ``on_train_epoch_end`` and ``on_validation_epoch_end``, which may then log means over an epoch without
+    ``batch_size``: Lightning cannot see it in a batch that is an address. It takes the place of an earlier run's.
     """
     connector = trainer._logger_connector
     start, reached = type(connector).on_batch_start, type(connector).epoch_end_reached
@@ -437,50 +428,3 @@ def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
 
     connector.on_batch_start = on_batch_start  # type: ignore[method-assign]
     connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
-
-
-def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
-    """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
-    return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]
-
-
-# ---------------------------------------------------------------------- counters of a step
-
-
-@dataclass(frozen=True)
-class ProgressSnapshot:
-    """The counters of a step.
-
-    Args:
-        steps: optimizer steps before it, over all epochs.
-        epoch: its epoch.
-        batch: the number of its batch in the epoch, counted from 1.
-    """
-
-    steps: int
-    epoch: int
-    batch: int
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
-        """The moment of the step that the loops of ``trainer`` are in."""
-        loop = trainer.fit_loop
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)
-
-    def restore(self, trainer: pl.Trainer) -> None:
-        """Sets the counters of ``trainer``."""
-        loop = trainer.fit_loop
-        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = self.steps
-        loop.epoch_progress.current.completed = self.epoch
-        loop.epoch_loop.batch_progress.current.ready = self.batch
-
-    @contextmanager
-    def again(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Within the block the counters of ``trainer`` are those of this moment."""
-        now = ProgressSnapshot.of(trainer)
-        self.restore(trainer)
-        try:
-            yield
-        finally:
-            now.restore(trainer)

@@ -1,17 +1,12 @@
-"""The training steps of a module that optimizes by itself: several micro-batches, one step.
+"""Manual optimization: the training step of several micro-batches as one.
 
-Concept: with ``automatic_optimization = False`` the user's ``training_step`` runs backward passes and steps optimizers.
-Under DDP each process runs it on its own batch, and every backward pass averages the gradients over the processes. Here
-a worker runs it for each of its micro-batches, in turns (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each
-in a state of its own (:mod:`~lightning_recycle.session.microbatch_state`). They meet
+A worker runs the user's ``training_step`` for each of its micro-batches, in turns
+(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a state of its own. They meet at each backward pass,
+whose gradients are averaged over all micro-batches of all workers, as under DDP; and at each step of an optimizer or
+scheduler, which is done once.
 
-- at each backward pass: the gradients of all micro-batches of all workers are summed, divided by their fixed number,
-  and added to those that were there. So ``.grad`` is what DDP leaves, for clipping and norms too;
-- at each step of an optimizer or scheduler, which is done once.
-
-Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. What is
-done together is done by the worker's main thread. A closure of an optimizer is called once, by each micro-batch.
-Optimizers that ``configure_optimizers`` did not return are refused, as no other worker would know of them.
+Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. Closures
+of optimizers are called once, by each micro-batch. Optimizers that ``configure_optimizers`` did not return are refused.
 """
 
 from __future__ import annotations
@@ -25,42 +20,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torchmetrics import Metric
 
 from lightning_recycle.devices import enter_device
 from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import lightning_optimizers
-from lightning_recycle.session.microbatch_state import MicrobatchState
-from lightning_recycle.session.slot_values import ValueTree
-from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.microbatch_state import ManualStepState, MicrobatchState
+from lightning_recycle.session.outputs import OutputRecorder
 
 
 class ManualSteps:
-    """Runs the steps of one worker.
-
-    Args:
-        context: the context of the worker.
-        step: the user's step on a micro-batch, recorded.
-        steps: knows when a micro-batch begins, and records its output.
-        metrics: returns the metrics that are recorded.
-    """
+    """Runs the steps of one worker."""
 
     def __init__(
         self,
         context: WorkerContext,
         step: nn.Module,
-        steps: TrainingSteps,
-        metrics: Callable[[], list[Metric]],
+        parts: ModelParts,
+        recorder: OutputRecorder,
+        state: ManualStepState,
     ) -> None:
         self._context, self._trainer = context, context.trainer
-        self._step, self._steps, self._metrics = step, steps, metrics
+        self._step, self._parts, self._recorder = step, parts, recorder
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
-        self._tree = ValueTree(self._trainer.lightning_module)
+        self.state = state
         self._exchange: WholeStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
@@ -72,8 +60,9 @@ class ManualSteps:
     def run(
         self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: StepPath
     ) -> list[tuple[float, bytes]]:
-        """Runs the step for the micro-batches of this worker; returns of each its loss (NaN if it has none), and what
-        must reach all workers.
+        """Runs the step for the micro-batches of this worker.
+
+        Returns of each its loss (NaN if it has none), and what must reach all workers.
         """
         self._exchange, self._way = exchange, way
         self._counted = [microbatch.counts for microbatch in microbatches]
@@ -82,7 +71,12 @@ class ManualSteps:
         module = trainer.lightning_module
         self._states = [
             MicrobatchState(
-                module, self._tree, trainer.optimizers, self._context.device, self._metrics, first=number == 0
+                module,
+                self.state.tree,
+                trainer.optimizers,
+                self._context.device,
+                lambda: self._recorder.metrics,
+                first=number == 0,
             )
             for number in range(len(microbatches) if len(microbatches) > 1 else 0)
         ]
@@ -91,7 +85,7 @@ class ManualSteps:
             done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
         if self._states:
             self._states[0].remain()
-            self._states = []
+        self._turns, self._states = Lockstep(), []
         return done
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
@@ -102,15 +96,16 @@ class ManualSteps:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._steps.begin_whole_step(microbatch.index)
+            self._recorder.side_effects.slot = microbatch.index
             output = self._step(*microbatch.inputs)
-        return _loss_in(output), self._steps.record_output(output, None, microbatch.samples)
+        with self._context.forward_context():
+            return _loss_in(output), self._parts.record_training(self._recorder, output, None, microbatch.samples)
 
     # ------------------------------------------------------------------ what is done together
 
     @contextmanager
     def _shared_operations(self) -> Iterator[None]:
-        """Within the block, backward passes and steps of optimizers and schedulers are points where all meet."""
+        """Makes backward passes and steps in the block meeting points of micro-batches."""
         with ExitStack() as stack:
             replace = partial(_replaced, stack)
             replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
@@ -140,7 +135,7 @@ class ManualSteps:
 
     @contextmanager
     def hooks_once(self) -> Iterator[None]:
-        """Within the block, callbacks are called for the first micro-batch of this worker only."""
+        """Callbacks are called in the block for the first micro-batch only."""
         callbacks, trainer = self._trainer.callbacks, self._trainer  # type: ignore[attr-defined]
         if self._turns.number:
             trainer.callbacks = []  # type: ignore[attr-defined]
@@ -152,7 +147,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ backward passes
 
     def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``torch.autograd.backward``, whose gradients are averaged over all micro-batches of the step."""
+        """``torch.autograd.backward`` with gradients averaged over the step."""
         if self._in_backward:  # of a part that is computed once more (torch.utils.checkpoint with use_reentrant=True)
             original(*args, **kwargs)
             return
@@ -182,12 +177,7 @@ class ManualSteps:
     def _average(
         self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
-        """The mean gradients over all micro-batches; None for a parameter that had no part in any.
-
-        Args:
-            trained: the parameters.
-            parts: the gradients of each micro-batch of this worker.
-        """
+        """The mean gradients over all micro-batches."""
         self._exchange.check(self._way)
         found: dict[int, Tensor | None] = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):

@@ -35,11 +35,10 @@ from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.session.commit_requirements import restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
-from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack
+from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.outputs import metric_states, set_metric_states
 from lightning_recycle.session.slot_values import ValueTree
-from lightning_recycle.session.user_objects import callback_graph
 from lightning_recycle.torch_internals import tree_map_only
 
 _COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such as masks, are seldom written in place
@@ -218,18 +217,26 @@ _HOOKS_OF_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimiz
 
 
 class ManualStepState:
-    """The state of ``trainer`` and its module before a step."""
+    """The state of ``trainer`` and its module before a step.
+
+    Attributes:
+        tree: the values of the module.
+    """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._tensors: dict[Tensor, Tensor] = {}
         self._gradients: dict[nn.Parameter, tuple[bool, Tensor | None]] = {}
-        self._tree = ValueTree(trainer.lightning_module)
-        self._values: list[tuple[Any, Any]] = []
+        self.forget_values()
         self._optimizers: list[OptimizerState] = []
         self._schedulers: list[dict[str, Any]] = []
         self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
+
+    def forget_values(self) -> None:
+        """Keeps no values of the module, such as weak references to its weights, until the next step."""
+        self.tree = ValueTree(self._trainer.lightning_module)
+        self._values: list[tuple[Any, Any]] = []
 
     @property
     def _progress(self) -> Any:
@@ -245,7 +252,7 @@ class ManualStepState:
             p: (p.requires_grad, None if p.grad is None else copied(p.grad, before.get(p, (False, None))[1]))
             for p in module.parameters()
         }
-        self._values = self._tree.contents()
+        self._values = self.tree.contents()
         old = self._optimizers[: len(trainer.optimizers)]
         self._optimizers = [OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
@@ -268,7 +275,7 @@ class ManualStepState:
         for parameter, (requires_grad, grad) in self._gradients.items():
             parameter.requires_grad = requires_grad
             parameter.grad = None if grad is None else grad.clone()
-        self._tree.restore(self._values)
+        self.tree.restore(self._values)
         for state in self._optimizers:
             state.rewind()
         for config, scheduler in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):

@@ -1,15 +1,14 @@
-"""The graph of the user's objects, carried from one process to another and written into the receiver's own objects.
+"""The graph of the user's objects, carried from one process to another.
 
-Concept: both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with
-plain attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes
-of all nodes, in one pickle: references between nodes are paths, tensors are listed beside it and sent as such, and
-*anchors* (the Trainer, loggers) are names for the receiver's own. The receiver writes the attributes into the nodes
-that it has, and lists, dicts, tensors, generators and variables of local functions into those at the same place; it
-makes only what it lacks. So references to its objects stay valid, such as an optimizer's to parameters.
+Both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with plain
+attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes of all
+nodes, in one pickle: references between nodes are paths, tensors are listed beside it, and *anchors* (the Trainer,
+loggers) are names for the receiver's own. The receiver writes the attributes into the nodes, lists, dicts, tensors,
+generators and variables of local functions that it has, and makes only what it lacks, so references to its objects stay
+valid.
 
-Contract: the sender's objects are not changed. What cannot be pickled stays behind, and the receiver keeps its own. A
-tensor or array of over a megabyte that is what it was when the run began is not sent: the receiver has it from its own
-beginning, at the same path.
+Contract: the sender's objects are not changed. Objects that cannot be pickled stay behind, and the receiver keeps its
+own. A tensor or array of over a megabyte that has not changed since the run began is not sent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import pickle
 import random
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +30,9 @@ from weakref import ref
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
@@ -39,9 +40,19 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
+from lightning_recycle.data.batching import is_stream, yields_batches
+from lightning_recycle.data.steps import StepLoader
 from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.model.layers import weights_of
 from lightning_recycle.pickling import MainModule, MainPickler, content_of, parametrize_class, reduced_array
+from lightning_recycle.session.lightning_internals import (
+    combined_loaders,
+    fit_loops,
+    lightning_optimizers,
+    loaders_of,
+    read_loaders,
+)
 from lightning_recycle.session.object_attributes import (
     MISSING,
     OF_ONE_PROCESS,
@@ -61,7 +72,7 @@ from lightning_recycle.session.object_attributes import (
     vars_of,
 )
 from lightning_recycle.tensor_memory import is_sharded, local_part, memory_address, to_cpu
-from lightning_recycle.torch_internals import version_of
+from lightning_recycle.torch_internals import tree_map, version_of
 
 Path: TypeAlias = str
 """A root and the attributes, keys and indices that lead from it to an object, such as ``module.net[0].p``."""
@@ -75,9 +86,7 @@ _HOOKS = "<hooks>"  # the name of a node's hook tables among its attributes
 
 @dataclass(frozen=True)
 class ObjectPack:
-    """The state of a graph: the nodes in a pickle, the tensors that it refers to by index, and the paths of the data
-    that the receiver has.
-    """
+    """A graph's state: a pickle of nodes, tensors by index, paths of known data."""
 
     data: bytes
     tensors: list[Tensor]
@@ -88,11 +97,7 @@ class ObjectPack:
 
 
 class LargeData:
-    """The large tensors and arrays of a graph when the run begins, to find out later which are as they were.
-
-    Args:
-        values: the tensors and arrays, by path.
-    """
+    """Large tensors and arrays at the start of a run, to find the unchanged later."""
 
     def __init__(self, values: Mapping[Path, Any]) -> None:
         self._values = dict(values)
@@ -255,8 +260,6 @@ class ObjectGraph:
         """Makes the nodes of this process what they are in the sender's.
 
         Args:
-            packed: the result of :meth:`pack` there; its tensors are copied.
-            device: where tensors go that have no place here yet.
             large: the tensors and arrays of this process that were not sent, by name.
 
         Raises:
@@ -271,7 +274,7 @@ class ObjectGraph:
 
 
 class _Weights:
-    """The parameters and buffers of ``modules``, and which other tensors lie in their memory."""
+    """Parameters and buffers of ``modules``, and tensors that share their memory."""
 
     def __init__(self, modules: Mapping[Path, nn.Module]) -> None:
         tensors = {
@@ -385,7 +388,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _Update:
-    """Writes states into nodes; each object of this process takes the place of one of the sender's."""
+    """Writes states into nodes."""
 
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
@@ -425,7 +428,7 @@ class _Update:
                 object.__setattr__(node, name, now)
 
     def merged(self, old: Any, new: Any) -> Any:
-        """The object of this process for ``new`` in place of ``old``: ``old`` itself if it can hold that."""
+        """The object here for ``new``: ``old`` itself if it can hold its value."""
         if id(new) in self._taken:
             return self._taken[id(new)]
         if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
@@ -528,7 +531,7 @@ class _Update:
         return MethodType(new.__func__, self._held(MISSING if old is None else old.__self__, new.__self__))
 
     def _held(self, old: Any, new: Any) -> Any:
-        """The object of this process for ``new``, which only functions hold if it is no node."""
+        """The object here for ``new``, which only functions hold if it is no node."""
         if id(new) in self._taken or id(new) in self._known or not is_node(new):
             return self.merged(old, new)
         self._received.append(new)
@@ -600,3 +603,149 @@ def _sign(value: Any) -> Any:
     pieces = [data[begin : begin + _PIECE].data for begin in range(0, len(data), _PIECE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:  # it runs without the GIL
         return value.shape, tuple(pool.map(zlib.crc32, pieces))
+
+
+def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
+    """Tensors in the state dict of ``module``, which travel outside of packs."""
+    weights = weights_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {f"weight {name}": tensor for name, tensor in tensors if name in weights}
+
+
+def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
+    """The substitutes for weights that were left out of a pack: those of ``module``.
+
+    Where it has none of that name and shape, those of ``state``.
+    """
+    given = {f"weight {name}": tensor for name, tensor in state.items()}
+    own = [(name, tensor) for name, tensor in weights_by_name(module).items() if not is_lazy(tensor)]
+    return {**given, **{name: t for name, t in own if name not in given or given[name].shape == t.shape}}
+
+
+def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> ObjectGraph:
+    """The graph of module, callbacks, data module, DataLoaders and hooks.
+
+    Args:
+        training: for peers, which have the same layers: what takes optimizers and schedulers with it.
+    """
+    loops = fit_loops(trainer)
+    loaders = {f"{name} loader {i}": value for name in loops for i, value in _numbered(loops[name]).items()}
+    streams = streams_among(loaders)
+    roots = {
+        **_objects(trainer, schedules=training is not None),
+        **{name: loader for name, loader in loaders.items() if name not in streams},
+        **_optimizers(trainer),
+        "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
+        "training": training,
+    }
+    anchors = {**process_anchors(trainer, optimizers=training is None), **_callbacks(trainer), **streams}
+    return ObjectGraph(roots, anchors, optimizers=training is not None)
+
+
+class TrainingParts:
+    """The parts of a Trainer that hooks may replace, as one object.
+
+    Attributes:
+        loaders: of training and validation, once they were read, the user's loaders as they were given, and how they
+            are combined.
+        streams: which of the two read streams.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.optimizers = trainer.strategy.optimizers
+        self.schedulers = trainer.strategy.lr_scheduler_configs
+        found = {name: loop for name, loop in fit_loops(trainer).items() if loaders_of(loop)}
+        self.loaders = {name: _as_given(*combined_loaders(loop)) for name, loop in found.items()}
+        self.streams = frozenset(name for name, loop in found.items() if streams_among(_numbered(loop)))
+
+    def take_up(self, trainer: pl.Trainer) -> None:
+        """Makes optimizers and schedulers those of ``trainer``."""
+        strategy = trainer.strategy
+        if [wrapper.optimizer for wrapper in lightning_optimizers(trainer)] != self.optimizers:
+            strategy.optimizers = self.optimizers
+        strategy.lr_scheduler_configs = self.schedulers
+
+    def read_loaders(self, trainer: pl.Trainer) -> None:
+        """Lets the loops of ``trainer`` read the loaders."""
+        for name, given in self.loaders.items():
+            read_loaders(trainer, name, None if name in self.streams else given)
+
+
+def _as_given(loaders: Any, mode: Any) -> tuple[Any, Any]:
+    return tree_map(lambda loader: loader.dataloader if isinstance(loader, StepLoader) else loader, loaders), mode
+
+
+def _numbered(loop: Any) -> dict[str, Any]:
+    """The user's loaders in a loop."""
+    return {str(i): loader.dataloader for i, loader in enumerate(loaders_of(loop)) if isinstance(loader, StepLoader)}
+
+
+class CallbackList:
+    """The callbacks of a Trainer, as an object that has them."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self.callbacks = callbacks
+
+
+def callback_graph(trainer: pl.Trainer, callbacks: Sequence[Any]) -> ObjectGraph:
+    """The graph of ``callbacks`` alone, with neither the module nor its parts."""
+    module, wanted = trainer.lightning_module, {id(callback) for callback in callbacks}
+    anchors = {
+        **process_anchors(trainer),
+        **{f"module {name}": part for name, part in module.named_modules()},
+        **{f"weight {name}": tensor for name, tensor in [*module.named_parameters(), *module.named_buffers()]},
+        "datamodule": getattr(trainer, "datamodule", None),
+        **_callbacks(trainer),
+    }
+    roots = {name: callback for name, callback in _callbacks(trainer).items() if id(callback) in wanted}
+    return ObjectGraph(roots, anchors)
+
+
+def metric_parts(trainer: pl.Trainer) -> dict[Path, Metric | MetricCollection | MetricTracker]:
+    """The torchmetrics objects reachable from module, callbacks and data module."""
+    graph = ObjectGraph(_objects(trainer), {**process_anchors(trainer), **_callbacks(trainer)})
+    return graph.nodes_of(Metric, MetricCollection, MetricTracker)
+
+
+def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """Streams among ``loaders``, by name, and their datasets."""
+    streams = {name: loader for name, loader in loaders.items() if yields_batches(loader) or is_stream(loader)}
+    return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
+
+
+def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
+    """Module, data module, and callbacks that do not belong to their process."""
+    others = () if schedules else (StochasticWeightAveraging,)
+    callbacks = {
+        name: value
+        for name, value in _callbacks(trainer).items()
+        if not (is_bound_to_process(value) or isinstance(value, others))
+    }
+    return {"module": trainer.lightning_module, **callbacks, "datamodule": getattr(trainer, "datamodule", None)}
+
+
+def _callbacks(trainer: pl.Trainer) -> dict[str, Any]:
+    """The callbacks that all workers had when they began."""
+    session: Any = trainer.strategy.session  # type: ignore[attr-defined]
+    return {f"callback {i}": callback for i, callback in enumerate(session.callbacks)}
+
+
+def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
+    return {f"optimizer {i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
+
+
+def process_anchors(trainer: pl.Trainer, optimizers: bool = True) -> dict[str, Any]:
+    """Objects that belong to the Trainer of a process."""
+    own = (type(trainer.lightning_module), pl.LightningDataModule)
+    parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
+    schedulers = {f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+    return {
+        "trainer": trainer,
+        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
+        "strategy": trainer.strategy,
+        "precision": trainer.precision_plugin,
+        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+        **{f"optimizer of Lightning {i}": optimizer for i, optimizer in enumerate(lightning_optimizers(trainer))},
+        **(_optimizers(trainer) if optimizers else {}),
+        **(schedulers if optimizers else {}),
+    }

@@ -1,4 +1,4 @@
-"""State dicts of stages and of the whole model: joined for checkpoints, split for the stages that read them.
+"""State dicts of optimizers: joined from stages, split for stages, rewound.
 
 A checkpoint is that of a single device: one optimizer over all parameters. In a file the optimizer's state names
 parameters by number, counted through the groups and, within a group, in the order in which one device has them; in a
@@ -14,12 +14,16 @@ from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.session.collectives import WorkerContext
+from lightning_recycle.session.lightning_internals import plain_optimizer
+from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
@@ -47,12 +51,12 @@ _ELEMENTWISE = (
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` by their names in its state dict, which hides torch's ``checkpoint_wrapper``."""
+    """The parameters of ``module`` by their names in its state dict."""
     return {name.replace(_WRAPPER, ""): parameter for name, parameter in module.named_parameters()}
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the optimizer's parameters, by group; those that are in no module by their places."""
+    """The names of the optimizer's parameters, by group."""
     names = {id(parameter): name for name, parameter in parameters_by_name(module).items()}
     return [
         [names.get(id(p), f"parameter {j} of group {i}") for j, p in enumerate(group["params"])]
@@ -61,7 +65,7 @@ def group_names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters of ``module``, and those that only ``optimizers`` have, by their places in these."""
+    """The parameters of ``module``, and those of ``optimizers`` alone, by name."""
     named = dict(module.named_parameters())
     known = set(map(id, named.values()))
     for number, optimizer in enumerate(optimizers):
@@ -71,9 +75,17 @@ def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return named
 
 
+def not_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """The parameters of ``module`` that no optimizer has."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    optimized = {id(parameter) for group in groups for parameter in group["params"]}
+    return [parameter for parameter in module.parameters() if id(parameter) not in optimized]
+
+
 def complete_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of ``optimizer``; torch's fails at states of parameters that a hook has taken out of its groups,
-    which are dropped.
+    """The state dict of ``optimizer``.
+
+    Torch's fails at states of parameters that a hook has taken out of its groups, which are dropped.
     """
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in grouped]:
@@ -82,7 +94,10 @@ def complete_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raises UnsupportedFeatureError if the optimizer has a parameter that ``module``, cut into stages, lacks."""
+    """Refuses an optimizer with a parameter that ``module``'s stage lacks.
+
+    Raises UnsupportedFeatureError.
+    """
     names = {id(parameter) for parameter in module.parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         raise UnsupportedFeatureError(
@@ -95,7 +110,7 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
 def merge_optimizer_states(
     parts: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Copies
 ) -> dict[str, Any]:
-    """Joins the state dicts of the stages' optimizers into that of one optimizer over all layers in order.
+    """Joins the stages' optimizer states into that of one optimizer over all layers.
 
     Args:
         parts: one state dict per stage, with the same number of parameter groups.
@@ -132,7 +147,7 @@ def merge_optimizer_states(
 
 
 def _without_parameter(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """The entries of an optimizer's state dict that belong to no parameter, such as ``optimizer.state["all"]``."""
+    """The entries of an optimizer's state that belong to no parameter."""
     numbers = {number for group in state["param_groups"] for number in group["params"]}
     return {key: value for key, value in state["state"].items() if key not in numbers}
 
@@ -160,8 +175,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]:
-    """The names of the parameters of one optimizer over all layers, by group, in an order that no stage contradicts;
-    arguments as in :func:`merge_optimizer_states`.
+    """The names of all layers' parameters by group, in an order true to all stages.
+
+    Arguments as in :func:`merge_optimizer_states`.
 
     Stages that have copies under one name show what lies between two of them, as the layers between an embedding and a
     head that the first and the last stage hold. Otherwise an earlier stage comes first.
@@ -178,7 +194,7 @@ def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]
 
 
 def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """``state`` of whole parameters, whose tensors are sharded as the parameters of ``optimizer`` are."""
+    """``state`` of whole parameters, sharded like the parameters of ``optimizer``."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     own = {
@@ -197,7 +213,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
-    """All items once; each comes when it is the next of all ``parts`` that have it, and the first part's first."""
+    """All items once."""
     places = [{item: place for place, item in enumerate(part)} for part in parts]
     nexts = [0] * len(parts)
     found: dict[str, None] = {}
@@ -219,8 +235,10 @@ def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
 def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The state dict of ``stage``'s optimizer, with names in place of numbers; arguments as in
-    :func:`merge_optimizer_states`. The groups are those of the whole model; entries of no parameter are ``others``.
+    """The state dict of ``stage``'s optimizer, with names in place of numbers.
+
+    Arguments as in :func:`merge_optimizer_states`. The groups are those of the whole model; entries of no parameter are
+    ``others``.
     """
     mine = [name for group in names[stage] for name in group]
     old = [index for group in part["param_groups"] for index in group["params"]]
@@ -238,7 +256,9 @@ def stage_optimizer_state(
 def split_optimizer_state(
     whole: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The part of ``whole`` that belongs to ``stage``; the inverse of :func:`merge_optimizer_states`, same arguments.
+    """The part of ``whole`` that belongs to ``stage``.
+
+    The inverse of :func:`merge_optimizer_states`, same arguments.
 
     Raises:
         ConfigurationError: if a group does not have as many parameters as the stages together.
@@ -272,6 +292,65 @@ def split_optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
+class StageStates:
+    """The states of a worker's stage, joined with those of the others, or cut out of the whole model's.
+
+    Args:
+        copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
+    """
+
+    def __init__(self, context: WorkerContext, parts: ModelParts, copies: Copies) -> None:
+        self.context, self.parts, self.copies = context, parts, copies
+        self.collectives, self.sharded = context.collectives, context.options.checkpoints.save_distributed_checkpoint
+
+    @property
+    def module(self) -> pl.LightningModule:
+        return self.parts.module
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether checkpoints asked for now get the stages' states one by one."""
+        return self.sharded
+
+    @property
+    def stage(self) -> int:
+        return self.collectives.worker.stage
+
+    def owned_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The name in a checkpoint of each parameter of this stage."""
+        return {name: self.copies.get((self.stage, name), name) for name in names}
+
+    def joined(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of all stages, by name of the parameter, as one on every worker."""
+        merged: dict[str, Any] = {}
+        for part in self.collectives.gather_stages(name, lambda: to_cpu(state)):
+            merged.update(part)
+        return merged
+
+    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` of the whole model without what belongs to layers of other stages."""
+        owned = set(self.module.state_dict())
+        return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole model's optimizer state, parameters numbered in the order of layers.
+
+        Where checkpoints get the stages' states one by one, that of the stage; its numbers follow.
+        """
+        optimizer = plain_optimizer(optimizer)
+        if self.by_stage:
+            return complete_state(optimizer)
+        parts = self.collectives.gather_stages(
+            "optimizer state", lambda: (to_cpu(complete_state(optimizer)), group_names(self.module, optimizer))
+        )
+        return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
+
+    def own_optimizer_state(self, whole: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
+        """This stage's part of the whole model's optimizer state, and the names of its parameters."""
+        names = self.collectives.gather_stages("names of parameters", lambda: group_names(self.module, optimizer))
+        return split_optimizer_state(whole, names, self.copies, self.stage), names[self.stage]
+
+
 # ---------------------------------------------------------------------- rewinding an optimizer
 
 
@@ -279,8 +358,6 @@ class OptimizerState:
     """The state of one optimizer; the memory of ``old`` is used again.
 
     Args:
-        optimizer: the optimizer.
-        old: an earlier state of it that is not needed any more.
         options_only: whether only the options of its groups are kept.
     """
 
@@ -328,8 +405,10 @@ def copied(value: Any, old: Any = None) -> Any:
 
 @contextmanager
 def _on_shards(optimizer: Optimizer) -> Iterator[None]:
-    """Within the block ``optimizer`` has shards instead of sharded parameters, if its arithmetic is the same on them:
-    without the dispatch of DTensors (a step of AdamW with 28 parameters: 1.9 instead of 6.3 ms).
+    """Gives ``optimizer`` shards instead of sharded parameters within the block.
+
+    Where its arithmetic is the same on them: without the dispatch of DTensors (a step of AdamW with 28 parameters: 1.9
+    instead of 6.3 ms).
     """
     groups, state = optimizer.param_groups, optimizer.state
     wholes = [group["params"] for group in groups]
@@ -368,7 +447,7 @@ def _shard(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def stepping_on_shards(optimizer: Optimizer) -> Iterator[None]:
-    """Within the block ``optimizer.step`` calls its closure, hooks and all, and then steps on shards."""
+    """Makes ``optimizer.step`` run on shards in the block, after closure and hooks."""
     own, step = vars(optimizer), optimizer.step
     patch = own.get("step")  # of a scheduler
 

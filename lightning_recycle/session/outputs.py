@@ -1,19 +1,13 @@
-"""Records of the user's hooks that see outputs: logged values and metric states, the same on every worker.
+"""Records of hooks that see outputs: logs and metrics, the same on every worker.
 
-Concept: the user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on the worker that
-computed it. What they do there is *recorded* instead of done: calls of ``self.log``, what each torchmetrics object
-gained, and side effects on other attributes of the module (:mod:`~lightning_recycle.session.hook_side_effects`). The
-records of all micro-batches of a step travel through the coordinator to all workers, and are *replayed* there in the
-order of the micro-batches. So every worker holds the complete metrics, whichever die, and callbacks take the same
-decisions everywhere.
+The user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on one worker. Calls of
+``self.log``, gains of torchmetrics objects and side effects on other attributes are *recorded* there, travel through
+the coordinator, and are *replayed* on all workers in the order of the micro-batches. So every worker holds the complete
+metrics, and callbacks decide alike. Logged values are combined by ``reduce_fx``, metric states by their
+``dist_reduce_fx``.
 
-Values that were logged are combined by ``reduce_fx``: the mean weighted by samples, the sum, the extremes.
-Metric states are combined by the reduction that each state declares (``dist_reduce_fx``); metrics that work on whole
-batches alone are refused with the remedy. A hook must not look at what it logged or at
-metrics of earlier micro-batches.
-
-Metrics are found wherever the module, the callbacks and the data module lead to, when recording begins and again for
-each epoch and evaluation. Other metrics, such as globals, count one worker's micro-batches: ``compute()`` refuses that.
+Metrics are found wherever the module, the callbacks and the data module lead to. Others, such as globals, count one
+worker's micro-batches: their ``compute()`` is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.hook_side_effects import Effect, HookSideEffects, put_together, taken_apart
-from lightning_recycle.session.user_objects import metric_parts
+from lightning_recycle.session.object_graph import metric_parts
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
 
 MetricStates: TypeAlias = dict[str, Any]
@@ -60,10 +54,7 @@ class LoggerCall:
     """A call of a logger's experiment, such as ``add_image``.
 
     Args:
-        logger: index of the logger in the Trainer's list.
         path: attributes and (keys,) that lead from the experiment to what is called.
-        args: its arguments.
-        kwargs: its keyword arguments.
     """
 
     logger: int
@@ -77,10 +68,8 @@ class Recording:
     """Record of a hook that saw the output of one micro-batch.
 
     Args:
-        samples: the number of samples of the micro-batch.
         logs: (name, value, keyword arguments) of each ``self.log``.
         metrics: the gains of each metric: its states after this micro-batch alone, by path.
-        result: the value that the hook returned.
         changes: side effects on other attributes of the module that reach all workers.
     """
 
@@ -98,19 +87,21 @@ class OutputRecorder:
     """Records and replays for ``module``.
 
     Args:
-        module: the user's module.
-        side_effects: side effects on attributes of the module that are no metrics.
         shared: whether several workers run the hooks.
-
-    Attributes:
         on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
     """
 
-    def __init__(self, module: RecordedModule, side_effects: HookSideEffects, shared: bool = True) -> None:
+    def __init__(
+        self,
+        module: RecordedModule,
+        side_effects: HookSideEffects,
+        shared: bool = True,
+        on_logger_call: Callable[[LoggerCall], None] = lambda call: None,
+    ) -> None:
         self._module, self.side_effects, self._shared = module, side_effects, shared
         self._newest: tuple[Any, dict[int, tuple[Any, list[Effect]]]] = None, {}
         self._found_for: tuple[Any, ...] = ()
-        self.on_logger_call: Callable[[LoggerCall], None] = lambda call: None
+        self._on_logger_call = on_logger_call
         self._find_metrics()
 
     @property
@@ -125,7 +116,7 @@ class OutputRecorder:
         return dict(self._metrics)
 
     def find_again(self) -> None:
-        """Metrics are looked for before the next recording or replay: objects of this worker were replaced."""
+        """Looks for metrics before the next recording or replay."""
         self._found_for = ()
 
     def _find_metrics(self) -> None:
@@ -190,7 +181,7 @@ class OutputRecorder:
                 set_metric_states(metric, before[path])
 
     def _refuse_shares(self, updated: Iterable[Metric]) -> None:
-        """Lets :meth:`compute` of those of ``updated`` that are not found raise outside of recordings."""
+        """Makes ``compute()`` of unknown metrics of ``updated`` raise outside of steps."""
         found = set(map(id, self._metrics.values()))
         for metric in updated:
             if id(metric) not in found and not isinstance(metric.compute, _RefusedShare):
@@ -231,14 +222,15 @@ class OutputRecorder:
     # ------------------------------------------------------------------ on every worker
 
     def repeat_changes(self, records: Mapping[int, bytes], on_step: bool) -> None:
-        """Repeats on this worker what the micro-batches of a step have changed in the module; arguments as for
-        :meth:`replay`, before which it is called in training: hooks within the step see it.
+        """Repeats the changes of a step's micro-batches to the module.
+
+        Arguments as for :meth:`replay`, before which it is called in training: hooks within the step see it.
         """
         parts = self._parsed(records)
         self.side_effects.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
 
     def _parsed(self, records: Mapping[int, bytes]) -> dict[int, tuple[Any, list[Effect]]]:
-        """The record and the changes of each micro-batch, in order; those of the newest step are kept."""
+        """The record and the changes of each micro-batch, in order."""
         if self._newest[0] is not records:
             apart = {index: taken_apart(data) for index, data in sorted(records.items())}
             self._newest = records, {i: (unpack_tensors(r) if r else _EMPTY, found) for i, (r, found) in apart.items()}
@@ -292,7 +284,7 @@ class OutputRecorder:
             else:
                 self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
         for call in next(iter(calls.values()), []):
-            self.on_logger_call(call)
+            self._on_logger_call(call)
         values = [from_host(record.result, device) for record in ordered]
         return StepOutputs(values, [record.samples for record in ordered])
 
@@ -319,14 +311,16 @@ def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Values that the user's code returned for the micro-batches of a step, in order, and their numbers of samples."""
+    """Values that the user's code returned per micro-batch, with sample counts."""
 
     values: list[Any]
     samples: list[int]
 
     def joined(self, divisions: Sequence[Sequence[range]] = ()) -> Any:
-        """All as one: numbers averaged over the samples, tensors and lists one after another, mappings and tuples item
-        by item, anything else as a list of all. A micro-batch that returned None has no part in it.
+        """All values as one.
+
+        Numbers averaged over the samples, tensors and lists one after another, mappings and tuples item by item,
+        anything else as a list of all. A micro-batch that returned None has no part in it.
 
         Args:
             divisions: how the loaders have divided the batch, as
@@ -338,7 +332,9 @@ class StepOutputs:
         return _joined([self.values[index] for index in some], samples, _of(some, divisions))
 
     def predicted(self, alone: bool) -> Any:
-        """All as one prediction: as in :meth:`joined`, but numbers are kept, one after another, and so is None.
+        """All values as one prediction.
+
+        As in :meth:`joined`, but numbers are kept, one after another, and so is None.
 
         Args:
             alone: whether batches have one micro-batch in all: then the prediction is what that returned.
@@ -347,9 +343,7 @@ class StepOutputs:
 
 
 def _joined(parts: Sequence[Any], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]] = ()) -> Any:
-    """``parts`` as one; numbers are averaged over ``samples``, or kept. ``divisions``: the places of the samples of
-    each part in the batch, by loader.
-    """
+    """``parts`` as one; numbers are averaged over ``samples``, or kept."""
     if all(part is None for part in parts):
         return None
     first = parts[0]
@@ -387,7 +381,7 @@ def _of(indices: Sequence[int], divisions: Sequence[Sequence[range]]) -> list[li
 
 
 def _order_of_batch(parts: Sequence[Any], divisions: Sequence[Sequence[range]]) -> list[int] | None:
-    """The indices that put the rows of all ``parts``, one after another, in the order of the batch.
+    """The indices that bring the rows of all ``parts`` into the batch's order.
 
     A sample may have several rows, the same number of each. With several loaders only one row per sample shows to which
     of them the rows belong. Places that several parts have, as each pipeline trains on the same batches, are taken of
@@ -449,7 +443,7 @@ def _updated_metrics() -> Iterator[Iterable[Metric]]:
 
 
 class _RefusedShare:
-    """``compute`` of a metric that has counted the micro-batches of one worker alone; a step may still call it."""
+    """``compute`` of a metric that has counted the micro-batches of one worker alone."""
 
     def __init__(self, metric: Metric, module: RecordedModule) -> None:
         self._metric, self._module, self._compute = metric, module, metric.compute
@@ -506,7 +500,7 @@ def _state_names(metric: Metric) -> tuple[str, ...]:
 
 
 def _has_gained(metric: Metric) -> bool:
-    """Whether ``metric`` was updated since its reset. Wrappers do not count, and some begin at 1."""
+    """Whether ``metric`` was updated since its reset."""
     if isinstance(metric, Running):
         return bool(metric._num_vals_seen)
     if isinstance(metric, WrapperMetric):
@@ -516,7 +510,7 @@ def _has_gained(metric: Metric) -> bool:
 
 
 def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_step_value: bool) -> None:
-    """Adds what ``metric`` gained in a step; with ``keep_step_value`` its step value becomes that of the step alone."""
+    """Adds what ``metric`` gained in a step."""
     before = metric_states(metric)
     if isinstance(metric, Running):
         set_metric_states(metric, _moved_on(metric, path, before, gained))
@@ -540,7 +534,7 @@ def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_s
 
 
 def _moved_on(metric: Running, path: str, before: MetricStates, gained: Sequence[MetricStates]) -> MetricStates:
-    """States of a window that moves on once for each update of a step, not of a micro-batch."""
+    """States of a window that moves once per update of a step, not per micro-batch."""
     states, window, base = dict(before), metric.window, metric.base_metric
     updates = max(states["_num_vals_seen"] for states in gained)
     for update in range(max(0, updates - window), updates):
@@ -590,7 +584,7 @@ def _merged(metric: Metric, path: str, a: MetricStates, b: MetricStates) -> Metr
 
 
 def _is_associative(reduction: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> bool:
-    """Whether parts can be put together one after another (a mean of means is not the mean)."""
+    """Whether parts can be combined one after another, unlike means."""
 
     def of(a: Tensor, b: Tensor) -> Tensor:
         return reduction(torch.stack([a, b]))

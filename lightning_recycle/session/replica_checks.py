@@ -1,29 +1,28 @@
-"""Values that workers report of applied steps, so that replicas that drift apart are detected.
+"""Comparison of replicas: counters, options, checksums of applied steps, inputs.
 
-Counters are the same on all workers, the optimizer's options on the workers of one stage. The parameters and the
-optimizers' states of the workers of a stage are the same bits, since they step with the same reduced gradient; they are
-compared now and then by checksums. Buffers are not compared. All workers check after the same steps: the first of each
-generation that no worker has applied, and those that the coordinator announces. A worker that joins compares itself
-with its donor before its first step.
-
-Copies of a parameter on several stages are the same bits, too, unless a hook has changed one of them otherwise: hooks
-that go through ``self.parameters()`` find those of one stage, and may pair them wrongly. Copies are compared at the end
-of each epoch and evaluation.
+The parameters and optimizer states of a stage's workers are the same bits, since they step with the same reduced
+gradient; checksums are compared now and then, after the same steps on all workers. Buffers are not compared. Copies of
+a parameter on several stages are compared at the end of each epoch and evaluation: a hook that goes through
+``self.parameters()`` finds those of one stage, and may pair them wrongly.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
 from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage_bundle import StageTies
+from lightning_recycle.torch_internals import tree_flatten
 
 FIRST_INTERVAL = 50
 """Steps between two checks as long as it is not known what they cost."""
@@ -33,9 +32,7 @@ _MOST_STEPS = 10_000
 
 
 def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Any]]:
-    """State that the workers of a stage have in common, by the names of its checksums, in a fixed order: the parameters
-    of ``module`` and the states of ``optimizers``, not copied.
-    """
+    """Parameters and optimizer states that a stage's workers share, by checksum name."""
     return {
         "parameters": [parameter.detach() for parameter in module.parameters()],
         "optimizer state": list(_leaves(optimizers)),
@@ -43,7 +40,7 @@ def stage_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str,
 
 
 def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
-    """The tensors and numbers in the optimizers' states, in the order of the parameters."""
+    """The tensors and numbers in the optimizers' states, by parameter."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -65,9 +62,7 @@ class StateChecks:
     """The checks of one worker.
 
     Args:
-        device: the name of its device, by which its machine knows it.
         every: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
-        clock: seconds.
     """
 
     def __init__(self, device: str, every: int | None, clock: Any = time.perf_counter) -> None:
@@ -95,7 +90,7 @@ class StateChecks:
         return Checked(sums, interval, self._device)
 
     def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
-        """The checksums of what the workers of a stage have in common; none if this run never checks."""
+        """The checksums of what the workers of a stage have in common."""
         if self._every == 0:
             return {}
         return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
@@ -116,17 +111,15 @@ class StateChecks:
 
 
 def sums_of_copies(ties: StageTies, parameters: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """The checksums of the copies that this stage holds of other stages' ``parameters``, by the name of the first."""
+    """Checksums of this stage's copies of other stages' parameters, by first name."""
     mine = [(tie.copies[0][1], name) for tie in ties.ties for stage, name in tie.copies if stage == ties.stage]
     return {first: checksum([parameters[name].detach()]) for first, name in mine if name in parameters}
 
 
 def copies_differ(sums: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
-    """Warns of copies that differ between stages, in words; empty if all are equal. What differs within a stage has
-    another cause, and is left to :class:`StateChecks`.
+    """Warns of copies that differ between stages, in words; empty if all are equal.
 
-    Args:
-        sums: the stage of each worker, and its checksums.
+    What differs within a stage has another cause, and is left to :class:`StateChecks`.
     """
     found: dict[str, dict[int, set[bytes]]] = {}
     for stage, own in sums:
@@ -154,10 +147,7 @@ _MOST_OPTIONS = 64  # that are reported one by one
 
 
 def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
-    """The numbers among the options of all parameter groups, by name ("lr", "betas[1]", "lr of group 2").
-
-    If there are many, the last ones are reported as one number.
-    """
+    """Numeric options of all groups, by name ("lr", "betas[1]", "lr of group 2")."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     numbers: dict[str, float] = {}
     for index, group in enumerate(groups):
@@ -184,3 +174,48 @@ def _numbers(key: str, which: str, value: Any) -> dict[str, float]:
     for index, item in enumerate(value) if isinstance(value, (tuple, list)) else ():
         found.update(_numbers(f"{key}[{index}]", which, item))
     return found
+
+
+# ---------------------------------------------------------------------- inputs of self(x)
+
+_TOLERANCE = 1e-2
+"""Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
+
+Fingerprint: TypeAlias = tuple[Any, ...]
+
+
+def fingerprint(inputs: Sequence[Any]) -> tuple[Fingerprint, ...]:
+    """A fingerprint of ``inputs`` in a few bytes: see :func:`alike`."""
+    leaves, structure = tree_flatten(list(inputs))
+    return (("structure", str(structure)), *(_of_leaf(leaf) for leaf in leaves))
+
+
+def alike(a: Sequence[Fingerprint], b: Sequence[Fingerprint]) -> bool:
+    """Whether inputs with these fingerprints are equal but for rounding."""
+    return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _of_leaf(leaf: Any) -> Fingerprint:
+    if not isinstance(leaf, Tensor):
+        try:
+            data = pickle.dumps(leaf)
+        except Exception:  # it stays in this process; its type must do
+            data = b""
+        return type(leaf).__qualname__, hashlib.sha256(data).digest()
+    kind = (str(leaf.dtype), tuple(leaf.shape))
+    flat = leaf.detach().cpu().flatten()
+    if not (flat.is_floating_point() or flat.is_complex()):
+        return *kind, hashlib.sha256(flat.contiguous().numpy().tobytes()).digest()
+    real = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    values = torch.nan_to_num(real.double(), nan=1.0, posinf=2.0, neginf=3.0)
+    weights = torch.cos(torch.arange(values.numel(), dtype=torch.float64))
+    return *kind, float(values.norm()), float(values @ weights)
+
+
+def _same(a: Fingerprint, b: Fingerprint) -> bool:
+    if not isinstance(a[-1], float) or not isinstance(b[-1], float):
+        return a == b
+    *kind, norm, projection = a
+    *other, other_norm, other_projection = b
+    limit = _TOLERANCE * max(norm, other_norm)
+    return kind == other and abs(norm - other_norm) <= limit and abs(projection - other_projection) <= limit

@@ -1,7 +1,6 @@
-"""Requirements of the strategy on the Trainer, the data and the module, checked before a step is run.
+"""Requirements on Trainer, data and module, checked before a step is run.
 
-``check_trainer`` and ``check_loaders`` need no worker: the launching process calls them before
-anything starts. What is supported, with the reasons for the rest, is listed in docs/trainer_flags.md.
+docs/trainer_flags.md lists what is supported, with the reasons for the rest.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.runtime.stage.stage import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
-from lightning_recycle.session.interruption import saves_on_exception
-from lightning_recycle.session.lightning_internals import mode_of, synchronises_batchnorm
+from lightning_recycle.session.lightning_internals import mode_of, saves_on_exception, synchronises_batchnorm
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
 from lightning_recycle.torch_internals import fsdp_parameters, is_compiled, tree_leaves
 
@@ -44,12 +42,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
 def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bool) -> None:
-    """Raises UnsupportedFeatureError for settings of the Trainer that the strategy cannot honour.
-
-    Args:
-        trainer: the Trainer.
-        outside: the place of this process, if it is a worker started from outside; None for a launching process.
-        is_remote: whether the engine starts the workers on other machines.
+    """Refuses settings of the Trainer that the strategy cannot honour.
 
     Raises:
         ConfigurationError: if the Trainer has no device for this worker.
@@ -83,7 +76,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
 
 
 def _check_finders(trainer: pl.Trainer) -> None:
-    """Raises UnsupportedFeatureError for callbacks that tune; Lightning's Tuner is a run with such a callback."""
+    """Raises UnsupportedFeatureError for callbacks that tune."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
             search, value = "lr_find", "learning rate"
@@ -99,7 +92,10 @@ def _check_finders(trainer: pl.Trainer) -> None:
 
 
 def check_members(trainer: pl.Trainer, options: Options) -> None:
-    """Raises UnsupportedFeatureError for what does not work yet where several processes hold a position."""
+    """Refuses features that positions of several processes lack.
+
+    Raises UnsupportedFeatureError.
+    """
     recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
@@ -123,11 +119,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
 
 def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool) -> None:
     """Looks at what ``configure_model`` has made for the members of a position.
-
-    Args:
-        module: the user's module.
-        sizes: the sizes of their mesh, FSDP shards and tensor parallelism.
-        warns: whether this process warns of what costs only time.
 
     Raises:
         UnsupportedFeatureError: for FSDP2 where it cannot be interrupted.
@@ -153,11 +144,6 @@ def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool
 
 def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str], bool], shards: int) -> None:
     """Looks at what FSDP2 has made of the layers of this stage.
-
-    Args:
-        module: the user's module.
-        is_elsewhere: whether a parameter, by its name, belongs to another stage.
-        shards: into how many parts FSDP2 divides a position.
 
     Raises:
         ConfigurationError: for parameters that the members of a position would train apart.
@@ -187,8 +173,10 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
 
 @contextlib.contextmanager
 def plans_checked(module: pl.LightningModule) -> Iterator[None]:
-    """Raises ConfigurationError if plans of ``parallelize_module()`` name modules that do not exist, and no layer is
-    made parallel in the block (torch warns of each such name and goes on), or if tied weights are separated there.
+    """Refuses plans of ``parallelize_module()`` that have no effect.
+
+    Raises ConfigurationError if they name modules that do not exist, and no layer is made parallel in the block (torch
+    warns of each such name and goes on), or if tied weights are separated there.
     """
     names = names_by_parameter(module.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings(record=True) as caught:
@@ -214,11 +202,9 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:
-    """Raises UnsupportedFeatureError or ConfigurationError for data that cannot be addressed.
+    """Refuses data that cannot be addressed.
 
-    Args:
-        loaders: the argument of the Trainer's entry point; None and data modules pass.
-        microbatches: M in training, None in evaluation.
+    Raises UnsupportedFeatureError or ConfigurationError.
     """
     found = loaders_in(loaders)
     for loader in found:
@@ -228,14 +214,14 @@ def check_loaders(loaders: Any, microbatches: int | None) -> None:
 
 
 def loaders_in(loaders: Any) -> list[Any]:
-    """The single loaders of an argument of the Trainer's entry point; none of a data module."""
+    """The single loaders of an argument of the Trainer's entry point."""
     if loaders is None or isinstance(loaders, pl.LightningDataModule):
         return []
     return list(loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders))
 
 
 def check_trained(module: pl.LightningModule, trains: bool) -> None:
-    """Raises ConfigurationError unless a stage has something to train: steps of several would have no effect."""
+    """Raises ConfigurationError unless a stage has something to train."""
     if not trains:
         raise ConfigurationError(
             f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train: set"
@@ -244,7 +230,7 @@ def check_trained(module: pl.LightningModule, trains: bool) -> None:
 
 
 def check_loss(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError for a PipelineModule that cannot be trained, as it has no loss."""
+    """Raises ConfigurationError for a PipelineModule without loss."""
     if isinstance(module, PipelineModule) and type(module).loss is PipelineModule.loss and "loss" not in vars(module):
         raise ConfigurationError(
             f"{type(module).__name__} must implement loss(self, output, target), the mean over a micro-batch, to be"
@@ -253,7 +239,9 @@ def check_loss(module: pl.LightningModule) -> None:
 
 
 def check_graphs(module: pl.LightningModule, stages: int) -> None:
-    """Raises UnsupportedFeatureError for layers of a pipeline that torch replays from one CUDA graph.
+    """Refuses pipeline layers that torch replays from one CUDA graph.
+
+    Raises UnsupportedFeatureError.
 
     Such a graph has one set of activations. In a pipeline the next micro-batch goes forward before the previous one has
     come back, and its gradients would be those of other activations, without an error.
@@ -268,9 +256,7 @@ def check_graphs(module: pl.LightningModule, stages: int) -> None:
 
 
 def warn_of_lost_compilation(module: pl.LightningModule) -> None:
-    """Warns of modules that were compiled in place in the launching process: workers get a copy, and torch's copies are
-    not compiled.
-    """
+    """Warns of modules that were compiled in place in the launching process."""
     names = [name for name, part in module.named_modules() if is_compiled(part)]
     if names:
         rank_zero_warn(
@@ -282,9 +268,7 @@ def warn_of_lost_compilation(module: pl.LightningModule) -> None:
 
 @contextlib.contextmanager
 def several_optimizers_refused(module: pl.LightningModule) -> Iterator[None]:
-    """Raises ConfigurationError where Lightning refuses the optimizers of a PipelineModule: its advice is manual
-    optimization, which such a module does not have.
-    """
+    """Raises ConfigurationError for several optimizers of a PipelineModule."""
     try:
         yield
     except RuntimeError as error:
@@ -298,8 +282,9 @@ def several_optimizers_refused(module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_optimizers(optimizers: list[Optimizer], several: bool = False) -> None:
-    """Raises ConfigurationError unless there is one optimizer (Lightning itself refuses several), or, where ``several``
-    may be, at least one.
+    """Refuses a module without optimizer, or with several unless they may be.
+
+    Raises ConfigurationError; Lightning itself refuses several.
     """
     if not optimizers or (len(optimizers) > 1 and not several) or not optimizers[0].param_groups:
         raise ConfigurationError(

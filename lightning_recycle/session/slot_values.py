@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +37,7 @@ from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.stage.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,
     MODULE_TABLES,
@@ -47,7 +48,15 @@ from lightning_recycle.session.object_attributes import (
     vars_of,
 )
 from lightning_recycle.tensor_memory import is_sharded, memory_address
-from lightning_recycle.torch_internals import NormBase, buffers_of, modules_of, parameters_of, version_of, versions_of
+from lightning_recycle.torch_internals import (
+    NormBase,
+    buffers_of,
+    fsdp_places,
+    modules_of,
+    parameters_of,
+    version_of,
+    versions_of,
+)
 
 Path: TypeAlias = tuple[Any, ...]
 """The name of a module, one of its tables, and the keys that lead from there to a cell."""
@@ -373,11 +382,15 @@ class ValueTree:
         self._cells, self._paths, self._is_stale = {}, {}, False
         before, self._held = self._held, {}
         todo: list[tuple[Path, Any]] = []
+        gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
+        for part in fully_sharded_modules([self._module]):
+            for owner, parameter in fsdp_places(part):
+                gathered[owner].add(parameter)
         for name, part in self._modules("", self._module, set()):
             self._add(_Table((name, _ATTRIBUTES), part, self._hidden if part is self._module else _OF_MODULES), todo)
             self._add(_Table((name, _BUFFERS), buffers_of(part)), todo)
             if self._whole:
-                self._add(_Table((name, _PARAMETERS), parameters_of(part)), todo)
+                self._add(_Table((name, _PARAMETERS), parameters_of(part), frozenset(gathered[part])), todo)
                 self._add(_Table((name, _CHILDREN), modules_of(part)), [])
             self._paths[id(part)] = (name,)
         own = [*self._cells.values()][:2]

@@ -1,7 +1,6 @@
 """Sources of the steps that one worker runs, made from the user's DataLoaders.
 
-Lightning hands each DataLoader to the strategy. A worker reads the micro-batches of its schedule, by address, so each
-becomes a :class:`~lightning_recycle.data.steps.StepLoader`. The user's hooks that convert and move a batch run on what
+A worker reads the micro-batches of its schedule, by address. The user's hooks that convert and move a batch run on what
 it reads.
 """
 
@@ -22,7 +21,7 @@ from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.lightning_internals import transfer_batch
+from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -93,9 +92,7 @@ class StepLoaders:
         return loader
 
     def keep_for_training(self, loaders: Sequence[StepLoader]) -> None:
-        """Closes those of the training that are not among ``loaders``: batches that they have read ahead are not
-        needed.
-        """
+        """Closes training loaders other than ``loaders``, with what they have read ahead."""
         for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
             old.close()
             self._loaders.remove(old)
@@ -121,12 +118,12 @@ class StepLoaders:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step, of the first loader if there are several; 0 if no loader knows it."""
+        """Samples per step, of the first loader if there are several."""
         training = (loader for loader in self._loaders if not loader.evaluation)
         return next((loader.global_batch_size for loader in training if isinstance(loader, SampleLoader)), 0)
 
     def _on_device(self, data: Any, seed: int, dataloader_idx: int) -> Any:
-        """Converts and moves a collated batch with the user's hooks; their draws depend on the data's address."""
+        """Converts and moves a collated batch with the user's hooks."""
         trainer, device = self._context.trainer, self._context.device
         data = trainer.strategy.precision_plugin.convert_input(data)
         if not self._transfers:
@@ -136,3 +133,8 @@ class StepLoaders:
             reseed(seed)
             generator.manual_seed(seed)
             return transfer_batch(module, data, device, dataloader_idx)
+
+
+def addressed_loaders(loop: Any) -> list[MicrobatchLoader]:
+    """The loaders of a fit loop or an evaluation loop whose samples have addresses."""
+    return [loader for loader in loaders_of(loop) if isinstance(loader, MicrobatchLoader)]

@@ -1,4 +1,4 @@
-"""Training steps of one worker: run by Lightning's loops, computed by the executor.
+"""Training steps of one worker: run by Lightning's loops and an executor.
 
 Lightning's loops (:mod:`~lightning_recycle.session.loops`) call some of its methods. The executor calls those of
 :class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`, for what only Lightning and the
@@ -8,30 +8,38 @@ user's module know.
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
+from lightning_recycle.control.protocol.state import ENDED
 from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.commit_requirements import (
     OptimizerStep,
     clip_factor,
+    complete_norms,
     may_change_gradients,
     norm_of_all,
     overflow_of_all,
@@ -39,17 +47,21 @@ from lightning_recycle.session.commit_requirements import (
     sees_old_gradients,
 )
 from lightning_recycle.session.hook_side_effects import MicrobatchEffects
-from lightning_recycle.session.interruption import Preemption, SaveAndEnd, StopRequests
-from lightning_recycle.session.lightning_internals import batches_so_far
-from lightning_recycle.session.loops import ProgressSnapshot, ends_step
-from lightning_recycle.session.optimizer_states import trained_by_name
+from lightning_recycle.session.interruption import Preemption, StopRequests
+from lightning_recycle.session.lightning_internals import (
+    batches_so_far,
+    ends_step,
+    path_of_ended_run,
+    saves_on_exception,
+)
+from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.model_checkpoint import ModelCheckpointSaves, remember_saves
+from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
-from lightning_recycle.session.reporting_callbacks import remember_saves
-from lightning_recycle.session.snapshot import StateTransfer, WorkerSnapshot
-from lightning_recycle.session.stage_layers import StageLayers
-from lightning_recycle.session.step_completion import Boundary
+from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
+from lightning_recycle.session.worker_snapshot import Boundary, StateTransfer, WorkerSnapshot
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
 
@@ -59,32 +71,13 @@ log = logging.getLogger(__name__)
 class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
-    Args:
-        context: the context of the worker.
-        parts: the module, with the parts of this stage.
-        recorder: records the user's hooks that see outputs.
-        loaders: the sources of steps.
-        preemption: the signals to this worker.
-        reach: called with a point of the run and the step.
-
     Attributes:
-        stop_requests: the agreement about ``trainer.should_stop``.
-        executor: runs the steps; set once it exists, like the next four.
-        resume_seed: called with the seed of a checkpoint, with which the run goes on.
-        transfer: the transfer of this worker's state to and from its peers.
-        checkpoints: this worker's part in checkpoints.
-        ending: saves at the end of the last step of a run that a signal ends.
+        ties: the parameters that stages share.
         layers: the layers of this worker, if they may move.
-        records_outputs: whether the module has a hook that sees outputs in training.
+        manual: runs the steps of a module that optimizes by itself; None for others.
         first_batch: the number of batches that the Trainer had trained on before this run.
-        after_step: what all workers do after the newest step.
     """
 
-    executor: Executor
-    resume_seed: Callable[[int], None]
-    transfer: StateTransfer
-    checkpoints: Checkpoints
-    ending: SaveAndEnd
     _handle: StepHandle  # of the current step
 
     def __init__(
@@ -97,28 +90,63 @@ class TrainingSteps:
         reach: Callable[[str, int], None],
     ) -> None:
         self._context, self._trainer, self._client = context, context.trainer, context.client
-        self._parts, self._recorder, self.loaders = parts, recorder, loaders
+        assert isinstance(parts.module, RecordedModule)
+        self.module, self.parts, self.recorder, self.loaders = parts.module, parts, recorder, loaders
         self._preemption, self._reach = preemption, reach
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
-        self.layers: StageLayers | None = None
         self.records_outputs = parts.records_training
         self.first_batch = 0
-        self.after_step = AfterStep.GO_ON
-        self.stop_requests = StopRequests(context, self)
+        self._after_step = AfterStep.GO_ON
+        self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
         self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
         self._names_of_trained: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
-        double = any(p.dtype is torch.float64 for p in parts.module.parameters())
+        double = any(p.dtype is torch.float64 for p in self.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
+        self.ties = StageTies(parts.ties(context.run.parts), context.worker.stage, parameters_by_name(self.module))
+        self._name_norms()
+        self.layers: StageLayers | None = None
+        self.manual: ManualSteps | None = None
+        builder = StageBuilder(context, parts, recorder)
+        if context.fitting and parts.optimizes_itself:
+            self.executor, self.manual = builder.manual_executor(self.ties, self)
+        else:
+            self.layers = builder.layers(self.left_gradients, self._has_other_layers)
+            self.executor = builder.executor(
+                self.ties, self, self.layers, self.leaves_gradients_alone, self.held_tensors
+            )
+        if not parts.optimizes_itself:  # otherwise the plugin sees all there is
+            plugin = self._trainer.strategy.precision_plugin
+            plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+        context.collectives.settle = self.settle
+        self.transfer = StateTransfer(
+            context, self.module, recorder, self.executor, self._stop_requests, self.left_gradients, self.describe
+        )
+        copies = self.ties.copies
+        self.checkpoints = ModelCheckpointSaves(context, parts, self.executor, copies, reach, self.transfer)
+        self._ending = SaveAndEnd(context, self.checkpoints, preemption)
 
-    @property
-    def _module(self) -> RecordedModule:
-        module = self._parts.module
-        assert isinstance(module, RecordedModule)
-        return module
+    def _name_norms(self) -> None:
+        """Lets hooks see norms of gradients over all stages."""
+        context = self._context
+        if context.mesh is not None:
+            complete_norms(_refuse_norms)
+        elif context.grid.stages > 1:
+            names = {id(p): name for name, p in self.module.named_parameters()}
+            for name, p in parameters_by_name(self.module).items():
+                names[id(p)] = self.ties.copies.get((context.worker.stage, name), names[id(p)])
+            complete_norms(context.collectives.gather_stages, names)
+
+    def _has_other_layers(self, bundle: StageBundle) -> None:
+        """The layers of this worker have changed: no optimizer steps again."""
+        self.ties = bundle.ties
+        self._name_norms()
+        self.checkpoints.copies = bundle.ties.copies
+        self._newest_step = OptimizerStep()
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -131,8 +159,28 @@ class TrainingSteps:
         """The seed of the run."""
         return self._context.seed
 
+    def resume_seed(self, seed: int) -> None:
+        """Makes ``seed``, a checkpoint's, that of this run, before its first step."""
+        context = self._context
+        if seed == context.seed:
+            return
+        if context.collectives.is_leader:
+            log.warning(
+                "The checkpoint was written with seed %d, and this run was given seed %d: it goes on with seed %d, so"
+                " that it reads the rest of the epoch in the same order and draws the same random numbers.",
+                *(seed, context.own_seed, seed),
+            )
+        context.resumed_seed = seed
+        self.loaders.reseed(seed)
+        self.executor.runner.stage.seed = seed
+        self.checkpoints.weights.prune_by(seed)
+
+    def agree_to_stop(self, place: StopPlace) -> None:
+        """Sets ``trainer.should_stop`` here as on all other workers."""
+        self._stop_requests.agree(place, self.executor.version, self._after_step)
+
     def enter_training(self) -> None:
-        """Before the first epoch: a worker that joins a running training waits until it is let in."""
+        """Enters the first epoch; a joining worker waits until it is let in."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         begun = batches_so_far(self._trainer)
         self.first_batch = begun.completed
@@ -151,21 +199,22 @@ class TrainingSteps:
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
         self._handle = handle
-        self.transfer.complete()  # its donor waited here, after the same hooks
+        saves = self.transfer.complete()  # its donor waited here, after the same hooks
+        if saves is not None:
+            self.checkpoints.saves.enter(saves)
         self._follow_parameters()
         self._zeroes_next = share.begins
         scaler = scaler_of(self._trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
-            if self.checkpoints.background is not None:
-                self.checkpoints.background.finish_copies()
-            self._recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
+            self.checkpoints.saves.finish_copies()
+            self.recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
-                self._recorder.repeat_changes(result.outputs, on_step=True)
+                self.recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
             # Before a hook asks for the norm, its gradients are unscaled.
             self._gradient_norm = result.gradient_norm / (1.0 if scaler is None else scaler.get_scale())
-            with self._module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
+            with self.module.logging_allowed(True), overflow_of_all(scaler, result.overflow):
                 apply(result)
             if result.check_next:
                 self._checks.announce(number + 1)
@@ -173,33 +222,33 @@ class TrainingSteps:
         number = self.executor.version
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
         self._progress[number] = ProgressSnapshot.of(self._trainer)
-        self._recorder.side_effects.begin_step(number)
-        with self._module.logging_allowed(False):
+        self.recorder.side_effects.begin_step(number)
+        with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
         self.checkpoints.take_up()
-        self.after_step = result.after_step
+        self._after_step = result.after_step
         if self.layers is not None:
             self.layers.applied()
         return result
 
     def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
-        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
-        if not self._module.automatic_optimization:  # it zeroes them itself
-            return {p: p.grad for p in self._module.parameters() if p.grad is not None}
-        if self._zeroes_next and not sees_old_gradients(self._trainer, self._module):
+        """Gradients that count for later steps, or that hooks may see."""
+        if not self.module.automatic_optimization:  # it zeroes them itself
+            return {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        if self._zeroes_next and not sees_old_gradients(self._trainer, self.module):
             return {}
         return self.executor.runner.gradients.held()
 
     def _follow_parameters(self) -> None:
-        """The parameters are those that the module and its optimizer have now; hooks may have changed that.
+        """The parameters are those that the module and its optimizer have now.
 
         Raises:
             UnsupportedFeatureError: if they have, with several stages.
         """
-        if self._parts.optimizes_itself:
+        if self.parts.optimizes_itself:
             return
-        named = trained_by_name(self._module, self._optimizers)
+        named = trained_by_name(self.module, self._optimizers)
         names, parameters = [*named], [*named.values()]
         if names != self._names_of_trained[0]:
             self._names_of_trained = names, float(zlib.crc32(repr(names).encode()))
@@ -223,12 +272,15 @@ class TrainingSteps:
         with self.checkpoints.at_boundary(boundary):
             if ends_step(self._trainer):
                 self.checkpoints.ask_again()
-            if boundary is Boundary.BATCH:
-                self.ending.end(self._trainer)
+            if boundary is Boundary.BATCH and self._ends_after_batch():
+                self._ending.end(self._trainer)
 
-    def ends_after_batch(self) -> bool:
-        """Whether the run ends after this batch; not between batches whose gradients one step takes together."""
-        return self.after_step is AfterStep.END and ends_step(self._trainer)
+    def _ends_after_batch(self) -> bool:
+        """Whether the run ends after this batch.
+
+        Not between batches whose gradients one step takes together.
+        """
+        return self._after_step is AfterStep.END and ends_step(self._trainer)
 
     def as_loss(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
@@ -237,34 +289,30 @@ class TrainingSteps:
         returned = None
         if any(outputs.values()):
             with self._context.forward_context():
-                found = self._recorder.replay(outputs, on_step=True)
+                found = self.recorder.replay(outputs, on_step=True)
             if any(value is not None for value in found.values):
                 returned = found.joined(handle.loader.divisions(handle, found.samples))
-        self._parts.on_loss(loss, handle.index)
+        self.parts.on_loss(loss, handle.index)
         return returned
 
     # ------------------------------------------------------------------ for the executor: micro-batches
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
-        return self._parts.split(data, index)
-
-    def begin_whole_step(self, index: int) -> None:
-        """The step of the micro-batch with this index is about to run as a whole, with others in turns."""
-        self._recorder.side_effects.slot = index
+        return self.parts.split(data, index)
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
-        return self._recorder.side_effects.microbatch(index, statistics)
+        return self.recorder.side_effects.microbatch(index, statistics)
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        return self._recorder.side_effects.again(index)
+        return self.recorder.side_effects.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
-        return self.record(self._parts.record_training, output, target, samples)
+        return self.record(self.parts.record_training, output, target, samples)
 
     def record(self, record: Callable[..., bytes], output: Any, target: Any, samples: int) -> bytes:
         """Records what the user's code does with an output, as in a step on one device."""
         with self._context.forward_context():
-            return record(self._recorder, output, target, samples)
+            return record(self.recorder, output, target, samples)
 
     # ------------------------------------------------------------------ for the executor: generations
 
@@ -277,7 +325,7 @@ class TrainingSteps:
         self._client.on_leader()
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        self._recorder.side_effects.run_again()
+        self.recorder.side_effects.run_again()
         self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
@@ -285,7 +333,7 @@ class TrainingSteps:
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
-        with self._recorder.side_effects.as_in_step(step), self._progress[step].again(self._trainer):
+        with self.recorder.side_effects.as_in_step(step), self._progress[step].again(self._trainer):
             yield
 
     def describe_step(self, step: int) -> Facts:
@@ -293,17 +341,17 @@ class TrainingSteps:
         checked = None
         if self._checks.is_due(step) and self.executor.runner.is_settled:
             with self._client.busy("a check of the parameters"):
-                checked = self._checks.check(step, self._module, self._optimizers)
+                checked = self._checks.check(step, self.module, self._optimizers)
         return Facts(counters, options, checked, inputs)
 
     def describe(self) -> dict[str, Any]:
-        """The values at the beginning of a step that a copy of this worker must have, by name."""
+        """The values, by name, that a copy of this worker must have at a step's start."""
         self._follow_parameters()
         counters, options, inputs = self._numbers()
-        return {**counters, **options, **inputs, **self._checks.sums(self._module, self._optimizers)}
+        return {**counters, **options, **inputs, **self._checks.sums(self.module, self._optimizers)}
 
     def _numbers(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Numbers that are equal on all workers, on those of the stage, and on all whose gradients are summed."""
+        """Numbers equal on all workers, on a stage, and where gradients are summed."""
         trainer = self._trainer
         counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
@@ -312,19 +360,17 @@ class TrainingSteps:
         inputs: dict[str, float] = {}
         if digest_of_data := self._handle.loader.digest(self._handle):
             inputs["the digest of the samples read so far (seed each shuffle of the data)"] = digest_of_data
-        if self.stop_requests.agreed:
+        if self._stop_requests.agreed:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
-        if self._context.grid.stages == 1 and not self._parts.optimizes_itself:
+        if self._context.grid.stages == 1 and not self.parts.optimizes_itself:
             inputs["the names of the parameters, which hooks can change,"] = self._names_of_trained[1]
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
 
     def not_optimized(self) -> list[nn.Parameter]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        optimized = {id(parameter) for group in groups for parameter in group["params"]}
-        return [parameter for parameter in self._module.parameters() if id(parameter) not in optimized]
+        return not_optimized(self.module, self._optimizers)
 
     def must_know(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
@@ -338,7 +384,7 @@ class TrainingSteps:
 
     @cached_property
     def _hooks_change_gradients(self) -> bool:
-        return may_change_gradients(self._trainer, self._module)
+        return may_change_gradients(self._trainer, self.module)
 
     @property
     def _clip_val(self) -> float:
@@ -349,9 +395,10 @@ class TrainingSteps:
         """Whether gradients of that norm, over all stages, are not clipped."""
         return clip_factor(self._clip_val, norm) >= 1.0
 
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips by the norm over all stages, which the plugin itself does not see. The commit has delivered it, unless
-        hooks may have changed gradients since.
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips by the norm over all stages, which the plugin itself does not see.
+
+        The commit has delivered it, unless hooks may have changed gradients since.
         """
         plugin, mesh = self._trainer.strategy.precision_plugin, self._context.mesh
         norm = self._gradient_norm
@@ -362,23 +409,15 @@ class TrainingSteps:
         if grads and not scale >= 1.0:  # a norm that is NaN reaches all parameters, as on one device
             foreach_mul_([local_part(grad) for grad in grads], scale)
 
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips each value, in shards where there are any: ``torch.nn.utils.clip_grad_value_`` fails for sharded and
-        plain gradients together.
-        """
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips each value, in shards where there are any."""
         for parameter in self._trainer.strategy.precision_plugin.main_params(optimizer):
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
-    def forget_newest(self) -> None:
-        """The layers of this worker have changed: no optimizer steps again."""
-        self._newest_step = OptimizerStep()
-
     def held_tensors(self) -> Iterator[Tensor]:
-        """The tensors that stay from step to step besides parameters and gradients: buffers, and optimizer states with
-        those before the newest step.
-        """
-        yield from self._module.buffers()
+        """Tensors held from step to step besides parameters and gradients."""
+        yield from self.module.buffers()
         yield from self._newest_step.tensors()
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
@@ -387,7 +426,96 @@ class TrainingSteps:
     # ------------------------------------------------------------------ for the executor: state of peers
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return self.transfer.take()
+        return self.transfer.take(self.checkpoints.saves.state())
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         self.transfer.restore(snapshot)
+
+
+def _refuse_norms(*_: Any) -> list[Any]:
+    raise UnsupportedFeatureError(
+        "grad_norm() is not supported where several processes hold a position: a worker has parts of gradients. With"
+        " Trainer(gradient_clip_val=...) they are clipped by the norm of all."
+    )
+
+
+class SaveAndEnd:
+    """Saves at the end of the last step of a run that a signal ends, and ends the run."""
+
+    def __init__(self, context: WorkerContext, checkpoints: Checkpoints, preemption: Preemption) -> None:
+        self._context, self._checkpoints, self._preemption = context, checkpoints, preemption
+        self._collectives, self._options = context.collectives, context.options.checkpoints
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Ends this worker, with all others, after a step that is the last."""
+        self._save(trainer)
+        for logger in trainer.loggers:
+            logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
+        if self._collectives.decide(self._preemption.requeue_wanted, all_agree=False):
+            self._collectives.by_leader("requeue", self._requeue)
+        self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        # There is no later step after which a checkpoint that is lost could be asked for again.
+        with self._checkpoints.waited_for():
+            self._checkpoints.ask_again()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if saves_on_exception(callback):
+                    callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
+            # A number in it is found by looking into the folder.
+            path = self._collectives.broadcast(self._path(trainer))
+            if path is not None:
+                trainer.save_checkpoint(path)
+
+    def _requeue(self) -> None:
+        with self._context.client.busy("requeue"):
+            requeue(self._options.signal_timeout)
+
+    def _path(self, trainer: pl.Trainer) -> str | None:
+        """The path of the checkpoint that this worker would choose."""
+        wanted = self._options.save_on_signal
+        if not isinstance(wanted, bool):
+            return os.fspath(wanted)
+        if not wanted and not self._preemption.resumes:
+            return None
+        return path_of_ended_run(trainer)
+
+
+# ---------------------------------------------------------------------- counters of a step
+
+
+@dataclass(frozen=True)
+class ProgressSnapshot:
+    """The counters of a step.
+
+    Args:
+        batch: the number of its batch in the epoch, counted from 1.
+    """
+
+    steps: int
+    epoch: int
+    batch: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
+        """The moment of the step that the loops of ``trainer`` are in."""
+        loop = trainer.fit_loop
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)
+
+    def restore(self, trainer: pl.Trainer) -> None:
+        """Sets the counters of ``trainer``."""
+        loop = trainer.fit_loop
+        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = self.steps
+        loop.epoch_progress.current.completed = self.epoch
+        loop.epoch_loop.batch_progress.current.ready = self.batch
+
+    @contextmanager
+    def again(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Within the block the counters of ``trainer`` are those of this moment."""
+        now = ProgressSnapshot.of(trainer)
+        self.restore(trainer)
+        try:
+            yield
+        finally:
+            now.restore(trainer)

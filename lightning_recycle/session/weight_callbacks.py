@@ -1,18 +1,10 @@
-"""Lightning's callbacks that change weights: averages, finetuning and pruning, on one stage of the model.
+"""Lightning's callbacks that change weights: averages, finetuning, pruning.
 
-Averages: an average is elementwise, so each worker lets the callback average the layers of its own stage, with the
-callback's own code. What differs is when the callback copies the model (not before the stage is built: no worker holds
-the whole model), and the contents of a checkpoint: the averages of all stages, under the names of one device. A custom
-``avg_fn`` sees one parameter at a time; a custom ``multi_avg_fn`` sees those of one stage.
-
-Finetuning: which parameters require a gradient, and in which group of the optimizer they are, is up to the user's code.
-It runs on every worker for the layers of its stage, and may change that between two steps. All stages have the same
-groups, if need be empty ones, so that they can be joined to one optimizer's.
-
-Pruning: torch's pruning replaces a parameter ``weight`` by ``weight_orig``, the same object, and a buffer
-``weight_mask``. The callback needs the whole model for it: one stage. Random pruning is the same everywhere, whichever
-workers have died or joined; and a process that did not see it done (a worker that joins, the launching process) takes
-the form of a state dict before it loads that.
+Averages are elementwise, so each worker lets the callback average the layers of its stage; a checkpoint gets the
+averages of all stages, under the names of one device. A custom ``multi_avg_fn`` sees the parameters of one stage.
+Finetuning runs on every worker for the layers of its stage; all stages have the same groups, if need be empty ones.
+Pruning needs the whole model, so one stage; a process that did not see it done takes the form of a state dict before it
+loads that.
 """
 
 from __future__ import annotations
@@ -35,8 +27,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.optimizer_states import group_names, merged_names, parameters_by_name
+from lightning_recycle.session.optimizer_states import StageStates, group_names, merged_names, parameters_by_name
 from lightning_recycle.torch_internals import parameters_of
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
@@ -60,60 +51,48 @@ def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
+def _averaging(trainer: pl.Trainer) -> list[WeightAveraging | StochasticWeightAveraging]:
+    return [*_callbacks_of(trainer, WeightAveraging), *_callbacks_of(trainer, StochasticWeightAveraging)]
+
+
+def await_stage(trainer: pl.Trainer) -> None:
+    """Postpones the ``setup`` of averages, which Lightning calls, to :func:`enter_stage`."""
+    for callback in _averaging(trainer):
+        callback.setup = _do_nothing  # type: ignore[method-assign]
+
+
+def enter_stage(trainer: pl.Trainer, module: pl.LightningModule, was_built: bool) -> None:
+    """Sets up averages when the layers of this stage have their first values.
+
+    Args:
+        was_built: whether these layers were there when ``setup`` froze some.
+    """
+    assert trainer.state.fn is not None
+    for finetuning in _callbacks_of(trainer, BaseFinetuning) if not was_built else ():
+        finetuning.freeze_before_training(module)
+    for callback in _averaging(trainer):
+        del callback.setup
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*doesn't support sharding model layers.*")  # here it does
+            callback.setup(trainer, module, trainer.state.fn)
+
+
 class WeightCallbacks:
-    """The callbacks of a worker's Trainer that change weights."""
+    """The callbacks of a worker's Trainer that change weights, with states of the whole model.
 
-    _checkpoints: Checkpoints
+    The groups of all stages stay alike, and pruning draws from (``seed``, step).
+    """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def _averaging(self) -> list[WeightAveraging | StochasticWeightAveraging]:
-        return [*_callbacks_of(self._trainer, WeightAveraging), *self._swa]
-
-    @property
-    def _swa(self) -> list[StochasticWeightAveraging]:
-        return _callbacks_of(self._trainer, StochasticWeightAveraging)
-
-    @property
-    def _finetuning(self) -> list[BaseFinetuning]:
-        return _callbacks_of(self._trainer, BaseFinetuning)
-
-    def await_stage(self) -> None:
-        """Before Lightning calls ``setup``: averages wait for :meth:`enter_stage`."""
-        for callback in self._averaging:
-            callback.setup = _do_nothing  # type: ignore[method-assign]
-
-    def enter_stage(self, module: pl.LightningModule, was_built: bool) -> None:
-        """Called when the layers of this stage have their first values, which averages copy.
-
-        Args:
-            module: the user's module.
-            was_built: whether these layers were there when ``setup`` froze some.
-        """
-        assert self._trainer.state.fn is not None
-        for finetuning in self._finetuning if not was_built else ():
-            finetuning.freeze_before_training(module)
-        for callback in self._averaging:
-            del callback.setup
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*doesn't support sharding model layers.*")  # here it does
-                callback.setup(self._trainer, module, self._trainer.state.fn)
-
-    def connect(self, checkpoints: Checkpoints, seed: int) -> None:
-        """From now on checkpoints have what those of one device would, the groups of all stages are alike, and pruning
-        draws from (``seed``, step).
-        """
-        self._checkpoints = checkpoints
-        for average in self._averaging:
+    def __init__(self, trainer: pl.Trainer, checkpoints: StageStates, seed: int) -> None:
+        self._trainer, self._checkpoints = trainer, checkpoints
+        for average in _averaging(trainer):
             if isinstance(average, WeightAveraging):
                 vars(average)["on_load_checkpoint"] = partial(self._load_average, average.on_load_checkpoint)
             else:
                 vars(average)["on_save_checkpoint"] = partial(self._save_swa, average, average.on_save_checkpoint)
                 vars(average)["state_dict"] = partial(_swa_state, average, average.state_dict)
                 vars(average)["load_state_dict"] = partial(self._load_swa_state, average.load_state_dict)
-        for callback in self._finetuning:
+        for callback in _callbacks_of(trainer, BaseFinetuning):
             vars(callback).update(
                 unfreeze_and_add_param_group=partial(self._unfreeze, callback.unfreeze_and_add_param_group),
                 on_save_checkpoint=partial(self._save_names, callback),
@@ -129,16 +108,14 @@ class WeightCallbacks:
             vars(callback)["_run_pruning"] = partial(_seeded, run, self._trainer, seed)
 
     def release(self) -> None:
-        """The run is over: the callbacks are Lightning's again; they forget the stage, and know the names of the whole
-        model.
-        """
-        pruning = _callbacks_of(self._trainer, ModelPruning)
-        for callback in (*self._averaging, *self._finetuning, *pruning):
+        """The run is over: the callbacks are Lightning's again."""
+        averages, finetunings = _averaging(self._trainer), _callbacks_of(self._trainer, BaseFinetuning)
+        for callback in (*averages, *finetunings, *_callbacks_of(self._trainer, ModelPruning)):
             for name in _REPLACED:
                 vars(callback).pop(name, None)
-        for averaging in self._averaging:
+        for averaging in averages:
             averaging._average_model = None
-        for finetuning in self._finetuning:
+        for finetuning in finetunings:
             finetuning._internal_optimizer_metadata = self._names_of_model(finetuning._internal_optimizer_metadata)
 
     # ------------------------------------------------------------------ averages
@@ -155,15 +132,15 @@ class WeightCallbacks:
         self._join_average(callback, checkpoint["callbacks"])
 
     def _join_average(self, callback: StochasticWeightAveraging, states: dict[str, Any]) -> None:
-        """Among ``states`` of callbacks, that of ``callback`` has the whole model, in one piece even in a folder."""
+        """Joins ``callback``'s average among ``states``, in one piece even in a folder."""
         state = states[callback.state_key]
         state["average_model_state"] = self._checkpoints.joined("averaged weights", state["average_model_state"])
 
     def join_states(self, states: dict[str, Any]) -> None:
-        """Makes ``states`` of callbacks, by key, those of the whole model, as in a checkpoint; all workers call it."""
-        for average in self._swa:
+        """Makes ``states`` of callbacks those of the whole model, on all workers."""
+        for average in _callbacks_of(self._trainer, StochasticWeightAveraging):
             self._join_average(average, states)
-        for finetuning in self._finetuning:
+        for finetuning in _callbacks_of(self._trainer, BaseFinetuning):
             self._save_names(finetuning, self._trainer, self._trainer.lightning_module, {"callbacks": states})
 
     def _load_average(self, load: Callable[..., None], trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
@@ -197,7 +174,7 @@ class WeightCallbacks:
         state[_METADATA] = self._names_of_model(state[_METADATA])
 
     def _names_of_model(self, metadata: Mapping[int, Any]) -> dict[int, list[dict[str, Any]]]:
-        """The groups of the whole model, in the order of one device, as in the state of its optimizer."""
+        """The groups of the whole model, in the order of one device."""
         parts = self._checkpoints.collectives.gather_stages("names of parameters", lambda: metadata)
         merged: dict[int, list[dict[str, Any]]] = {}
         for optimizer, groups in parts[0].items():
@@ -229,8 +206,10 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
-    """Raises UnsupportedFeatureError for StochasticWeightAveraging of a model with BatchNorm: it ends with a pass over
-    the data that computes running statistics, and those are not the same on all workers.
+    """Refuses StochasticWeightAveraging of a model with BatchNorm.
+
+    Raises UnsupportedFeatureError. It ends with a pass over the data that computes running statistics, and those are
+    not the same on all workers.
     """
     if not _callbacks_of(trainer, StochasticWeightAveraging):
         return
@@ -243,7 +222,7 @@ def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
 
 
 def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-    """Makes the schedule of StochasticWeightAveraging, if that has begun, and puts it where the callback would have.
+    """Makes the schedule of StochasticWeightAveraging, if that has begun.
 
     For the launching process, where the callbacks have the attributes that they had in the workers. The optimizer gets
     options of the schedule, and loads its state afterwards.
@@ -267,7 +246,10 @@ def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs
 
 
 def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its state; until the epoch that begins the averaging (again), what was read from a checkpoint is its state."""
+    """Its state.
+
+    Until the epoch that begins the averaging (again), what was read from a checkpoint is its state.
+    """
     state = state_dict()
     if not callback._initialized:
         state |= {"n_averaged": callback._init_n_averaged, "scheduler_state": callback._scheduler_state}
@@ -279,7 +261,7 @@ def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dic
 
 @contextmanager
 def empty_optimizers() -> Iterator[None]:
-    """Within the block an optimizer may be made without parameters, as on a frozen stage; torch refuses that."""
+    """Allows optimizers without parameters in the block, as on a frozen stage."""
     make = Optimizer.__init__
 
     def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -300,7 +282,7 @@ def has_recipes(module: nn.Module) -> bool:
 def load_parameter_groups(
     module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Makes groups of these parameters, of which callbacks may have frozen or added some; options follow.
+    """Makes groups of these parameters, as callbacks may have changed them.
 
     Raises:
         ConfigurationError: if ``module`` lacks one of them.
@@ -323,7 +305,10 @@ _ORIGINAL, _MASK = "_orig", "_mask"
 
 
 def check_pruning(trainer: pl.Trainer, stages: int) -> None:
-    """Raises UnsupportedFeatureError if a callback would prune the layers of a stage as if they were the model."""
+    """Refuses a callback that would prune a stage as if it were the model.
+
+    Raises UnsupportedFeatureError.
+    """
     if stages > 1 and _callbacks_of(trainer, ModelPruning):
         raise UnsupportedFeatureError(
             "strategy='recycle' supports the callback ModelPruning with one stage only: it needs the whole"
@@ -332,7 +317,7 @@ def check_pruning(trainer: pl.Trainer, stages: int) -> None:
 
 
 def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
-    """Masks those parameters of ``module`` that are masked in a state dict with these ``names``, and no others."""
+    """Masks the parameters that are masked in a state dict with ``names``, only them."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         for name in [name for name, value in parameters_of(part).items() if value is not None]:

@@ -1,6 +1,6 @@
 """The paper's 21 cells, the order of the systems and their speed-ups; and Oobleck's published table.
 
-``OURS`` is the result of 400 seeds (``benchmarks/calibration.py``, docs/simulation_results.md); 20 seeds must agree
+``OURS`` is the result of 400 seeds (``benchmarks/calibration.py``, benchmarks/SIMULATED.md); 20 seeds must agree
 with it here.
 """
 
@@ -36,7 +36,7 @@ OURS = {
     ("gpt3_6_7b", "Recycle"): (0.964, 0.933, 0.815),
 }
 MEANS = {(*key, when): value for key, values in OURS.items() for when, value in zip(INTERVALS, values, strict=True)}
-# Further than 5 points from the paper; docs/simulation_results.md says what would have to be assumed.
+# Further than 5 points from the paper; benchmarks/SIMULATED.md says what would have to be assumed.
 DEVIATIONS = {
     ("gpt3_medium", "Oobleck", "30min"),
     ("gpt3_medium", "Recycle", "2h"),
@@ -45,7 +45,7 @@ DEVIATIONS = {
     ("gpt3_6_7b", "Oobleck", "30min"),
     ("gpt3_6_7b", "Recycle", "30min"),
 }
-# Nodes of Oobleck's own table where we are further than 3 points from it: always below, see docs/simulation_results.md.
+# Nodes of Oobleck's own table where we are further than 3 points from it: always below, see benchmarks/SIMULATED.md.
 PUBLISHED_DEVIATIONS = {
     "GPT-3 Medium": set(),
     "GPT-3 2.7B": {15, 16, 17, 18, 20, 23},
@@ -97,7 +97,7 @@ def test_all_cells_are_nearer_to_the_paper_than_a_null_model() -> None:
 
 
 @pytest.mark.xfail(
-    strict=True, reason="the paper's figures at 30 min need pauses of minutes; see docs/simulation_results.md"
+    strict=True, reason="the paper's figures at 30 min need pauses of minutes; see benchmarks/SIMULATED.md"
 )
 def test_oobleck_and_recycle_are_nearer_to_the_paper_than_a_null_model() -> None:
     ours, null = pairs([key for key in CELLS if key[1] != "Bamboo"])
@@ -131,7 +131,7 @@ def test_the_interval_of_a_ratio_holds_the_true_one_and_narrows() -> None:
 
 
 def test_ooblecks_published_table_is_met_with_listed_exceptions() -> None:
-    """Throughput on 29 to 15 nodes relative to 30, within 3 points but for what docs/simulation_results.md lists."""
+    """Throughput on 29 to 15 nodes relative to 30, within 3 points but for what benchmarks/SIMULATED.md lists."""
     for name, rows in published_rows().items():
         far = {nodes for nodes, published, ours in rows if abs(published - ours) > 0.03}
         assert far == PUBLISHED_DEVIATIONS[name], name

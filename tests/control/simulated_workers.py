@@ -210,7 +210,7 @@ class SimulatedWorker:
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
         self.position = 0  # in the script
-        # BackgroundSaves
+        # SaveBatches
         self.batches = 0
         self.pending = -1  # the batch that has begun and whose outcome it does not know
         self.given_up = False  # whether one is to be asked for again
@@ -451,10 +451,10 @@ class SimulatedWorker:
         self.hear_of_saves()
         self.begin_saves()
 
-    # ------------------------------------------------------------------ BackgroundSaves
+    # ------------------------------------------------------------------ SaveBatches
 
     def begin_saves(self) -> None:
-        """BackgroundSaves.seal, where two checkpoints are asked for after each step unless a batch is pending."""
+        """SaveBatches.seal, where two checkpoints are asked for after each step unless a batch is pending."""
         status = self.member.saves
         if not self.network.saves or self.pending >= 0 or not status.holders:
             return
@@ -470,7 +470,7 @@ class SimulatedWorker:
             self.network.writes(self, self.pending, 0)
 
     def hear_of_saves(self) -> None:
-        """BackgroundSaves.take_up."""
+        """SaveBatches.take_up."""
         status = self.member.saves
         if self.pending < 0 or status.batch != self.pending:
             return
@@ -481,14 +481,14 @@ class SimulatedWorker:
         self.name_files()
 
     def name_files(self) -> None:
-        """BackgroundSaves.name_files; when it takes up the outcome, and when it becomes the leader."""
+        """SaveBatches.name_files; when it takes up the outcome, and when it becomes the leader."""
         if self.member.leader == self.rank:
             for file in self.unnamed:
                 self.network.names(self, *file)
             self.unnamed = ()
 
     def complete_saves(self) -> Waits:
-        """BackgroundSaves.complete."""
+        """SaveBatches.complete."""
         if self.pending >= 0:
             yield from self.wait(lambda: not self.is_writing, interruptible=False)
             yield from self.arrive("checkpoint", None)

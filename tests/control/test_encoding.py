@@ -94,7 +94,7 @@ def test_scalars_of_numpy_are_sent_as_numbers() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [messages.Facts({"step": 2**70}), messages.Saved(0, object(), 1)],  # type: ignore[arg-type]
+    [messages.Facts({"step": 2**70}), messages.SaveBegun(0, 1, 1, 0, object(), ())],  # type: ignore[arg-type]
     ids=["too large a number", "no data"],
 )
 def test_what_cannot_be_sent_is_an_error_of_the_sender(message: Any) -> None:

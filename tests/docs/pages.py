@@ -12,6 +12,11 @@ PAGES = [
     "../CONTRIBUTING.md",
     *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")),
 ]
+RECORDS = [
+    "../SECURITY.md",
+    "../CHANGELOG.md",
+    *(f"../benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.md"))),
+]
 
 _FENCE = re.compile(r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 

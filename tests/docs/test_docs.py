@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import DOCS, PAGES, ROOT, Block, blocks, commands, names_in, table_under, text, without_blocks
+from pages import DOCS, PAGES, RECORDS, ROOT, Block, blocks, commands, names_in, table_under, text, without_blocks
 
 import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
@@ -185,7 +185,7 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS])
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
         if re.match(r"https?://", target):
@@ -352,7 +352,7 @@ def test_the_table_of_grids_follows_its_formula() -> None:
 
 
 def test_the_comparison_has_no_figure_of_its_own() -> None:
-    sources = (ROOT / "benchmarks" / "RESULTS.md").read_text() + text("simulation_results.md")
+    sources = text("../benchmarks/RESULTS.md") + text("../benchmarks/SIMULATED.md")
     known = set(re.findall(r"[\d.,]*\d", sources))
     prose = re.sub(r"\]\([^)]*\)|arXiv [\d.]+", "", without_blocks("comparison.md"))
     figures = set(re.findall(r"(?<![\w.])\d*\.\d+|(?<=\| )\d+(?= \|)", prose))
@@ -426,6 +426,9 @@ def test_links_to_files_outside_lead_to_their_pages() -> None:
     hook = module_of("site")
     page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
     assert hook.on_page_markdown("[m](../benchmarks/RESULTS.md#planning)", page) == "[m](results.md#planning)"
+    page.file.src_uri = "results.md"
+    found = hook.on_page_markdown("[m](METHODS.md#planning) [d](../docs/data.md)", page)
+    assert found == "[m](methods.md#planning) [d](data.md)"
 
 
 # ---------------------------------------------------------------------- works with

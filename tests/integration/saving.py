@@ -56,7 +56,7 @@ class CompleteOnly(L.Callback):
 def wait_until_written(trainer: L.Trainer, *_: Any) -> None:
     """Waits until this worker has done its part in a checkpoint."""
     strategy: Any = trainer.strategy
-    background = strategy.session.checkpoints.background
+    saves = strategy.session.checkpoints.saves
     deadline = time.monotonic() + PATIENCE
-    while background and background.batch and not background.batch.is_written and time.monotonic() < deadline:
+    while saves.batch and not saves.batch.is_written and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.snapshot import StateTransfer
+from lightning_recycle.session.worker_snapshot import StateTransfer
 
 BATCH = 8
 SAMPLES = 64

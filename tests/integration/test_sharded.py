@@ -76,6 +76,7 @@ ALWAYS = [
     (Ordinary, FSDP, [], {}),
     (Ordinary, FSDP, [Kill(1, 1, 2)], {}),
     (Ordinary, (1, 1, 4), [], {}),
+    (Piped, (1, 2, 2, 1), [], {}),  # two forwards of a root of FSDP2, which stays gathered, before a backward
 ]
 LONG: list[Any] = [
     (Ordinary, TENSOR, [Kill(2, 1, 0)], {}),

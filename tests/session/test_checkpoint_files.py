@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -18,23 +18,23 @@ from support.models import Regression
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.files import Pace
 from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
-from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, Writers, damage, load_sharded, save_sharded
+from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
+from lightning_recycle.session.collectives import StageGroup
 
 SIZE = 100_000  # numbers in a checkpoint
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 
 
-class Alone:
+class Alone(StageGroup):
     """The collectives of a run with one worker."""
 
     is_leader = is_column_leader = True
-    pace = Pace()
     rank = 0
-    positions = SimpleNamespace(columns=1)
+    positions = Positions(Grid(1, 1, 1))
 
     def gather_all(self, name: str, value: Any) -> dict[int, Any]:
         return {0: value}
@@ -43,8 +43,8 @@ class Alone:
 def save(path: Path, step: int, sharded: bool) -> None:
     weights = torch.full((SIZE,), float(step))
     if sharded:
-        rest, alone = {"global_step": step}, cast(Writers, Alone())
-        assert save_sharded(path, {"state_dict": {"w": weights}}, rest, alone, lambda temporary: None) is True
+        rest = {"global_step": step}
+        assert save_sharded(path, {"state_dict": {"w": weights}}, rest, Alone(), lambda temporary: None) is None
     else:
         WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
 

@@ -1,13 +1,17 @@
-"""Steps that ask torch for a process group."""
+"""Steps that ask torch for a process group, and workers that are alone."""
 
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lightning_recycle.session.collectives import watch_process_group
+from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.session.collectives import WorkerCollectives, watch_process_group
 
 
 def gather_negatives() -> bool:
@@ -41,3 +45,22 @@ def test_the_group_of_a_positions_members_is_for_torch_alone(monkeypatch: pytest
     }
     assert [ask(dist) for ask in asks.values()] == [True, not of_members, not of_members]
     assert gather_negatives() is not of_members
+
+
+def alone(stages: int) -> WorkerCollectives:
+    """The collectives of a worker that is about to join, of whose messages none is answered."""
+    positions = Positions(Grid(2, stages, 1))
+    client: Any = SimpleNamespace(rank=1, joining=True, arrive=lambda name, value: {1: value})
+    client.member = SimpleNamespace(roster=(0, 1), leader=0)
+    run: Any = SimpleNamespace(grid=positions.grid, positions=positions)
+    return WorkerCollectives(run, client, lambda: False)
+
+
+def test_a_worker_that_is_alone_waits_for_no_answer_of_others() -> None:
+    assert alone(1).gather_stages("weights", lambda: {"weight": 1.0}) == [{"weight": 1.0}]
+    with pytest.raises(
+        UnsupportedFeatureError, match="all stages for weights, in a hook that a replacement runs alone"
+    ):
+        alone(2).gather_stages("weights", dict)
+    with pytest.raises(UnsupportedFeatureError, match="the leader for predictions"):
+        alone(1).by_leader("predictions", dict)

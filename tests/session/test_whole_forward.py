@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_recycle.session.whole_forward import alike, fingerprint
+from lightning_recycle.session.replica_checks import alike, fingerprint
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 TOKENS = torch.arange(32).view(4, 8)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recycle.session.checkpoint_files import WriteFailure, attempt
+from lightning_recycle.control.protocol.messages import SaveFailure
+from lightning_recycle.session.checkpoint_files import attempt
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,6 @@ def test_the_remedy_fits_the_cause(code: int, expected: str, tmp_path: Path) -> 
         raise OSError(code, "refused")
 
     failure = attempt(write, tmp_path / "last.ckpt", None)
-    assert isinstance(failure, WriteFailure)
+    assert isinstance(failure, SaveFailure)
     assert expected in failure.remedy
     assert bool(failure.remedy) == bool(expected)

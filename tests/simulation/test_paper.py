@@ -9,7 +9,7 @@ from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 RECYCLE = Recycle(fault_free="1f1b", effort=0)
 FREE = {"gpt3_medium": 27.58, "gpt3_3_35b": 14.87, "gpt3_6_7b": 5.33}
-# Model, policy, failure interval, samples/s in the paper. docs/simulation_results.md explains the missed cells.
+# Model, policy, failure interval, samples/s in the paper. benchmarks/SIMULATED.md explains the missed cells.
 CELLS = [
     ("gpt3_medium", Bamboo(), "6h", 19.47),
     ("gpt3_medium", Bamboo(), "2h", 18.98),

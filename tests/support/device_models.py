@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
-from lightning_recycle.session import stage_builder
+from lightning_recycle.session import stage_layers
 from support.models import Regression
 
 WIDTH = 5_000  # so that a micro-batch of two samples is larger than what Gloo carries with its header
@@ -44,7 +44,7 @@ def named(options: CommunicationOptions, rank: int, device: torch.device) -> Tra
     return found
 
 
-stage_builder.transport_for = named
+stage_layers.transport_for = named
 
 
 class SharedDevices(CUDAAccelerator):

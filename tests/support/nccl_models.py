@@ -12,7 +12,7 @@ from lightning_recycle.runtime.comm.communicator import EXCHANGE_TAG
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.session import stage_builder
+from lightning_recycle.session import stage_layers
 from support.fake_nccl import FakeDevice, SocketNetwork
 from support.models import Decode, Encode, Regression
 
@@ -51,7 +51,7 @@ def imitated(options: CommunicationOptions, rank: int, device: torch.device) -> 
     return CountingTransport(rank, device, fake, fake, f"device {rank}", True, options.standby_connections)
 
 
-stage_builder.transport_for = imitated
+stage_layers.transport_for = imitated
 
 
 class Wide(Regression):

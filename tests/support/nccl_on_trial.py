@@ -11,7 +11,7 @@ from lightning_recycle import CommunicationOptions
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
-from lightning_recycle.session import stage_builder
+from lightning_recycle.session import stage_layers
 from support.fake_nccl import FakeComm, FakeDevice, SocketNetwork
 from support.models import Regression
 
@@ -34,7 +34,7 @@ def on_trial(options: CommunicationOptions, rank: int, device: torch.device) -> 
     return made[-1]
 
 
-stage_builder.transport_for = on_trial
+stage_layers.transport_for = on_trial
 
 
 class OnTrial(Regression):

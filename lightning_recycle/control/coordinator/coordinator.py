@@ -37,7 +37,7 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
-from lightning_recycle.control.protocol.messages import SavePhase, StopReason
+from lightning_recycle.control.protocol.messages import StopReason
 from lightning_recycle.control.protocol.state import Checks
 from lightning_recycle.planning.costs import Profile
 from lightning_recycle.planning.grid import Grid, Worker
@@ -624,12 +624,6 @@ class Coordinator:
                 return
             case messages.FaultInjected():
                 self._history.fault_injected(message)
-                return
-            case messages.Saved():
-                self._history.stalled(message.stalled)
-                flags = {name: True for name in ("weights_only", "mid_step") if getattr(message, name)}
-                details = {"path": message.path, **flags}
-                self._history.add(SavePhase.COMPLETE.value, self._state, rank, details, step=message.step)
                 return
             case messages.SaveBegun() | messages.SaveEnded():
                 self._history.stalled(message.stalled)

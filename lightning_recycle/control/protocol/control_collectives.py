@@ -1,4 +1,4 @@
-"""Agreements: collectives, early stops, published keys, background saves. Pure.
+"""Agreements: collectives, early stops, published keys, checkpoints. Pure.
 
 Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
 worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
@@ -24,9 +24,9 @@ is proportional to the number of a worker's neighbours, and not to the square of
 passed on unread. A new generation forgets those of the one before; a message of any other generation than the newest
 changes nothing.
 
-Background checkpoints: all checkpoints of one step boundary are a *batch*; there is one at a time. A worker of each
-stage, its *holder*, has copied the stage's state; the holder of the last stage is the *writer*. Each checkpoint is in
-one of these states:
+Checkpoints: all checkpoints of one step boundary are a *batch*; there is one at a time. A worker of each stage, its
+*holder*, has the stage's state as it was there; the holder of the last stage is the *writer*. Each checkpoint is in one
+of these states:
 
 =========  ===================================================  ====================================================
 state      what is so                                           what led to it
@@ -40,8 +40,8 @@ given up   there is no file, nor will there be one              SaveEnded with a
 So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest
 batch ended (SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them
 at the same points of their program: all take up what follows after the same step, and choose the same holders without
-asking. A checkpoint that was given up for the loss of a worker is asked for again at the next boundary; a newcomer
-learns of that with its peer's state.
+asking. A checkpoint that was given up for the loss of a worker is asked for again at the next boundary, of which a
+newcomer learns with its peer's state; if all wait for it, it is begun again at once.
 
 Must not know: connections, the meaning of the keys, files, what a checkpoint holds.
 """
@@ -352,14 +352,12 @@ def save_status(state: MembershipState) -> SaveStatus:
 
 
 def _holders(state: MembershipState) -> tuple[int, ...]:
-    """Holders of the next batch by stage; the leader in its own, the last one."""
-    if state.members > 1:
-        return ()  # all wait for checkpoints there
+    """Holders of the next batch by column; the leader in its own, the first one of the last stage."""
     found = state.positions.column_leaders(state.roster.live - state.roster.joining)
     if len(found) < state.columns:
         return ()
     found[state.column_of(state.roster.leader)] = state.roster.leader
-    return tuple(found[stage] for stage in range(state.columns))
+    return tuple(found[column] for column in range(state.columns))
 
 
 def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
@@ -373,7 +371,8 @@ def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
         return state, ()
     begun = SaveState(event.batch, event.version, event.writer, event.paths, event.weights_only, event.mid_step)
     state = state.updated(saves=begun.updated(last=before.updated(last=None) if before.is_over else before.last))
-    return state, tuple(_save_record(state, SavePhase.BEGUN, index) for index in range(len(begun.paths)))
+    shown = range(len(begun.paths) if event.in_background else 0)
+    return state, tuple(_save_record(state, SavePhase.BEGUN, index) for index in shown)
 
 
 def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> SaveState:

@@ -284,7 +284,7 @@ class Restored:
 
 
 class SavePhase(Enum):
-    """Kinds of history events of a checkpoint; awaited ones only have ``COMPLETE``."""
+    """Kinds of history events of a checkpoint; ``BEGUN`` if the training does not wait."""
 
     BEGUN = "checkpoint_begun"
     COMPLETE = "saved"
@@ -292,26 +292,8 @@ class SavePhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint of ``step`` steps that all waited for is complete at ``path``.
-
-    ``stalled``: seconds for which checkpoints have held up the sender so far. ``weights_only``: whether no run can go
-    on from it. ``mid_step``: whether it was written before its step was over.
-    """
-
-    rank: int
-    path: str
-    step: int
-    stalled: float = 0.0
-    weights_only: bool = False
-    mid_step: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """The sender is at the step boundary of a batch of background checkpoints.
-
-    All workers come there.
+    """The sender is at the step boundary of a batch of checkpoints, as all workers will be.
 
     Args:
         rank: the sender.
@@ -321,6 +303,7 @@ class SaveBegun:
         paths: where they are to be.
         weights_only: for each, whether no run can go on from it.
         mid_step: whether they are written before their step is over.
+        in_background: whether the training goes on meanwhile.
         stalled: seconds for which checkpoints have held up the sender so far.
     """
 
@@ -331,6 +314,7 @@ class SaveBegun:
     paths: tuple[str, ...]
     weights_only: tuple[bool, ...]
     mid_step: bool = False
+    in_background: bool = True
     stalled: float = 0.0
 
 
@@ -350,17 +334,23 @@ class SaveAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailure:
-    """Why a checkpoint was not written; ``is_refusal``: by the file system."""
+    """Why a checkpoint was not written.
+
+    Args:
+        is_refusal: whether it was the file system that refused; otherwise a worker was lost.
+        remedy: a sentence on what helps; empty if nothing is known.
+    """
 
     text: str
     is_refusal: bool = False
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEnded:
     """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
-    ``stalled``: as in :class:`Saved`. ``facts``: measurements of the writer, opaque.
+    ``stalled``: as in :class:`SaveBegun`. ``facts``: measurements of the writer, opaque.
     """
 
     rank: int
@@ -373,11 +363,11 @@ class SaveEnded:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """Background checkpoints as of a message that is the same for all workers.
+    """Checkpoints as of a message that is the same for all workers.
 
     Args:
-        holders: by stage, the worker that copies its state at the next boundary; the last one is the writer. Empty if
-            none can be named.
+        holders: by column, the worker that writes its state at the next boundary; the first one of the last stage gives
+            the files their names. Empty if none can be named.
         generation: that in which they were alive.
         batch: the newest batch that is over; -1 for none.
         failures: for each of its checkpoints, why there is none.
@@ -1175,7 +1165,6 @@ FROM_WORKERS: tuple[type[Any], ...] = (
     Paused,
     Reached,
     Restored,
-    Saved,
     SaveBegun,
     SaveAnnounced,
     SaveEnded,

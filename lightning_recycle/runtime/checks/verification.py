@@ -29,7 +29,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import FINITE, NOT_FINITE
-from lightning_recycle.devices import hardware_name, is_accelerator
+from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.checks.checksums import checksum
@@ -363,7 +363,7 @@ class FiniteChecks:
         if not self._asks(step):
             return
         if squared_norm is None:
-            on_host = [buffer for buffer in buffers if not is_accelerator(buffer.device)]
+            on_host = [buffer for buffer in buffers if buffer.is_cpu]
             is_finite = all(map(_is_finite, on_host))
         else:
             is_finite = math.isfinite(squared_norm)

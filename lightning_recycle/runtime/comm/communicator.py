@@ -36,13 +36,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count, repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
+from lightning_recycle.devices import is_accelerator
 from lightning_recycle.engines.discovery import port_range
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.comm.groups import (
@@ -89,6 +91,7 @@ _PAYLOAD = 2  # the first of them that payloads use
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
 _OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
 _OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
+_TRANSLATED = (RuntimeError, OSError)  # that operations raise
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
 _MESSAGE_LOOP, _STAGE_LOOP, _POSITION_LOOP = 0, 1, 2  # messages between stages must not wait behind a reduction
@@ -312,6 +315,13 @@ class Communicator:
     def _is_aborted(self, in_hook: bool) -> bool:
         return self._aborted_generation >= self.generation and (self._position_is_cut or not in_hook)
 
+    def translate(self, error: Exception) -> NoReturn:
+        """Raises a CommunicationError for ``error`` of an operation, if it is of a peer or of the network."""
+        # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
+        if is_machine_error(error) and not isinstance(error, _OF_PEERS):
+            raise error
+        raise CommunicationError(f"Generation {self.generation}: {error}") from error
+
     # ------------------------------------------------------------------ the position
 
     @property
@@ -386,8 +396,12 @@ class Communicator:
         capacity = SMALL_BYTES if inbox is None else inbox.next_capacity
         if inbox is None or inbox.message.nbytes != capacity:
             inbox = self._inboxes[key] = Inbox(capacity, self.memory)
-        with self.translated:
-            work, end = self._receive_all(channel, [inbox.message], source, tag * _TAGS)
+        if self._aborted_generation >= self.generation:
+            self.check()
+        try:
+            work, end = self._receive_all(channel, (inbox.message,), source, tag * _TAGS)
+        except _TRANSLATED as error:
+            self.translate(error)
         return Incoming(channel, source, tag, inbox, work, end)
 
     def receive(self, incoming: Incoming, to_device: bool = True) -> Value:
@@ -397,21 +411,26 @@ class Communicator:
             to_device: whether tensors that come by way of the host are moved to the device.
         """
         inbox, channel, source, tag = incoming.inbox, incoming.channel, incoming.source, incoming.tag
-        with self.translated:
+        if self._aborted_generation >= self.generation:
+            self.check()
+        try:
             incoming.end.wait(self._timeout)
             incoming.work.wait(self._timeout)
             is_right, tensors = inbox.read_header(lambda layout: self._capacity(layout, source)), inbox.views
             if is_right and inbox.layout is not None and not inbox.packed:
                 tensors = self._receive_payload(channel, inbox.layout, source, tag)
+        except _TRANSLATED as error:
+            self.translate(error)
         if inbox.layout is None or not is_right or not inbox.is_whole(tensors):
             raise self._damaged(source)
         # It was sent after this worker's message under that tag in the other direction had arrived.
         answered = (_OTHER[channel], source, tag)
         self._sent.pop(answered, None)
         self._sent_before.pop(answered, None)
-        if to_device and self.device.type != "cpu":
+        if to_device and is_accelerator(self.device):
             tensors = [None if t is None else self.memory.on_device(t, inbox.packed) for t in tensors]
-        incoming.note = inbox.layout.note(tensors)
+        if inbox.layout.has_note:
+            incoming.note = inbox.layout.note(tensors)
         value: Value = inbox.layout.value(tensors)
         return value
 
@@ -436,8 +455,10 @@ class Communicator:
         if self.alter_next is not None:  # as if they had changed on their way
             tensors, self.alter_next = self.alter_next(tuple(tensors)), None
             outbox.pack(tensors)
-        with self.translated:
-            sent = self._send_all(channel, [outbox.message], destination, tag * _TAGS)
+        if self._aborted_generation >= self.generation:
+            self.check()
+        try:
+            sent = self._send_all(channel, (outbox.message,), destination, tag * _TAGS)
             if not outbox.packed:
                 payload = [tensor.detach() for tensor in tensors if tensor is not None]
                 if self.transport.carries(destination):
@@ -445,6 +466,8 @@ class Communicator:
                 else:
                     staged = [self.memory.staged(tensor).contiguous() for tensor in payload]
                     sent += self._send_all(channel, staged, destination, tag * _TAGS + _PAYLOAD)
+        except _TRANSLATED as error:
+            self.translate(error)
         self._sent[key] = sent
         self._sent_before.pop(key, None)
 
@@ -500,8 +523,8 @@ class Communicator:
     def _receive_all(self, channel: Channel, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
         """The counterpart of :meth:`_send_all`; the last must be waited for first."""
         group = self._channels[channel]
-        receive, place = group.process_group.recv, group.places[source]
-        return [receive([t], place, base + part) for part, t in enumerate([*tensors, _NOTHING])]
+        places = repeat(group.places[source])
+        return [*map(group.process_group.recv, zip((*tensors, _NOTHING)), places, count(base))]
 
     def _damaged(self, source: int) -> CommunicationError:
         """The error of a damaged message, which the next attempt sends again."""
@@ -620,9 +643,8 @@ class _Translated:
             self._communicator.check(self._in_hook)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
-        if isinstance(error, (RuntimeError, OSError)) and (isinstance(error, _OF_PEERS) or not is_machine_error(error)):
-            raise CommunicationError(f"Generation {self._communicator.generation}: {error}") from error
+        if isinstance(error, _TRANSLATED):
+            self._communicator.translate(error)
 
 
 def _keep_for_ever(group: Any) -> None:

@@ -108,8 +108,10 @@ class SmallAllreduce:
         sends = {sock: _Transfer(sock.send, mine) for sock in self._links.values()}
         receives = {sock: _Transfer(sock.recv_into, parts.bytes[peer]) for peer, sock in self._links.items()}
         while True:
-            sends = {sock: transfer for sock, transfer in sends.items() if not transfer.proceed()}
-            receives = {sock: transfer for sock, transfer in receives.items() if not transfer.proceed()}
+            for transfers in (sends, receives):
+                for sock, transfer in list(transfers.items()):
+                    if transfer.proceed():
+                        del transfers[sock]
             if not sends and not receives:
                 return
             self._await(sends, receives)

@@ -69,7 +69,7 @@ class HostMemory:
 
     def staged(self, tensor: Tensor) -> Tensor:
         """``tensor`` if it is on the host, else a complete, contiguous copy there."""
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             return tensor
         copy = self.empty(tensor.shape, tensor.dtype)
         copy.copy_(tensor)
@@ -207,7 +207,7 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return 0
         if tensor.numel():
             flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())

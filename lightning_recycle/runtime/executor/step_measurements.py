@@ -17,6 +17,7 @@ none of it changes a result.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -51,7 +52,7 @@ _COMPUTING = (
 
 
 class Timings:
-    """Smoothed seconds by kind of operation; of REDUCE, mostly waiting, the minimum.
+    """Seconds by kind of operation, smoothed up to the last step taken; of REDUCE, mostly waiting, the minimum.
 
     On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
     wait for it. Such measurements count as soon as the device has come that far.
@@ -65,10 +66,10 @@ class Timings:
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.stretch: Callable[[float], None] | None = None
+        self._step: dict[OpKind, list[float]] = {kind: [] for kind in OpKind}
         stopwatch = _DeviceStopwatch if is_accelerator(device) else _Stopwatch
         self.of: dict[OpKind, AbstractContextManager[None]] = {kind: stopwatch(self, kind) for kind in OpKind}
         self._device = device
-        self._step: dict[str, list[float]] = {}
         self._on_device: deque[tuple[OpKind, Any, Any]] = deque()  # events before and after it
         self._events: list[Any] = []  # that can be used again
 
@@ -76,20 +77,21 @@ class Timings:
         """Mean seconds of the measurements since the previous call."""
         while self._on_device and self._on_device[0][2].query():
             self._take()
-        measured, self._step = self._step, {}
-        return {name: sum(values) / len(values) for name, values in measured.items()}
+        means = {}
+        for kind, measured in self._step.items():
+            if not measured:
+                continue
+            name, smoothed = kind.value, self.seconds.get(kind.value, measured[0])
+            for seconds in measured:
+                smoothed = (1 - _SMOOTHING) * smoothed + _SMOOTHING * seconds
+            self.seconds[name] = min(self.seconds.get(name, math.inf), *measured) if kind is OpKind.REDUCE else smoothed
+            means[name] = sum(measured) / len(measured)
+            measured.clear()
+        return means
 
     def add(self, kind: OpKind, seconds: float) -> None:
         """Takes a measurement into account."""
-        name = kind.value  # takes longer than all that follows
-        self._step.setdefault(name, []).append(seconds)
-        old = self.seconds.get(name)
-        if old is None:
-            self.seconds[name] = seconds
-        elif kind is OpKind.REDUCE:
-            self.seconds[name] = min(old, seconds)
-        else:
-            self.seconds[name] = (1 - _SMOOTHING) * old + _SMOOTHING * seconds
+        self._step[kind].append(seconds)
 
     def await_device(self, progressed: Callable[[], None]) -> None:
         """Waits until the device has done all that was measured.
@@ -119,6 +121,7 @@ class _Stopwatch:
 
     def __init__(self, timings: Timings, kind: OpKind) -> None:
         self._timings, self._kind, self._may_stretch = timings, kind, kind in _COMPUTING
+        self._measured = timings._step[kind]
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
@@ -127,7 +130,7 @@ class _Stopwatch:
         if exception_type is None:
             if self._may_stretch and self._timings.stretch is not None:
                 self._timings.stretch(time.perf_counter() - self._began)
-            self._timings.add(self._kind, time.perf_counter() - self._began)
+            self._measured.append(time.perf_counter() - self._began)
 
 
 class _DeviceStopwatch(_Stopwatch):

@@ -309,7 +309,8 @@ class StepRunner:
             note = self._incoming[task].note
         for watcher in self._watchers:
             watcher.takes(step, task, inputs, target)
-        split, again = task.split_backward or self._tries_split(task), task.recomputed
+        first, again = self._measurements.first, task.recomputed
+        split = task.split_backward or (first is not None and first.splits(task.index))
         measured = self._measured(OpKind.FORWARD, task, inputs)
         with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
@@ -324,8 +325,8 @@ class StepRunner:
         for watcher in self._watchers:
             watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
-            if self._measurements.first is not None:
-                self._measurements.first.sent(output)
+            if first is not None:
+                first.sent(output)
             note = values.note(note)
             self.communicator.send(_ACTIVATIONS, output, task.destination, task.index, note)
 
@@ -344,15 +345,17 @@ class StepRunner:
         return {index // parts: mean for index, mean in zip(losses, means, strict=True)}, outputs
 
     def _recompute(self, step: int, task: Task) -> None:
+        first = self._measurements.first
+        split = task.split_backward or (first is not None and first.splits(task.index))
         with self.callbacks.computing_again(task.index), self._measured(OpKind.RECOMPUTE, task):
-            self.stage.recompute(task.index, split_backward=task.split_backward or self._tries_split(task))
+            self.stage.recompute(task.index, split_backward=split)
 
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
         kind, first = task.op.kind, self._measurements.first
         for watcher in self._watchers:
             watcher.adds_gradients(task)
-        if kind is OpKind.BACKWARD and first is not None and self._tries_split(task):
+        if kind is OpKind.BACKWARD and first is not None and first.splits(task.index):
             with self.timings.of[kind]:
                 with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
                     input_grads = self.stage.backward_input(task.index, grads)
@@ -565,10 +568,6 @@ class StepRunner:
         timed = self.timings.of[kind]
         first = self._measurements.first
         return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))
-
-    def _tries_split(self, task: Task) -> bool:
-        """Whether a backward that the plan fuses is split because that is measured."""
-        return self._measurements.first is not None and self._measurements.first.splits(task.index)
 
     def _samples(self, step: int, task: Task) -> int:
         data = self.steps[step]

@@ -449,13 +449,13 @@ class BucketedReduction:
         self._ends, self._versions, self._bucket_of = {}, {}, {}
         self._seen, self._expected = {}, {}
         has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
-        own = [bucket.buffer for bucket in buckets if not bucket.stages]
-        self._at_once = torch.zeros(1) if not own else None
-        if len(own) == 1 and self._sums.sums_at_once(own[0]):
-            self._at_once = own[0]
-        alone = [bucket for bucket in buckets if not bucket.stages and has_peers and self._at_once is None]
-        self._apart = [] if alone else [bucket for bucket in buckets if not bucket.stages]
+        own = [bucket for bucket in buckets if not bucket.stages]
         common = [bucket for bucket in buckets if bucket.stages]
+        self._at_once = torch.zeros(1) if not own else None
+        if len(own) == 1 and self._sums.sums_at_once(own[0].buffer):
+            self._at_once = own[0].buffer
+        alone = own if has_peers and self._at_once is None else []
+        self._apart = [] if alone else own
         in_one_order = self._sums.sums_in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.

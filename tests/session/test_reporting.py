@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_recycle.session.reporting_callbacks import show_whole_run
+from lightning_recycle.session.reporting import show_whole_run
 
 
 def named(write: Callable[..., None]) -> Callable[..., None]:

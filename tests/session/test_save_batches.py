@@ -1,4 +1,4 @@
-"""Copies for checkpoints that are written in the background, and how their outcome is agreed on."""
+"""Copies for checkpoints that are written in the background, and how the outcome of batches is agreed on."""
 
 import threading
 from pathlib import Path
@@ -11,10 +11,16 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.background_saves import BackgroundSaves, Batch, SaveRequest
 from lightning_recycle.session.configuration import CheckpointOptions, Options
-from lightning_recycle.session.holder_group import GivenUp, HolderGroup
-from lightning_recycle.session.state_copies import StateCopies
+from lightning_recycle.session.save_batches import (
+    Batch,
+    GivenUp,
+    HolderGroup,
+    SaveBatches,
+    SaveEvents,
+    SaveRequest,
+    StateCopies,
+)
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -120,23 +126,27 @@ def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
 
 
 class Worker:
-    """A worker's :class:`BackgroundSaves`, and what followed from its batches."""
+    """A worker's :class:`SaveBatches`, and what followed from its batches."""
 
     def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
         self.sent: list[Any] = []
+        self.failed: list[Any] = []
         self.client: Any = SimpleNamespace(rank=rank, returns=0, member=SimpleNamespace(saves=SaveStatus(holders, 7)))
         self.client.send, self.client.forget_parcels = self.sent.append, lambda number: None
-        collectives = SimpleNamespace(positions=Positions(Grid(2, 2, 2)), settle=lambda: None, is_leader=rank == 1)
+        self.collectives: Any = SimpleNamespace(
+            positions=Positions(Grid(2, 2, 2)), settle=lambda: None, is_leader=rank == 1
+        )
         options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
-        self.saves = BackgroundSaves(SimpleNamespace(options=options, collectives=collectives, client=self.client))  # type: ignore[arg-type]
         self.followed: list[Any] = []
         self.discarded: list[str] = []
-        self.saves.actions["record"] = lambda failure, what: self.followed.append((what, failure and failure.text))
-        self.saves.discard = self.discarded.append
+        context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
+        actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
+        events = SaveEvents(lambda: 0.0, lambda *_: None, lambda _: None, self.failed.extend, self.discarded.append)
+        self.saves = SaveBatches(context, actions, {}, events)
 
-    def ask(self, version: int, *paths: str) -> None:
+    def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
-            batch = self.saves.begin(version)
+            batch = self.saves.begin(version, waits)
             assert batch is not None
             for path in paths:
                 self.saves.asked(path)
@@ -177,13 +187,40 @@ def test_an_outcome_of_another_batch_changes_nothing() -> None:
 def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
     worker = Worker()
     with worker.saves.deferring():
-        worker.saves.begin(4)
+        worker.saves.begin(4, waits=False)
         worker.saves.asked("older.ckpt")
         worker.saves.follow("record", "link")
     worker.saves.seal(mid_step=False)
     assert worker.followed == [("link", None)]
     assert worker.saves.pending is None
     assert worker.sent == []
+
+
+def test_the_end_of_a_run_waits_for_no_batch_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(rank=1)
+    worker.saves.begin(4, waits=False)
+    monkeypatch.delattr("time.sleep")
+    worker.saves.await_thread()
+
+
+def test_what_all_wait_for_is_begun_again_without_what_was_refused() -> None:
+    worker = Worker()
+    outcomes = [(SaveFailure("its writer was lost"), SaveFailure("the disk is full", is_refusal=True)), (None,)]
+
+    def barrier(name: str) -> None:
+        number = worker.sent[-1].batch
+        worker.client.member.saves = SaveStatus((2, 1), 8, number, outcomes.pop(0))
+
+    worker.collectives.barrier = barrier
+    worker.client.await_thread = lambda *_: True
+    worker.ask(4, "a.ckpt", "b.ckpt", waits=True)
+    first, second = worker.sent
+    assert not first.in_background
+    assert (first.paths, second.paths) == (("a.ckpt", "b.ckpt"), ("a.ckpt",))
+    assert first.batch < second.batch
+    assert worker.followed == [(("a.ckpt", "b.ckpt"), "the disk is full")]
+    assert [failure.text for failure in worker.failed] == ["the disk is full"]
+    assert worker.saves.pending is None
 
 
 def test_a_worker_that_joined_takes_up_what_follows_and_what_is_to_be_repeated() -> None:

@@ -1,45 +1,56 @@
-"""All that a worker must know to take part in a running training: the state of one step boundary.
+"""A worker's state at a step boundary, for replacements and checkpoints.
 
-A donor takes the snapshot while it waits at the beginning of a step; Lightning's counters then show that the batch of
-that step has begun, and its first hooks have run. The worker that joins restores it twice. First it rewinds to right
-before that batch and begins it itself, so that hooks find what they expect; when it reaches the point where the donor
-waits, it takes over the donor's whole state, so that nothing that those hooks logged or changed counts twice.
-What users keep in their objects is carried as one graph
-(:mod:`~lightning_recycle.session.object_graph`). Hooks such as ``on_train_epoch_start`` are not called again, as
-when Lightning resumes in the middle of an epoch.
+A donor takes a :class:`WorkerSnapshot` while it waits at the beginning of a step, after its first hooks. The worker
+that joins restores it twice: it rewinds to right before that batch and begins it itself, and at the point where the
+donor waits it takes over the donor's whole state, so nothing that those hooks logged or changed counts twice.
+
+Lightning saves in the middle of the end of a step: its checkpoint lacks later hooks, schedulers that follow a metric,
+sums of means over the epoch, and the callbacks' records of this save. So a checkpoint is asked for there, and
+*completed* at the next :class:`Boundary`: under one key it gets the rest of the state, as plain data, of which only
+objects and values by layer depend on the grid. Lightning's keys stay what one device would have written.
 """
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.session.background_saves import BackgroundSaves, CommonState
+from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.hook_side_effects import SideEffectState
+from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
-from lightning_recycle.session.loops import PipelineFitLoop, addressed_loaders
 from lightning_recycle.session.object_attributes import is_bound_to_process
-from lightning_recycle.session.object_graph import LargeData, ObjectPack
-from lightning_recycle.session.optimizer_states import trained_by_name
+from lightning_recycle.session.object_graph import (
+    LargeData,
+    ObjectPack,
+    TrainingParts,
+    user_graph,
+    weights_by_name,
+    weights_for,
+)
+from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.step_completion import Boundary, generators_as_data, set_generators
-from lightning_recycle.session.user_objects import TrainingParts, user_graph, weights_by_name, weights_for
-from lightning_recycle.session.weight_callbacks import WeightCallbacks, take_pruned_form
-from lightning_recycle.tensor_memory import local_part, sharded_like
-
-if TYPE_CHECKING:
-    from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.save_batches import CommonState
+from lightning_recycle.session.step_loaders import addressed_loaders
+from lightning_recycle.session.weight_callbacks import take_pruned_form
+from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
+from lightning_recycle.torch_internals import version_of
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +62,8 @@ class WorkerSnapshot:
     Args:
         objects: the module of the stage, callbacks, data module, DataLoaders, optimizers and schedulers, with all that
             they hold.
-        weights: the names of the stage's weights.
-        precision: the state dict of the precision plugin.
-        trainer: the state of Lightning's loops and connectors.
         orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
-        stop_agreed: whether all have agreed to stop.
-        next_collective: the number of the next control collective.
         hooks: how often the donor has run collectives of its position in hooks.
-        saves: the state of checkpoints that are written in the background.
-        side_effects: side effects of hooks and steps on the module's attributes.
         gradients: those that parameters hold, by name, if anything may see them; the parts of sharded ones.
         generators: the states of the generators from which hooks draw.
         values: the values by which a copy is recognised, by name.
@@ -73,7 +77,7 @@ class WorkerSnapshot:
     stop_agreed: bool
     next_collective: int
     hooks: int
-    saves: CommonState | None
+    saves: CommonState
     side_effects: SideEffectState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
@@ -81,15 +85,11 @@ class WorkerSnapshot:
 
 
 class StateTransfer:
-    """Transfer of one worker's state to and from its peers, and of the users' objects to and from checkpoints.
+    """Transfer of a worker's state to and from peers, and of objects to checkpoints.
 
     Args:
-        context: the context of the worker.
-        module: the module of this stage.
-        recorder: has the side effects of steps.
-        steps: its training steps, once there is an executor.
-        weights: the callbacks that change weights.
-        background: writes checkpoints while the training goes on, if that is wanted.
+        left_gradients: returns gradients that count for later steps, or that hooks may see.
+        describe: returns the values by which a copy of this worker is recognised, by name.
     """
 
     def __init__(
@@ -97,27 +97,28 @@ class StateTransfer:
         context: WorkerContext,
         module: pl.LightningModule,
         recorder: OutputRecorder,
-        steps: TrainingSteps,
-        weights: WeightCallbacks,
-        background: BackgroundSaves | None,
+        executor: Executor,
+        stop_requests: StopRequests,
+        left_gradients: Callable[[], Mapping[nn.Parameter, Tensor]],
+        describe: Callable[[], dict[str, Any]],
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
         self._recorder, self._side_effects = recorder, recorder.side_effects
-        self._executor, self._weights, self._steps = steps.executor, weights, steps
+        self._executor, self._stop_requests = executor, stop_requests
+        self.left_gradients, self._describe = left_gradients, describe
         self._large_data = LargeData({})
         self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
         self._joined_with: WorkerSnapshot | None = None
-        self._background = background
 
     def begin_training(self, restored: ObjectPack | None) -> None:
-        """Before the first step; ``restored``: the users' objects, if the run begins again."""
+        """Before the first step."""
         if restored is not None:
             self.load_objects(restored, {})
         if self._context.grid.lanes > 1 or self._context.run.may_restart:
             self._note_objects()
 
     def _note_objects(self) -> None:
-        """Notes the large data of the user's objects as it is now, and names what a replacement would not get."""
+        """Notes large data as it is now, and warns of objects that cannot be carried."""
         self._large_data = LargeData(user_graph(self._trainer).large)
         graph = user_graph(self._trainer, TrainingParts(self._trainer))
         if self._context.collectives.is_leader and (stays := graph.unpicklable()):
@@ -129,14 +130,13 @@ class StateTransfer:
     # ------------------------------------------------------------------ checkpoints
 
     def common_state(self) -> dict[str, Any]:
-        """The state that completes a checkpoint on any grid; all workers call it, as hooks of the user's may."""
+        """The state that completes a checkpoint on any grid."""
         trainer = self._trainer
         options = [
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
         ]
         states = states_for_checkpoint(trainer)
-        self._weights.join_states(states["callbacks"])
         return {
             **states,
             "trainer": TrainerState.of(trainer, lambda _: False).as_data(),
@@ -146,15 +146,8 @@ class StateTransfer:
         }
 
     def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
-        """Before the first step of a run that goes on from a checkpoint: takes over what Lightning has not restored.
-
-        Args:
-            state: what completes the checkpoint.
-            boundary: where the checkpoint was completed, if that was at one.
-            same_run: whether the run that wrote it begins again.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        assert isinstance(loop, PipelineFitLoop)
+        """Restores from a completion the state that Lightning has not."""
+        trainer = self._trainer
         metrics = self._recorder.metrics_by_path()
         for path, states in state["metrics"].items():
             if path in metrics:
@@ -163,6 +156,7 @@ class StateTransfer:
         restored.load(trainer)
         if boundary is not None:
             restored.load_progress(trainer)
+            loop: Any = trainer.fit_loop  # of this package, which runs the steps that use this module
             loop.go_on(boundary, partial(set_generators, state["generators"]))
 
     def pack_objects(self) -> ObjectPack:
@@ -171,7 +165,7 @@ class StateTransfer:
         return user_graph(self._trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
 
     def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
-        """The user's objects become what they were; ``state``: has buffers that hooks made."""
+        """The user's objects become what they were."""
         graph, device = user_graph(self._trainer), self._context.device
         given = {name: tensor.to(device) for name, tensor in state.items()}
         graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
@@ -179,11 +173,11 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ peers
 
-    def take(self) -> WorkerSnapshot:
+    def take(self, saves: CommonState) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
-        beside = {p: p.grad for p in self._steps.not_optimized() if p.grad is not None}
+        beside = {p: p.grad for p in not_optimized(module, trainer.optimizers) if p.grad is not None}
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
@@ -191,27 +185,21 @@ class StateTransfer:
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
-            stop_agreed=self._steps.stop_requests.agreed,
+            stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
-            saves=None if self._background is None else self._background.state(),
+            saves=saves,
             side_effects=self._side_effects.state(),
             gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
-            values=self._steps.describe(),
+            values=self._describe(),
         )
-
-    def left_gradients(self) -> Mapping[nn.Parameter, Tensor]:
-        """The gradients that parameters hold between steps, if they count for later ones or hooks may see them."""
-        return self._steps.left_gradients()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return trained_by_name(self._module, self._trainer.optimizers)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """Makes this worker one that is about to begin the batch of the donor's step: objects first, then all that
-        reads or runs them.
-        """
+        """Rewinds this worker to the beginning of the batch of the donor's step."""
         trainer, member = self._trainer, self._context.client.member
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
@@ -226,36 +214,34 @@ class StateTransfer:
         if training.streams:
             self._restore_objects(snapshot)  # as they were before the user was asked for streams
         self._restore_trainer(snapshot)
-        loop = trainer.fit_loop
-        assert isinstance(loop, PipelineFitLoop)
+        loop: Any = trainer.fit_loop
         loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
         for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
-        self._steps.stop_requests.agreed = snapshot.stop_agreed
+        self._stop_requests.agreed = snapshot.stop_agreed
         self._side_effects.load_state(snapshot.side_effects)
         self._joined_with = snapshot
 
-    def complete(self) -> None:
-        """At the point where the donor took the snapshot, if this worker has just joined: takes over its state.
+    def complete(self) -> CommonState | None:
+        """Takes over the donor's state at the point where it took the snapshot.
 
         Does not return if this worker is no copy of its donor all the same: then the others go on without it.
         """
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
-            return
+            return None
         self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
         self._side_effects.load_state(snapshot.side_effects)
-        client, mine = self._context.client, self._steps.describe()
+        client, mine = self._context.client, self._describe()
         if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"
             client.send(Differs(client.rank, self._executor.version - 1, cause))
             client.resign(cause)
         client.member.joining = False
-        if self._background is not None and snapshot.saves is not None:
-            self._background.enter(snapshot.saves)
+        return snapshot.saves
 
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
         """Restores the donor's objects as they were when it took the snapshot."""
@@ -268,7 +254,7 @@ class StateTransfer:
         return training
 
     def _restore_trainer(self, snapshot: WorkerSnapshot) -> None:
-        """Restores the rest of the donor's state, except for the place in a stream of data."""
+        """Restores the rest of the donor's state, except for places in streams."""
         trainer = self._trainer
         for name, parameter in self._trained().items():
             grad = snapshot.gradients.get(name)
@@ -282,3 +268,127 @@ class StateTransfer:
         """The loaders of training and validation whose samples have addresses."""
         loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         return tuple(addressed_loaders(loop) for loop in loops)
+
+
+COMPLETION = "lightning_recycle"
+"""The key of a checkpoint under which the completion is."""
+
+_BY_NAME = ("weights", "gradients")
+
+
+class Boundary(Enum):
+    """The places of a training at which a step is over."""
+
+    BATCH = "batch"
+    """All hooks of the batch have run, and Lightning has logged it."""
+    VALIDATION = "validation"
+    """So is a validation that was due after the batch, and schedulers that follow a metric of the step."""
+    EPOCH = "epoch"
+    """So is the epoch, if the batch was its last."""
+
+
+class StateMarks:
+    """Addresses and versions of a stage's weights and optimizer states."""
+
+    def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._weights = {name: mark_of(value) for name, value in module.state_dict().items()}
+        self._states = [_marks_of(state) for state in self._by_name()]
+
+    def changes(self) -> dict[str, Any]:
+        """Weights and optimizer states, by name, that have changed since the marks."""
+        weights = self._module.state_dict()
+        return {
+            "weights": {name: value for name, value in weights.items() if mark_of(value) != self._weights.get(name)},
+            "optimizers": [
+                {name: values for name, values in state.items() if _marks_of(values) != before.get(name)}
+                for state, before in zip(self._by_name(), self._states, strict=True)
+            ],
+        }
+
+    def _by_name(self) -> list[dict[str, dict[str, Any]]]:
+        found = []
+        for optimizer in self._optimizers:
+            names = [name for group in group_names(self._module, optimizer) for name in group]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            pairs = zip(names, parameters, strict=True)
+            found.append({name: dict(optimizer.state.get(parameter, {})) for name, parameter in pairs})
+        return found
+
+
+def mark_of(value: Any) -> Any:
+    """Where ``value`` lies, and how often it was written: differs once it has changed."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    part = local_part(value)
+    return memory_address(part), part.storage_offset(), None if part.is_inference() else version_of(part)
+
+
+def _marks_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _marks_of(value) if isinstance(value, Mapping) else mark_of(value) for name, value in values.items()}
+
+
+def frozen(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """A function that returns ``checkpoint`` as read from a file written now."""
+    file = io.BytesIO()
+    torch.save(dict(checkpoint), file)
+
+    def load() -> dict[str, Any]:
+        file.seek(0)
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+        return content
+
+    return load
+
+
+def as_tensors(pack: ObjectPack) -> list[Tensor]:
+    """The tensors of ``pack``, behind its pickle: safe to load."""
+    return [torch.frombuffer(bytearray(pack.data), dtype=torch.uint8), *pack.tensors]
+
+
+def add_parts(checkpoint: Mapping[str, Any], columns: Sequence[Mapping[str, Any] | None], members: int) -> None:
+    """Adds the parts of all columns, of which a stage has ``members``, to the completion in ``checkpoint``."""
+    known = [part for part in columns if part is not None]
+    if not known:
+        return
+    objects = [part["objects"] for part in known if "objects" in part]
+    states = [{kind: state for kind, state in part.items() if kind != "objects"} for part in known]
+    found = [merge_shards(states[at : at + members]) for at in range(0, len(states), members)]
+    merged: dict[str, Any] = {kind: {n: v for part in found for n, v in part[kind].items()} for kind in _BY_NAME}
+    of_stages = zip(*(part["optimizers"] for part in found), strict=True)
+    merged["optimizers"] = [{n: v for one in each for n, v in one.items()} for each in of_stages]
+    if objects:
+        merged["objects"] = objects
+    checkpoint[COMPLETION].update(merged)
+
+
+def boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
+    """Where a checkpoint was completed; None if it was in the middle of a step."""
+    return completion["boundary"] and Boundary(completion["boundary"])
+
+
+def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]) -> None:
+    """Puts what is newer in ``completion`` in the place of Lightning's values.
+
+    Args:
+        further: the entries in which the weights are if ``state_dict`` has others.
+    """
+    checkpoint["loops"]["fit_loop"] = completion["trainer"]["loops"]
+    checkpoint["lr_schedulers"], checkpoint["callbacks"] = completion["lr_schedulers"], completion["callbacks"]
+    for state, groups in zip(checkpoint["optimizer_states"], completion["param_groups"], strict=True):
+        for group, options in zip(state["param_groups"], groups, strict=True):
+            group.update(options)
+    weights = next((checkpoint[kind] for kind in further if kind in checkpoint), checkpoint["state_dict"])
+    weights.update({name: value for name, value in completion["weights"].items() if name in weights})
+
+
+def generators_as_data() -> tuple[Any, ...]:
+    """The states of the generators from which hooks draw, as plain data."""
+    python_state, (kind, words, *rest), torch_state = generator_states()
+    return python_state, (kind, torch.from_numpy(words.astype(np.int64)), *rest), torch_state
+
+
+def set_generators(states: tuple[Any, ...]) -> None:
+    """Restores what :func:`generators_as_data` returned."""
+    python_state, (kind, words, *rest), torch_state = states
+    set_generator_states((python_state, (kind, words.numpy().astype(np.uint32), *rest), torch_state))

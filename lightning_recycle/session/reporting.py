@@ -1,0 +1,408 @@
+"""Lightning's callbacks and loggers that report on a run, on a worker that has one stage of it.
+
+Where one stage of the model, or a batch that all workers share, would make a callback report something else than on one
+device, it is given what it expects. When a worker becomes the leader, callbacks that only the leader shows go on where
+the old leader's were.
+
+Only the leader's loggers write. All others keep the rows until the leader has applied a later step, after its loggers
+have flushed; a new leader writes what it still keeps. At most the rows of the newest two steps can be written twice; in
+files of ``CSVLogger`` and TensorBoard they are recognised. A step may run several times: its calls of
+``logger.experiment`` are recorded, and those of one micro-batch are made once, when the step is applied.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    ModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+)
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from rich.console import Console
+from torch import Tensor
+
+from lightning_recycle.files import write_atomically
+from lightning_recycle.model.parts import ModelParts
+from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.session.collectives import WorkerCollectives, WorkerContext
+from lightning_recycle.session.outputs import LoggerCall
+
+_EVALUATIONS = {  # stage -> its name in hooks
+    RunningStage.SANITY_CHECKING: "validation",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "predict",
+}
+
+
+def show_whole_run(trainer: pl.Trainer, parts: ModelParts, collectives: WorkerCollectives) -> None:
+    """Prepares the callbacks and loggers of a worker."""
+    grid = collectives.grid
+    if grid.stages > 1 and trainer.enable_autolog_hparams:
+        _draw_whole_graph(trainer, parts)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary) and trainer.state.fn == TrainerFn.FITTING:
+            _summarize_whole_model(callback, trainer, parts)
+        elif isinstance(callback, ThroughputMonitor):
+            _measure_grid_as_one_device(callback, grid.num_workers)
+        elif isinstance(callback, BasePredictionWriter):
+            for name in ("write_on_batch_end", "write_on_epoch_end"):
+                setattr(callback, name, _by_the_leader(collectives, getattr(callback, name)))
+
+
+def keep_reports_apart(trainer: pl.Trainer) -> None:
+    """Makes the profiler name its report after this worker's device."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    profiler.setup = partial(_set_up_profiler, type(profiler).setup.__get__(profiler), trainer.local_rank)
+
+
+def _set_up_profiler(setup: Callable[..., None], rank: int, stage: Any, local_rank: Any, log_dir: Any) -> None:
+    setup(stage=stage, local_rank=rank, log_dir=log_dir)
+
+
+def _summarize_whole_model(callback: ModelSummary, trainer: pl.Trainer, parts: ModelParts) -> None:
+    callback.__dict__.pop("_summary", None)  # of the previous run
+    whole = parts.without_storage()
+    try:
+        summary = callback._summary(trainer, whole)
+    except Exception as error:  # the user's forward() on example_input_array may read values, and there are none
+        if whole is parts.module:  # there are: it raises on one device, too
+            raise
+        rank_zero_warn(
+            f"The model summary shows no input and output sizes: {type(parts.module).__name__} cannot run its"
+            f" example_input_array without storage ({type(error).__name__}: {error})."
+        )
+        whole.example_input_array = None
+        summary = callback._summary(trainer, whole)
+    taken = _TakenSummary(summary)
+    callback._summary = lambda *_: taken  # type: ignore[method-assign, assignment]
+
+
+class _TakenSummary:
+    """The contents of a summary now: when Lightning shows it, layers may be gone."""
+
+    def __init__(self, summary: Any) -> None:
+        rows = summary._get_summary_data()
+        self._get_summary_data = lambda: rows
+        for name in ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops"):
+            setattr(self, name, getattr(summary, name))
+
+
+def _draw_whole_graph(trainer: pl.Trainer, parts: ModelParts) -> None:
+    """Gives loggers the graph of the model while all layers are there."""
+    for logger in trainer.loggers:
+        if not is_overridden("log_graph", logger, Logger) or not getattr(logger, "_log_graph", True):  # TensorBoard's
+            continue
+        whole = parts.without_storage()
+        try:
+            type(logger).log_graph(logger, whole)
+        except Exception as error:  # the user's forward() may read values, and there are none
+            if whole is parts.module:  # there are: it raises on one device, too
+                raise
+            rank_zero_warn(
+                f"{type(logger).__name__} gets no graph: {type(parts.module).__name__} cannot run its"
+                f" example_input_array without storage ({type(error).__name__}: {error})."
+            )
+        logger.log_graph = _is_drawn  # type: ignore[method-assign]
+
+
+def _is_drawn(*_: Any, **__: Any) -> None:
+    """In place of a logger's ``log_graph``: it has the graph."""
+
+
+def _measure_grid_as_one_device(monitor: ThroughputMonitor, num_workers: int) -> None:
+    """Makes rates those of all devices together: a step's batch is the global one."""
+    for throughput in monitor._throughputs.values():
+        throughput.world_size = 1
+        if throughput.available_flops is not None:
+            throughput.available_flops *= num_workers
+
+
+def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -> Callable[..., None]:
+    """Every worker has all predictions: one writes them."""
+    write = getattr(write, "prepared", write)  # in the previous run
+
+    @wraps(write)
+    def write_once(*args: Any, **kwargs: Any) -> None:
+        collectives.by_leader("predictions", partial(write, *args, **kwargs))
+
+    write_once.prepared = write  # type: ignore[attr-defined]
+    return write_once
+
+
+def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
+    """Starts the throughput monitors of a new leader with the old one's counts."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, ThroughputMonitor):
+            continue
+        counted: dict[Any, int] = {}
+        for stage in callback._throughputs:
+            if stage not in callback._t0s:
+                counted[stage] = _batches_so_far(trainer, stage, first_batch)
+                callback._t0s[stage] = time.perf_counter()
+                callback._batches[stage] = counted[stage]
+                callback._samples[stage] = callback._lengths[stage] = 0
+        callback._update = partial(_update_after_others, callback, counted)  # type: ignore[method-assign]
+
+
+def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
+    """The batches that are over in what is under way in ``stage``; none if nothing is."""
+    if stage == RunningStage.TRAINING:
+        return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
+    if stage != trainer.state.stage:
+        return 0
+    loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
+    return loop.batch_progress.current.completed
+
+
+@torch.inference_mode()
+def _update_after_others(
+    monitor: ThroughputMonitor,
+    counted: dict[Any, int],
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batch: Any,
+    *args: Any,
+) -> None:
+    """Adds the batches that the old leader counted, all sized like the first."""
+    stage = trainer.state.stage
+    batches = counted.pop(stage, 0)
+    if batches:
+        monitor._samples[stage] += batches * monitor.batch_size_fn(batch)  # type: ignore[index]
+        if monitor.length_fn is not None:
+            monitor._lengths[stage] += batches * monitor.length_fn(batch)  # type: ignore[index]
+    type(monitor)._update(monitor, trainer, module, batch, *args)
+
+
+def show_cursor(trainer: pl.Trainer) -> None:
+    """Shows the cursor that a ``RichProgressBar`` of a killed worker has hidden."""
+    if isinstance(trainer.progress_bar_callback, RichProgressBar):
+        Console().show_cursor()
+
+
+def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
+    """Continues the progress bar of the old leader on a new one.
+
+    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. The hooks that
+    begin what is under way are called again.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    if bar is None:
+        return
+    bar.enable()
+    if bar._trainer is None or trainer.state.stage is None:
+        return  # nothing has begun yet, or everything is over
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if trainer.sanity_checking:
+        bar.on_sanity_check_start(trainer, module)
+    elif fitting and trainer.fit_loop.epoch_progress.current.ready:
+        bar.on_train_start(trainer, module)
+        bar.on_train_epoch_start(trainer, module)
+    phase = _EVALUATIONS.get(trainer.state.stage)
+    if phase is not None:
+        bar.reset_dataloader_idx_tracker()
+        getattr(bar, f"on_{phase}_start")(trainer, module)
+        getattr(bar, f"on_{phase}_batch_start")(trainer, module, None, 0, dataloader_idx)
+
+
+class LogRelay:
+    """Stands between a Trainer and its loggers."""
+
+    def __init__(self, context: WorkerContext, module: RecordedModule, version: Callable[[], int]) -> None:
+        self._collectives, self._version = context.collectives, version
+        self._loggers = list(context.trainer.loggers)
+        self._log = [logger.log_metrics for logger in self._loggers]
+        self._log_hyperparams = [logger.log_hyperparams for logger in self._loggers]
+        self._rows: deque[tuple[int, int, Any, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._hyperparams: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        for index, logger in enumerate(self._loggers):
+            logger.log_metrics = partial(self._on_metrics, index)  # type: ignore[method-assign]
+            logger.log_hyperparams = partial(self._on_hyperparams, index)  # type: ignore[method-assign]
+        for cls in {type(logger) for logger in self._loggers}:
+            _record_calls(cls, self._loggers, module)
+
+    @property
+    def _written(self) -> int:
+        """The newest step that the leader has surely applied, with all rows before it."""
+        return self._collectives.client.member.leader_applied
+
+    def _on_metrics(self, index: int, *args: Any, **kwargs: Any) -> None:
+        if self._collectives.is_leader:
+            self._log[index](*args, **kwargs)
+            _flush(self._loggers[index])
+            return
+        self._keep(index, None, args, kwargs)
+
+    def on_call(self, call: LoggerCall) -> None:
+        """Makes a call that a step has recorded, or keeps it for a take-over."""
+        if self._collectives.is_leader:
+            _call(self._loggers[call.logger], call)
+            _flush(self._loggers[call.logger])
+        else:
+            self._keep(call.logger, call, (), {})
+
+    def _keep(self, index: int, call: LoggerCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        while self._rows and self._rows[0][0] <= self._written:
+            self._rows.popleft()
+        self._rows.append((self._version(), index, call, args, kwargs))
+
+    def _on_hyperparams(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self._hyperparams[index] = (args, kwargs)
+        self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
+
+    def take_over(self) -> None:
+        """Writes what the previous leader had not written."""
+        known = [_keep_file(logger) for logger in self._loggers]
+        for index, (args, kwargs) in self._hyperparams.items():
+            self._log_hyperparams[index](*args, **kwargs)
+        for step, index, call, args, kwargs in self._rows:
+            if call is not None:
+                if step > self._written and not _was_called(known[index], call):
+                    _call(self._loggers[index], call)
+            elif step > self._written and not _is_known(known[index], *args, **kwargs):
+                self._log[index](*args, **kwargs)
+        self._rows.clear()
+        for logger in self._loggers:
+            logger.save()
+            _flush(logger)
+
+
+class _RecordedExperiment:
+    """Stands for a logger's experiment in a step: calls are recorded and return None."""
+
+    def __init__(self, record: Any, path: tuple[Any, ...] = ()) -> None:
+        self._record, self._path = record, path
+
+    def __getattr__(self, name: str) -> _RecordedExperiment:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _RecordedExperiment(self._record, (*self._path, name))
+
+    def __getitem__(self, key: Any) -> _RecordedExperiment:
+        return _RecordedExperiment(self._record, (*self._path, (key,)))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._record((*self._path, "__setitem__"), key, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._record(self._path, *args, **kwargs)
+
+
+def _record_calls(cls: type[Logger], loggers: list[Logger], module: RecordedModule) -> None:
+    """Lets loggers of a class show a recorded experiment to steps of ``module``."""
+    shown = getattr(cls, "experiment", None)
+    if not isinstance(shown, property) or shown.fget is None:
+        return
+    real = getattr(shown.fget, "real", shown.fget)
+
+    @wraps(real)
+    def experiment(logger: Logger) -> Any:
+        index = next((index for index, one in enumerate(loggers) if one is logger), None)
+        if index is None or module.recorded_logs is None:
+            return real(logger)
+
+        def record(path: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
+            assert module.recorded_logs is not None
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda t: t.detach().cpu().clone())
+            module.recorded_logs.append(("", LoggerCall(index, path, args, kwargs), {}))
+
+        return _RecordedExperiment(record)
+
+    experiment.real = real  # type: ignore[attr-defined]
+    cls.experiment = property(experiment)  # type: ignore[attr-defined]
+
+
+def _call(logger: Logger, call: LoggerCall) -> None:
+    called: Any = logger.experiment  # type: ignore[attr-defined]
+    for step in call.path:
+        called = called[step[0]] if isinstance(step, tuple) else getattr(called, step)
+    called(*call.args, **call.kwargs)
+
+
+def keep_files(loggers: Iterable[Logger]) -> None:
+    """Lets loggers that another process used before append to what they wrote."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            _keep_file(logger)
+
+
+def _flush(logger: Logger) -> None:
+    """Flushes the logger's writer to its file, if it can."""
+    if isinstance(logger, CSVLogger):
+        logger.save()
+    flush = getattr(getattr(logger, "experiment", None), "flush", None)
+    if callable(flush):
+        flush()
+
+
+_Cells = set[tuple[int, str]]
+"""(step, name of the metric) of each value in a file."""
+
+
+def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> bool:
+    return step is not None and all((step, name) in known for name in metrics)
+
+
+def _was_called(known: _Cells, call: LoggerCall) -> bool:
+    """Whether a call such as ``add_image(tag, image, global_step)`` is in a file."""
+    tag = call.kwargs.get("tag", call.args[0] if call.args else None)
+    step = call.kwargs.get("global_step", call.args[2] if len(call.args) > 2 else None)
+    return not known.isdisjoint({(step, tag), (step, f"{tag}/text_summary")})
+
+
+def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
+    """The values that the previous leader has written for TensorBoard."""
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import (
+            EventFileLoader,
+        )
+    except ImportError:  # tensorboardX writes, and nothing here can read
+        return set()
+    return {
+        (event.step, value.tag)
+        for path in Path(logger.log_dir).glob("events.out.tfevents.*")
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    }
+
+
+def _keep_file(logger: Logger) -> _Cells:
+    """Makes a logger append to its file, and returns the cells in it.
+
+    A CSV logger deletes the previous leader's rows on its first use, and a writer from the launching process, which has
+    used it, does not know the columns.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        return _cells_on_board(logger)
+    if not isinstance(logger, CSVLogger):
+        return set()
+    path = Path(logger.log_dir) / "metrics.csv"
+    try:
+        written = path.read_text()
+    except FileNotFoundError:
+        return set()  # nothing was written yet
+    if not written.endswith("\n"):
+        written = written[: written.rfind("\n") + 1]  # the leader died in the middle of a line
+    with warnings.catch_warnings():  # that all rows will be deleted: they are kept
+        warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
+        writer = logger.experiment
+    write_atomically(path, written)
+    rows = list(csv.DictReader(written.splitlines()))
+    writer.metrics_keys = list(rows[0]) if rows else next(csv.reader(written.splitlines()), [])
+    return {(int(row["step"]), name) for row in rows for name, value in row.items() if value not in ("", None)}
