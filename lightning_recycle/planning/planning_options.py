@@ -44,7 +44,8 @@ class PlanningOptions(OptionGroup):
     """How a step is planned, with and without failed workers.
 
     Args:
-        planner: the name of a planner, or an object with ``plan(problem)``.
+        planner: the name of a planner, or an object with ``plan(problem)``. A solver's is asked before the run alone;
+            plans for failures are then the heuristic's, or those of ``plan_library``.
         plan_library: a directory (or :class:`~lightning_recycle.planning.plan_library.PlanLibrary`) in which plans are
             looked up before they are made, and stored; ``recycle-plan library=...`` fills one before the run. Use it
             with a ``profile``: plans are found by their costs.

@@ -23,12 +23,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from lightning_recycle.control.coordinator.worker_table import Vacancies
+from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
 from lightning_recycle.control.journal import Journal, Process, revived_state
 from lightning_recycle.control.network.connection import SIGN_SECONDS, EventLoop, NonBlockingConnection
 from lightning_recycle.control.network.listener import Listener
@@ -223,28 +223,14 @@ def _nothing() -> None: ...
 _SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once
 
 
-class AdmittingRun(Protocol):
-    """The run that workers are admitted to."""
-
-    @property
-    def state(self) -> MembershipState: ...
-
-    @property
-    def connections(self) -> Mapping[int, NonBlockingConnection]:
-        """Of all workers with a position, by rank."""
-
-    def admit(self, rank: int, connection: NonBlockingConnection, process: Process, joining: bool) -> None:
-        """A worker takes its position."""
-
-    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
-        """A worker has returned to what it was."""
-
-
 class Admission:
     """Decides about each connection by its first message.
 
     Args:
-        inside: who is in.
+        state: returns the state of the protocol.
+        workers: who is in.
+        admit: lets a worker take its position; given its rank, connection, process, and whether it is joining.
+        readmit: lets a worker return to what it was.
         loop: watches the connections.
         vacancies: keeps the spares.
         objection: why a worker cannot take part in the run; None if it can.
@@ -257,15 +243,19 @@ class Admission:
 
     def __init__(
         self,
-        inside: AdmittingRun,
+        state: Callable[[], MembershipState],
+        workers: WorkerTable,
+        admit: Callable[[int, NonBlockingConnection, Process, bool], None],
+        readmit: Callable[[NonBlockingConnection, messages.Returned, ReturnStanding], None],
         loop: EventLoop,
         vacancies: Vacancies,
         objection: Callable[[messages.Hello], messages.Unfit | None],
         readmission: Readmission | None,
     ) -> None:
         self.has_met = False
-        self.has_ended_before = inside.state.outcome is not None
-        self._inside, self._loop, self._vacancies = inside, loop, vacancies
+        self.has_ended_before = state().outcome is not None
+        self._state, self._workers, self._admit, self._readmit = state, workers, admit, readmit
+        self._loop, self._vacancies = loop, vacancies
         self._objection, self._readmission = objection, readmission
 
     def greet(self, connection: NonBlockingConnection, hello: FirstMessage) -> None:
@@ -289,7 +279,7 @@ class Admission:
             connection.part(unfit, seconds=FAREWELL_SECONDS)
             return
         self.has_met = True
-        outcome = self._inside.state.outcome
+        outcome = self._state().outcome
         if outcome is not None:
             with contextlib.suppress(OSError):  # it is gone already
                 connection.send(messages.Stop(StopReason.of(outcome)))
@@ -298,30 +288,30 @@ class Admission:
             self._vacancies.spares.append((connection, describe(hello)))
             self._loop.watch(connection, partial(self._on_spare, connection))
         else:
-            self._inside.admit(hello.rank, connection, describe(hello), hello.joining)
+            self._admit(hello.rank, connection, describe(hello), hello.joining)
 
     def _fits(self, hello: messages.Hello) -> bool:
         if hello.rank is None:
             return True
-        if not 0 <= hello.rank < self._inside.state.num_workers or hello.rank in self._inside.connections:
+        if not 0 <= hello.rank < self._state().num_workers or hello.rank in self._workers.connections:
             return False
-        return (hello.rank in self._inside.state.roster.live) is not hello.joining
+        return (hello.rank in self._state().roster.live) is not hello.joining
 
     def _greet_returned(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
         """A worker that has lost its coordinator, or thinks so."""
-        readmission, rank, state = self._readmission, returned.rank, self._inside.state
+        readmission, rank, state = self._readmission, returned.rank, self._state()
         if readmission is None:
             self._send_off(
                 connection, rank, "this coordinator does not survive its end", messages.Stop(StopReason.LOST)
             )
             return
-        place = readmission.judge(state, self._inside.connections.keys(), returned)
+        place = readmission.judge(state, self._workers.connections.keys(), returned)
         if state.outcome is not None or place in (ReturnStanding.LEFT, ReturnStanding.LOST):
             self._send_off(connection, rank, place.value, *readmission.farewell(returned, place))
             return
         self.has_met = True
         readmission.heard(time.monotonic())
-        self._inside.readmit(connection, returned, place)
+        self._readmit(connection, returned, place)
 
     def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *words: Any) -> None:
         connection.part(*words, seconds=_SHORT_FAREWELL_SECONDS)

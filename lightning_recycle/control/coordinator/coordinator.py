@@ -144,7 +144,16 @@ class Coordinator:
         self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
         self._vacancies = Vacancies(self.options, start_worker, self._loop.wake, self._state.positions)
-        self._entrance = Admission(self, self._loop, self._vacancies, objection, self._readmission)
+        self._entrance = Admission(
+            state=lambda: self._state,
+            workers=self._workers,
+            admit=self._admit,
+            readmit=self._readmit,
+            loop=self._loop,
+            vacancies=self._vacancies,
+            objection=objection,
+            readmission=self._readmission,
+        )
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._to_evict: list[protocol.Evict] = []
@@ -176,16 +185,6 @@ class Coordinator:
     @property
     def roster(self) -> tuple[int, ...]:
         return self._state.roster.ranks
-
-    @property
-    def state(self) -> protocol.MembershipState:
-        """The state of the protocol, for the coordinator's thread."""
-        return self._state
-
-    @property
-    def connections(self) -> Mapping[int, NonBlockingConnection]:
-        """Those of all workers with a position, by rank, for the coordinator's thread."""
-        return self._workers.connections
 
     @property
     def history(self) -> list[Event]:
@@ -439,7 +438,7 @@ class Coordinator:
             for rank in [rank for rank in self._workers.connections if self._history.processes[rank][0] == host]:
                 self._on_leave(messages.Leave(rank))
 
-    def readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
+    def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
         """A worker has returned to what it was."""
         rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
@@ -449,11 +448,11 @@ class Coordinator:
         if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
-        self.admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
+        self._admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
         for message in said:
             self._on_message(rank, message)
 
-    def admit(
+    def _admit(
         self,
         rank: int,
         connection: NonBlockingConnection,
@@ -504,7 +503,7 @@ class Coordinator:
                 self._vacancies.leave_node(rank)
                 connection.close()
                 continue
-            self.admit(rank, connection, replace(process, incarnation=incarnation), joining)
+            self._admit(rank, connection, replace(process, incarnation=incarnation), joining)
 
     def _assignment(self, rank: int, incarnation: int, joining: bool) -> messages.Assign:
         told = self._setup, self._staggered, self._takes_results

@@ -99,15 +99,13 @@ class RunPlans:
 
     def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
         """Whether :meth:`begin_generation` has its schedule; if not, it is being made."""
-        if self._drift is not None:
-            self._planner.assumptions.forget(joining)
+        self._planner.assumptions.forget(joining)
         return self._planner.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
         """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
-        if self._drift is not None:
-            self._planner.assumptions.forget(joining)
+        self._planner.assumptions.forget(joining)
         schedule = self._planner.plan(failed, self.operation_seconds)
         before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
