@@ -24,6 +24,18 @@ _EXIT_BAD_INPUT, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 
+class Output(Console):
+    """Standard output; when its reader has seen enough, such as head, the process exits with the status of SIGPIPE."""
+
+    def on_broken_pipe(self) -> None:
+        _exit_without_reader()
+
+
+def _exit_without_reader() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(_EXIT_NO_READER)
+
+
 @contextlib.contextmanager
 def bad_input_ends(name: str) -> Iterator[None]:
     """Within the block, bad input prints one line and exits with code 2.
@@ -55,9 +67,8 @@ def run_application(name: str, application: Callable[[], object]) -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
-    except BrokenPipeError:  # its reader has seen enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_EXIT_NO_READER)
+    except BrokenPipeError:
+        _exit_without_reader()
 
 
 def run_command(
@@ -81,7 +92,7 @@ def run_command(
         run_application(name, application)
     finally:
         if (table := summary()) is not None:
-            Console().print(table)
+            Output().print(table)
 
 
 def _line(error: BaseException) -> str:

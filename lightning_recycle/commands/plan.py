@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lightning_recycle import planning
 from lightning_recycle.arguments import at_least, is_integer, is_number
-from lightning_recycle.commands.application import run_command
+from lightning_recycle.commands.application import Output, run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
 from lightning_recycle.planning.costs import Memory
@@ -199,7 +199,7 @@ def plan_and_show(config: DictConfig) -> float:
     output = _path(settings, "output")
     _check_format(settings["format"], output, problem)
     picture = _picture(settings, output)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
+    console, errors = Output(), Console(stderr=True, soft_wrap=True, highlight=False)
     if settings["library"] is None:
         result = planning.solve(problem, planner)
     else:

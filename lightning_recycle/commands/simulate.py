@@ -38,7 +38,7 @@ from rich.table import Table
 
 from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
-from lightning_recycle.commands.application import run_command
+from lightning_recycle.commands.application import Output, run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.simulation.results import FIGURES
@@ -230,7 +230,7 @@ def simulate_and_show(config: DictConfig) -> float:
     """Run one job; returns the throughput, which a sweeper can optimize."""
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
-    console = Console()
+    console = Output()
     given = [override for override in job.overrides.task if not override.startswith("output=")]
     if config.get("experiment") and config.output is None:
         raise ConfigurationError("an experiment is for recycle-report: give output=FOLDER for its results.")

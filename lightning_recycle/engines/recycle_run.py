@@ -17,6 +17,7 @@ import contextlib
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _scale(options.scale, options.command)
         command = _command(options.command)
         _check(options)
+        _check_program(command)
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
@@ -227,9 +229,13 @@ def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str
     if place.task is not None:
         own.setdefault("RECYCLE_NODE", place.task.node)
     own.setdefault("PYTHONUNBUFFERED", "1")  # lines are passed on when they are printed
-    # "python" is the one of this program, also where its environment is not activated.
-    own["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
+    own["PATH"] = _search_path(own)
     return own
+
+
+def _search_path(environ: Mapping[str, str]) -> str:
+    """With "python" of this program, also where its environment is not activated."""
+    return os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
 
 
 # ---------------------------------------------------------------------- options
@@ -240,6 +246,14 @@ def _command(words: Sequence[str]) -> list[str]:
     if not command:
         raise ConfigurationError("Which program? For example: recycle-run --nproc-per-node 4 python train.py")
     return [sys.executable, *command] if command[0].endswith(".py") else command
+
+
+def _check_program(command: Sequence[str]) -> None:
+    program, *arguments = command
+    if shutil.which(program, path=_search_path(os.environ)) is None:
+        raise ConfigurationError(f"There is no program {program!r}.")
+    if program == sys.executable and arguments[0].endswith(".py") and not os.path.isfile(arguments[0]):
+        raise ConfigurationError(f"There is no file {arguments[0]!r} in {os.getcwd()}.")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -66,12 +66,15 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     assert plan(tmp_path, "--version") == f"recycle-plan {__version__}\n"
 
 
-def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["failures=0"], ["-m", "failures=0,1"]])
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(
+    arguments: list[str], tmp_path: Path
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     code = "from lightning_recycle.commands.plan import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--help"],
+        [sys.executable, "-c", code, *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

@@ -98,20 +98,16 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
     assert time.monotonic() - began < 50
 
 
-def test_a_program_that_does_not_exist_is_an_error() -> None:
-    status, _, errors = run("no-such-program")
-    assert status == 127
-    assert "'no-such-program' cannot be started: No such file" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], "Which program"),
+        (["no-such-program"], "There is no program 'no-such-program'"),
+        (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
         (["--nproc-per-node", "0", "x"], "--nproc-per-node 0"),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),
-        (["--coordinator", "0.0.0.0:1", "x"], "need a single address"),
+        (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -> None:
