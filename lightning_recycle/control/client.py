@@ -1,13 +1,13 @@
 """A worker's side of the control plane.
 
-Three threads share one connection: the main thread asks and waits; a receiver takes what the coordinator says and
+Three threads share one connection: the main thread asks and waits; a receiver takes the coordinator's messages and
 interrupts the data plane the moment a new generation is announced; a heartbeat thread reports that the process lives
-and what it does. When the coordinator is gone the worker ends, as nobody else may tell it what to do; unless it was
-told that another one may go on in its place (:class:`~lightning_recycle.control.protocol.messages.Enrolled`). Then the
-receiver looks for that one, and tells it what this worker holds. The main thread notices nothing but that it waits.
+and what it does. Without a coordinator the worker ends, unless another one may take over
+(:class:`~lightning_recycle.control.protocol.messages.Enrolled`): then the receiver looks for it and reports this
+worker's state, while the main thread merely waits.
 
 A worker that joins a running training is alone at first: its control collectives are answered with its own part. Once
-it is set up it says so (:meth:`ControlClient.wait_to_enter`) and becomes a member at the next step boundary.
+it is set up it announces so (:meth:`ControlClient.wait_to_enter`) and becomes a member at the next step boundary.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ class _RunIsOver(BaseException):
 
 
 class ActivityRecorder:
-    """Record of what the main thread does or waits for, sent by the heartbeat thread.
-
-    It is made before the thread does so.
+    """Record of the main thread's activity or wait, sent by the heartbeat thread.
 
     The coordinator judges by it which worker holds up the others
-    (:mod:`~lightning_recycle.control.coordinator.detection`). Written by the main thread, read by any; a record is
-    immutable.
+    (:mod:`~lightning_recycle.control.coordinator.detection`). Written by the main thread before it acts, read by any; a
+    record is immutable.
     """
 
     def __init__(self) -> None:
@@ -73,13 +71,8 @@ class ActivityRecorder:
     def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
         """Records what the main thread does from now on.
 
-        Without a ``kind`` its usual duration is unknown.
-
-        Args:
-            step: the optimizer step.
-            operation: its name, for people.
-            kind: the kind of operation, if it has a usual duration. No hook of the user's may run in it.
-            microbatch: the index in the global batch of the micro-batch that it is for; -1 for none.
+        ``operation``: for people. ``kind``: set if it has a usual duration; no user's hook may run in it.
+        ``microbatch``: index in the global batch; -1 for none.
         """
         self.activity = Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
 
@@ -88,23 +81,20 @@ class ActivityRecorder:
         return _Within(self, Activity(self.activity.step, operation, "", time.monotonic(), kind))
 
     def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
-        """Records that the main thread waits for ``what`` within the block.
+        """Records a wait within the block; then times the earlier activity afresh.
 
-        Then times afresh what it did before, as waiting does not count. ``coordinated``: what it waits for comes from
-        the coordinator.
+        ``coordinated``: the coordinator is waited for.
         """
         was = self.activity
         now = Activity(was.step, was.operation, what, time.monotonic(), "", coordinated, was.microbatch)
         return _Within(self, now)
 
     def progressed(self) -> None:
-        """Records progress in what the main thread does or waits for."""
+        """Records progress in the current activity or wait."""
         self.activity = _resumed(self.activity)
 
 
 class _Within:
-    """Within the block the main thread does what ``activity`` says."""
-
     __slots__ = ("_activity", "_before", "_recorder")
 
     def __init__(self, recorder: ActivityRecorder, activity: Activity) -> None:
@@ -118,10 +108,7 @@ class _Within:
 
 
 def _resumed(before: Activity) -> Activity:
-    """``before``, timed afresh.
-
-    By itself, as ``dataclasses.replace`` takes several times as long.
-    """
+    """``before``, timed afresh; ``dataclasses.replace`` takes several times as long."""
     return Activity(
         before.step,
         before.operation,
@@ -137,21 +124,19 @@ class ControlClient(ActivityRecorder):
     """A worker's connection to the coordinator.
 
     Args:
-        rank: the worker's rank; None if the coordinator assigns it (see :meth:`await_assignment`).
+        rank: None if the coordinator assigns it (:meth:`await_assignment`).
         address: (host, port) of the coordinator.
-        authkey: the key of the run.
-        heartbeat_interval: seconds between two heartbeats.
+        heartbeat_interval: seconds.
         joining: whether the training may have begun.
         survives: whether the process goes on once the results of the run are delivered.
-        node: the name of this machine; by default its host name.
-        wants: what this worker's script wants the run to be, if it was started by hand.
-        patience: seconds for which a coordinator that is gone, and may be started again, is looked for.
+        node: this machine; by default its host name.
+        wants: the run that this worker's script asks for, if it was started by hand.
+        patience: seconds for which the successor of a lost coordinator is looked for.
 
-    ``activity`` is set by the main thread and read by the heartbeat. ``on_interrupt`` is called from the receiver
-    thread when a generation is announced, with the number of the one that ends, and the workers with which this one may
-    be in a hook that must not end; ``regroup`` from the main thread while it waits in :meth:`arrive`, and ``on_leader``
-    when an answer or a new generation may have named another leader; ``complete_saves`` from whichever thread ends this
-    process without a result.
+    Callbacks: ``on_interrupt`` runs in the receiver thread when a generation is announced, with the number of the one
+    that ends and the workers with which this one may be in a hook that must not end. ``regroup`` runs in the main
+    thread while it waits in :meth:`arrive`, ``on_leader`` when the leader may have changed, ``complete_saves`` in the
+    thread that ends this process without a result.
     """
 
     def __init__(
@@ -210,12 +195,11 @@ class ControlClient(ActivityRecorder):
 
     @property
     def node(self) -> str:
-        """The name of this machine."""
         return str(self._who["node"])
 
     @property
     def joining(self) -> bool:
-        """Whether this worker joins a training that may have begun, and is not in yet."""
+        """Whether this worker has yet to enter a training that may have begun."""
         return self.member.joining
 
     @property
@@ -224,7 +208,7 @@ class ControlClient(ActivityRecorder):
 
     @property
     def interrupted(self) -> bool:
-        """Whether a newer generation than the one this worker has entered is announced."""
+        """Whether a newer generation than the entered one is announced."""
         return self.member.interrupted
 
     @property
@@ -233,19 +217,15 @@ class ControlClient(ActivityRecorder):
         return self._connection.local_host
 
     def key_for(self, purpose: str) -> bytes:
-        """A key for ``purpose`` that the workers of this run alone know.
-
-        It is derived from the key of the run.
-        """
+        """A key for ``purpose`` that only workers of this run can derive."""
         return hmac.digest(self._authkey, purpose.encode(), "sha256")
 
     # ------------------------------------------------------------------ main thread
 
     def send(self, message: Any) -> None:
-        """Sends ``message``.
+        """Sends ``message``; lost without a coordinator.
 
-        While there is no coordinator it does not arrive; what must not be lost is told to the next one
-        (:mod:`~lightning_recycle.control.journal`).
+        Messages that must arrive are repeated to the next one (:mod:`~lightning_recycle.control.journal`).
         """
         with self._changed:
             if self._completes:
@@ -265,15 +245,10 @@ class ControlClient(ActivityRecorder):
             return self.member.enter()
 
     def begin_step(self, step: int) -> Program | None:
-        """Announces that this worker begins ``step``.
+        """Announces the beginning of ``step``; waits if the roster is to change there.
 
-        Waits at its beginning if the roster is about to change there.
-
-        Returns:
-            This worker's program of the schedule that all switch to with this step; None if they keep theirs.
-
-        Raises:
-            Interrupted: when a generation was announced.
+        Returns this worker's program if all switch to another schedule with this step, None otherwise. Raises
+        Interrupted when a generation was announced.
         """
         while True:
             with self._changed:
@@ -290,7 +265,7 @@ class ControlClient(ActivityRecorder):
             )
 
     def wait_to_enter(self) -> None:
-        """Reports that this worker is set up, and waits until it is let in.
+        """Reports that this worker is set up, and waits until it may enter.
 
         :meth:`enter_generation` comes next.
         """
@@ -315,16 +290,12 @@ class ControlClient(ActivityRecorder):
     def confirm(self) -> None:
         """Returns if this worker is still a member, and ends the process otherwise.
 
-        To be called, from a thread beside the one that trains, before anything that only a member may do.
+        Called, beside the training thread, before anything that only a member may do.
         """
         self._confirm(lambda number: messages.Confirm(self.rank, number))
 
     def announce(self, batch: int, index: int, temporary: str) -> None:
-        """As :meth:`confirm`: this worker may give a checkpoint its name.
-
-        Args:
-            batch, index, temporary: as in :class:`~lightning_recycle.control.protocol.messages.SaveAnnounced`.
-        """
+        """As :meth:`confirm`: this worker may name a checkpoint (:class:`.SaveAnnounced`)."""
         self._confirm(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary))
 
     def _confirm(self, question: Callable[[int], Any]) -> None:
@@ -337,8 +308,7 @@ class ControlClient(ActivityRecorder):
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
 
-        Raises:
-            ConfigurationError: if the run is another one than this worker's script wants.
+        Raises ConfigurationError if the run is another one than this worker's script wants.
         """
         self._wait(lambda: self.member.assignment or self.member.unfit, "a free position")
         if self.member.assignment is not None:
@@ -351,21 +321,14 @@ class ControlClient(ActivityRecorder):
         raise ConfigurationError(unfit.why)
 
     def await_announcement(self, timeout: float | None) -> None:
-        """Waits for a generation newer than the current one.
-
-        Raises:
-            ControlPlaneError: after ``timeout`` seconds, if there is a limit.
-        """
+        """Waits for a newer generation; raises ControlPlaneError after ``timeout`` s."""
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
 
     def is_own(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
         """Whether a suspected exception is the user's own.
 
-        If not, this worker is to do the work again, in a newer generation. Does not return if this worker is evicted.
-
-        Args:
-            step, operation, exact, sticky: as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
-            error: the exception.
+        If not, this worker repeats the work in a newer generation. Does not return if this worker is evicted. Arguments
+        as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
         """
         summary, text = in_words(error)
         self.send(self.member.raised(step, operation, summary, text, exact, sticky))
@@ -374,13 +337,8 @@ class ControlClient(ActivityRecorder):
     def report(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
         """Reports for the entered generation and waits for all others.
 
-        Args:
-            status: what this worker holds.
-            payload: its contribution to the commit of its step, if it is REDUCED.
-            cuts: the layout of the layers that it has.
-
-        Raises:
-            Interrupted: when a newer generation was announced meanwhile.
+        ``payload``: the contribution to the commit of its step, if REDUCED. ``cuts``: its layout. Raises Interrupted
+        when a newer generation was announced meanwhile.
         """
         self.send(self.member.report(status, pack(payload), cuts))
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
@@ -388,52 +346,38 @@ class ControlClient(ActivityRecorder):
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
         """Waits until all live workers are REDUCED in ``step``; returns stages' payloads.
 
-        Raises:
-            Interrupted: when a generation was announced before that.
+        Raises Interrupted when a generation was announced before that.
         """
         self.tell(step, payload, guesses=False)
         return unpack_all(self.await_committed(step).payloads)
 
     def tell(self, step: int, payload: Any, guesses: bool) -> None:
-        """:meth:`commit` without waiting.
-
-        ``guesses``: whether this worker does not wait for :meth:`committed`.
-        """
+        """:meth:`commit` without waiting; ``guesses``: nor in :meth:`await_committed`."""
         self.send(self.member.commit(step, pack(payload), guesses))
 
     def committed(self, step: int) -> messages.Committed | None:
-        """The answer that every live worker is REDUCED in ``step``, if it is there."""
+        """The answer that every live worker is REDUCED in ``step``; None before."""
         return self.member.committed(step)
 
     def await_committed(self, step: int) -> messages.Committed:
-        """Waits for :meth:`committed`.
-
-        Raises:
-            Interrupted: when a generation was announced before that.
-        """
+        """Waits for :meth:`committed`; raises Interrupted at a new generation before it."""
         return self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
 
     def undo(self, step: int, timeout: float) -> NoReturn:
-        """Reports a wrong guess about ``step``; waits for the generation that drops it.
-
-        Raises:
-            Interrupted: then.
-        """
+        """Reports a wrong guess about ``step``; raises Interrupted when it is dropped."""
         self.send(self.member.undo(step))
         self.await_announcement(timeout)
         raise Interrupted
 
     def knows_loss(self, step: int) -> bool:
-        """Whether the mean loss of ``step`` is known already."""
         with self._changed:
             return self.member.knows_loss(step)
 
     def await_loss(self, step: int) -> messages.StepLoss:
-        """Waits for the mean loss of ``step`` and what was sent with the losses.
+        """Waits for the mean loss of ``step`` and the records sent with the losses.
 
-        Raises:
-            Interrupted: when a generation was announced before it came.
-            ControlPlaneError: if it does not come although every micro-batch was computed.
+        Raises Interrupted when a generation was announced first, ControlPlaneError if the loss does not come although
+        all micro-batches were computed.
         """
         return self._wait(lambda: self.member.loss(step), "the loss", timeout=_LOSS_TIMEOUT, interruptible=True)
 
@@ -444,12 +388,9 @@ class ControlClient(ActivityRecorder):
         self.send(message)
 
     def lookup(self, keys: Sequence[str], cancelled: threading.Event) -> list[bytes]:
-        """Waits for values published in the generation under ``keys``.
+        """Waits, in a connecting thread, for values published in the generation.
 
-        Called by a thread that connects.
-
-        Raises:
-            Interrupted: when ``cancelled`` is set, or a newer generation was announced before all came.
+        Raises Interrupted when ``cancelled`` is set, or a newer generation was announced before all came.
         """
         with self._changed:
             question = None if self.interrupted or cancelled.is_set() else self.member.look_up(keys)
@@ -487,13 +428,10 @@ class ControlClient(ActivityRecorder):
                     self.regroup()
 
     def arrive_in_generation(self, name: str, payload: Any) -> Mapping[int, Any]:
-        """:meth:`arrive` with payloads of the current generation alone.
+        """:meth:`arrive` for the current generation only; regroups are the caller's.
 
-        A regroup is left to the caller.
-
-        Raises:
-            Interrupted: when a generation was announced before the answer came: nobody has one. Recompute ``payload``
-                and arrive again.
+        Raises Interrupted when a generation was announced first: no worker has an answer. Recompute ``payload`` and
+        arrive again.
         """
         message = self.member.arrive_in_generation(name, pack(payload))
         self.send(message)
@@ -539,14 +477,13 @@ class ControlClient(ActivityRecorder):
     # ------------------------------------------------------------------ beside the training
 
     def give(self, to: int, batch: int, key: str, value: Any) -> None:
-        """Sends ``value``, which concerns ``batch``, to worker ``to``, under ``key``."""
+        """Sends ``value`` of save batch ``batch`` to worker ``to``, under ``key``."""
         self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
 
     def take(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:
-        """Waits in a thread beside the training for what ``sender`` gives under ``key``.
+        """Waits beside the training for the value of ``sender`` under ``key``.
 
-        Raises:
-            Interrupted: when ``sender`` was lost after generation ``since``, or ``is_wanted`` has become false.
+        Raises Interrupted when ``sender`` was lost after generation ``since``, or ``is_wanted`` has become false.
         """
         name = (batch, sender, key)
         with self._changed:
@@ -562,7 +499,7 @@ class ControlClient(ActivityRecorder):
         return (batch, sender, key) in self._parcels
 
     def forget_parcels(self, batch: int) -> None:
-        """Drops what concerns ``batch``, and those before it, and was not taken."""
+        """Drops parcels of ``batch`` and earlier ones that were not taken."""
         with self._changed:
             self._parcels = {name: value for name, value in self._parcels.items() if name[0] > batch}
 
@@ -590,7 +527,7 @@ class ControlClient(ActivityRecorder):
             self.send(reply)
 
     def request_stop(self, point: int) -> bool:
-        """Waits until all others have reached stop point ``point``: do all stop there?
+        """Waits until all have reached stop point ``point``; returns whether they stop.
 
         Hides failures of others, like :meth:`arrive`.
         """
@@ -604,8 +541,7 @@ class ControlClient(ActivityRecorder):
     def leave(self, status: int = 0) -> None:
         """From now on a closed connection is no failure, and the heartbeat ends.
 
-        Args:
-            status: the exit status of this process if it is one of these threads that ends it.
+        ``status``: the exit status of this process if one of these threads ends it.
         """
         if status or not self._leaving:  # an exception after the run is one, too
             self._status = status
@@ -638,16 +574,13 @@ class ControlClient(ActivityRecorder):
 
     @property
     def _lacks_coordinator(self) -> bool:
-        """Whether it is looked for, or silent."""
+        """Whether the coordinator is looked for, or silent."""
         return self._is_away or time.monotonic() - self._connection.heard > _QUIET_SECONDS
 
     # ------------------------------------------------------------------ threads
 
     def _guarded(self, target: Callable[[], None]) -> None:
-        """Runs the body of a thread; an error in it ends the process.
-
-        Without the thread it would be deaf, or seem dead.
-        """
+        """Runs a thread; an error ends the process, deaf or seemingly dead without it."""
         try:
             target()
         except Exception as error:
@@ -789,10 +722,7 @@ class ControlClient(ActivityRecorder):
             self._wake_heartbeat.clear()
 
     def _exit(self, why: str, code: int) -> NoReturn:
-        """Ends the process at once, wherever its main thread is blocked.
-
-        It has nothing left to save.
-        """
+        """Ends the process at once, wherever its main thread is blocked."""
         if not self._leaving:  # perhaps nobody else notices this end: the supervisor died, or evicted this worker
             log.log(
                 logging.WARNING if code == EXIT_LOST_COORDINATOR else logging.INFO,
@@ -826,7 +756,7 @@ def pack(value: Any) -> Payload | None:
 
 
 def unpack(payload: Payload | bool | None) -> Any:
-    """The value that :func:`pack` was given; what is no payload stays as it is."""
+    """Inverse of :func:`pack`; other values stay unchanged."""
     if not isinstance(payload, tuple):
         return payload
     return pickle.loads(payload[0] if len(payload) == 1 else b"".join(payload))
@@ -838,9 +768,7 @@ def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | b
 
 
 def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
-    """Class and message of ``error``, and its traceback, as text that can be sent.
-
-    UTF-8 lacks some characters.
+    """Class and message of ``error``, and its traceback, as text in UTF-8.
 
     ``shown``: the traceback, if it is not to be the whole one.
     """

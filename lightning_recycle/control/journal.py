@@ -1,42 +1,23 @@
-"""Journal: a small file from which another coordinator goes on with the run.
+"""Journal: write-ahead log from which a restarted coordinator continues the run.
 
-Concept: the file holds all that must be known
-(:class:`~lightning_recycle.control.journal.JournaledState`, and which process holds which
-position). It is replaced as a whole when the roster changes, when the run ends, and for a few other events that are as
-rare; it is on the disk before anything is announced.
+Concept: rare facts that decide who belongs to the run (:class:`JournaledState`, the processes of positions) replace the
+file as a whole, on disk before they are announced. Workers keep the rest
+(:class:`~lightning_recycle.control.protocol.member.MessageRecord`): questions without an answer, and the newest
+answers, which the others may lack. They send it when they return
+(:class:`~lightning_recycle.control.protocol.messages.Returned`). Once all of the roster have returned or are lost
+(:func:`revived_state`), :func:`~lightning_recycle.control.protocol.membership.rebuilt` makes the rest and a new
+generation begins. Messages that some have received are repeated to the others unchanged; open questions are asked anew:
+all have the same answers, whenever the coordinator died. It may die again at any moment.
 
-Contract: one process at a time has the file: it holds a lock as long as it lives, also while it is stopped, and whoever
-finds the lock taken is refused. So there are never two coordinators of one run. A file that was written under another
-key is not believed: it begins anew. If it cannot be written it is removed, and the run goes on without it: what is
-outdated must not be believed.
+Contract: one process at a time holds the lock of the file, also while stopped; others are refused. A file of another
+key (known by a digest) is not believed. A file that cannot be written is removed, and the run goes on without it:
+outdated state must not be believed. A known generation number is never used again; nothing is redone but by the rules
+of :mod:`~lightning_recycle.control.protocol.recovery`.
 
-The key of the run is not in the file, only a digest by which the same key is recognized.
-
-Restart: what changes seldom, and decides who belongs to the run, is in the file before it is announced
-(:class:`JournaledState`): the roster and its generation, the leader, what was raised, where all stop, how the run
-ended. All else is known to the workers, each of which keeps what others may lack
-(:class:`~lightning_recycle.control.protocol.member.MessageRecord`): questions without an answer, the newest answers,
-and its messages about the newest steps. It sends all that when it returns
-(:class:`~lightning_recycle.control.protocol.messages.Returned`). A revived coordinator waits for its roster
-(:func:`revived_state`); once each of them has returned or is lost, the state machine rebuilds the rest
-(:func:`~lightning_recycle.control.protocol.membership.rebuilt`), and a new generation begins. What an earlier
-coordinator has sent to some, it sends to the others first, word for word; questions without an answer are asked anew.
-So all have the same answers, whenever it died.
-
-A generation that any worker has heard of is never used again. Nothing is redone but what the rules of
-:mod:`~lightning_recycle.control.protocol.recovery` redo after a loss. The coordinator may be killed again at any
-moment: until the new generation is in the journal, the workers have heard nothing that they did not know already. What
-a worker keeps is bounded: workers are never more than one step and one control collective apart, so all of them have
-older answers. What counts in one generation only is not kept: a revival begins another one.
-
-If the journal is lost, the workers know enough of it (:func:`adopted_state`) where all members of the newest generation
-return. A worker that was given up before that generation is not in its roster, and generations that none of them has
-heard of have had no effect. Missed are the exceptions that were raised before, votes against newcomers, reasons of
-losses, how earlier runs ended, and that a checkpoint is whole whose writer is lost, too.
-
-Not kept, and not missed: moves, which only a launching process plans, and it ends with its coordinator; pauses and
-boundaries, commits, broken links and what else counts in one generation only, such as a layout that the workers were
-getting ready for; a better plan; the record, which begins anew, but for its counters.
+A lost journal is replaced by the workers' reports where all members of the newest generation return
+(:func:`adopted_state`), without earlier exceptions, votes against newcomers, reasons of losses, outcomes of earlier
+runs, and whether a checkpoint is whole whose writer is lost. Never kept: moves, what counts in one generation only,
+better plans, and the record except its counters.
 """
 
 from __future__ import annotations
@@ -88,10 +69,7 @@ _LOCK_SECONDS = 5.0  # for a process that was killed a moment ago to let go
 class Over:
     """End of a run.
 
-    Args:
-        reason: what the workers are told.
-        words: for people.
-        answer: the answer to the collective that delivered the results, which some may lack.
+    ``words``: for people. ``answer``: to the collective that delivered the results, which some may lack.
     """
 
     reason: StopReason
@@ -100,7 +78,7 @@ class Over:
 
     @property
     def outcome(self) -> Outcome:
-        """As far as it is known: the results are with their reader."""
+        """The known part of it: the results are with their reader."""
         if self.reason is StopReason.FINISHED:
             return Finished({})
         return Ended() if self.reason is StopReason.ENDED else Failed(self.words)
@@ -108,10 +86,10 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class JournaledState:
-    """State that is in the journal before it is announced; the fields as in
-    :class:`~lightning_recycle.control.protocol.state.MembershipState` and its parts.
+    """State that is in the journal before it is announced.
 
-    ``roster``: without who comes and goes at a step boundary. ``stop_round``: once it is over.
+    Fields as in :class:`~lightning_recycle.control.protocol.state.MembershipState` and its parts. ``roster``: without
+    changes at step boundaries. ``stop_round``: once it is over.
     """
 
     generation: int
@@ -126,7 +104,7 @@ class JournaledState:
 
 
 def journaled_parts(state: MembershipState) -> tuple[Any, ...]:
-    """State that :func:`journal_entry` is made of; unchanged objects: no new entry."""
+    """Objects that :func:`journal_entry` is made of; unchanged objects: no new entry."""
     faults = state.faults
     return (
         state.generation.number,
@@ -192,11 +170,7 @@ def adopted_state(
 ) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
     """State and members of an earlier run without its file; or what is missing.
 
-    Args:
-        said: what workers of one run say that have lost their coordinator.
-
-    Returns:
-        None instead of :class:`JournaledState` if the run has not begun.
+    ``said``: the reports of workers of one run. The state is None if that has not begun.
     """
     if not said:
         return "they have gone again"
@@ -242,10 +216,7 @@ def adopted_state(
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Process at a position, with the fields of its first message.
-
-    See :class:`~lightning_recycle.control.protocol.messages.Hello`.
-    """
+    """Process at a position: parts of its :class:`.Hello`."""
 
     token: str
     pid: int
@@ -256,10 +227,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Content of the file.
-
-    ``proof``: a digest of the key; ``statuses``: those of the runs before this one.
-    """
+    """Content of the file; ``proof``: digest of the key; ``statuses``: earlier runs'."""
 
     proof: str
     run: str
@@ -271,10 +239,8 @@ class _Content:
 def default_path(address: tuple[str, int]) -> Path:
     """Default file of the coordinator at ``address``, in the user's folder for state.
 
-    The name has this machine's in it, as machines may share the user's home.
-
-    Raises:
-        ConfigurationError: if that folder cannot be made.
+    The name includes this machine's, as machines may share homes. Raises ConfigurationError if the folder cannot be
+    made.
     """
     folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "lightning_recycle"
     try:
@@ -289,15 +255,13 @@ def default_path(address: tuple[str, int]) -> Path:
 class Journal:
     """The file of one coordinator.
 
+    Raises ConfigurationError if the file cannot be written, or belongs to a living coordinator.
+
     Attributes:
         run: a random name of the run.
-        statuses: how the runs before it have ended.
-        kept: what was written down of the run; None at its beginning.
-        processes: who held which position then.
+        statuses: the outcomes of the runs before it.
+        kept: the written state of the run; None at its beginning. ``processes``: the holders of positions then.
         is_continued: whether another coordinator has begun the run.
-
-    Raises:
-        ConfigurationError: if the file cannot be written, or belongs to a coordinator that lives.
     """
 
     def __init__(self, path: Path, key: bytes) -> None:
@@ -336,14 +300,14 @@ class Journal:
         return self._content.processes
 
     def write(self, kept: JournaledState, processes: Mapping[int, Process]) -> None:
-        """Writes down ``kept`` and who holds the positions of its roster, if that is news."""
+        """Writes ``kept`` and the holders of its roster's positions, if they changed."""
         if kept != self._content.kept:
             holders = {rank: processes[rank] for rank in (*kept.roster.ranks, *kept.roster.parked) if rank in processes}
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
 
     def adopt(self, run: str, kept: JournaledState | None, processes: Mapping[int, Process]) -> None:
-        """Goes on with ``run``, of which this file does not know."""
+        """Goes on with ``run``, which is not in this file."""
         self.is_continued = True
         self._content = replace(self._content, run=run, kept=kept, processes=processes)
         self._replace()
@@ -355,7 +319,6 @@ class Journal:
         self._replace()
 
     def remove(self) -> None:
-        """Nothing is left to be continued."""
         for path in (self.path, self._lock_path):
             path.unlink(missing_ok=True)
 
@@ -363,10 +326,7 @@ class Journal:
         os.close(self._lock)
 
     def _take_lock(self) -> None:
-        """Takes the file's lock, which the kernel releases when this process ends.
-
-        Processes forked from it have none.
-        """
+        """Takes the file's lock, released by the kernel with this process; not inherited."""
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
@@ -383,7 +343,7 @@ class Journal:
             time.sleep(0.05)
 
     def _read(self) -> _Content | None:
-        """Journal of an earlier coordinator with the same key."""
+        """Content of an earlier coordinator with the same key."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:

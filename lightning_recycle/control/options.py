@@ -1,9 +1,8 @@
 """Options that the coordinator carries out, and the configuration of a run.
 
-Concept: the request of the first worker settles the :class:`RunConfig` (:func:`settle`). The requests of all others
-must be equal, as far as the command line leaves it open (:func:`difference`): a worker with another request runs
-another script, or the same script with other options. The grid is part of the script, so the command line cannot
-overrule it; it can overrule the rest, and a warning names what.
+Concept: the request of the first worker settles the :class:`RunConfig` (:func:`settle`). Later requests must be equal,
+as far as the command line leaves it open (:func:`difference`): otherwise the script or its options differ. The command
+line can overrule all but the grid, with a warning.
 
 Must not know: sockets, planners' results.
 """
@@ -62,8 +61,8 @@ class RecoveryOptions(OptionGroup):
             shorter and that pays for the move until the next failure is expected; "always", wherever it gets shorter by
             as much; or "never". What has been measured decides, from the tenth step on, and again whenever workers are
             lost or return. :meth:`~lightning_recycle.ReCycleStrategy.move_layers` works with all three.
-        shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False``
-            none are kept.
+        shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False`` none
+            are kept.
         start_timeout: the seconds that workers have to connect, and replacements to be ready.
         num_pipelines: D, whose batches make the global batch; by default as many pipelines as the devices form. With
             fewer devices, positions are vacant until workers join.
@@ -108,15 +107,14 @@ class RecoveryOptions(OptionGroup):
     def lanes(self, pipelines: int) -> int:
         """Number of workers that each stage of ``pipelines`` pipelines may have.
 
-        Raises:
-            ConfigurationError: if ``max_pipelines`` is less.
+        Raises ConfigurationError if ``max_pipelines`` is less.
         """
         if (self.max_pipelines or pipelines) < pipelines:
             self._refuse("max_pipelines", f"the run has {pipelines} pipelines: give at least that many")
         return self.max_pipelines or pipelines
 
     def least(self, pipelines: int) -> int:
-        """The workers of each stage with which a run of so many ``pipelines`` begins."""
+        """The workers of each stage with which a run of ``pipelines`` begins."""
         return self.min_pipelines or pipelines
 
     def check_start(self, pipelines: int) -> None:
@@ -125,17 +123,14 @@ class RecoveryOptions(OptionGroup):
             self._refuse("min_pipelines", f"the run has {pipelines} pipelines: give at most that many")
 
     def without_changes(self) -> RecoveryOptions:
-        """These options for an evaluation, where no worker can enter or move.
-
-        It has no step boundaries.
-        """
+        """These options for an evaluation, which lacks step boundaries for changes."""
         return replace(self, max_restarts=0, move_workers=False, rebalance="never")
 
     @property
     def most_starts(self) -> int:
-        """How many processes may be started in place of lost workers or movers.
+        """Limit of processes started for lost workers or movers, and of restarts.
 
-        Also how often a run begins again from the same checkpoint.
+        The latter from the same checkpoint.
         """
         return self.max_restarts or _STARTS_WITHOUT_REPLACEMENTS
 
@@ -196,7 +191,7 @@ class VerificationOptions(OptionGroup):
 
     @property
     def steps_asked_for(self) -> int | None:
-        """The steps between two comparisons, 0 for none; None where measured times decide."""
+        """Steps between two comparisons, 0 for none; None where measured times decide."""
         return self.checksum_every if isinstance(self.checksum_every, int) else None
 
 
@@ -233,12 +228,9 @@ def where(setting: str) -> str:
 
 @dataclass(frozen=True)
 class Overrides:
-    """The command line of the coordinator.
+    """The command line of the coordinator; open settings are None or missing.
 
-    What it leaves open is None, or missing from ``settings``.
-
-    ``pipelines``, ``stages`` and ``microbatches``: the grid. ``members``: the processes of each of its positions.
-    ``settings``: as in :class:`RunRequest`.
+    ``members``: processes per position. ``settings``: as in :class:`RunRequest`.
     """
 
     pipelines: int | None = None
@@ -249,13 +241,13 @@ class Overrides:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid, if the command line says all of it."""
+        """The grid, if the command line has all of it."""
         if self.pipelines is None or self.stages is None or self.microbatches is None:
             return None
         return Grid(self.pipelines, self.stages, self.microbatches)
 
     def check(self) -> None:
-        """Raises ConfigurationError for what no script could agree with."""
+        """Raises ConfigurationError for settings that no script could agree with."""
         whole("recycle-coordinator", "processes_per_position", self.members or 1, 1)
         sizes = [self.pipelines or 1, self.stages or 1, self.microbatches or 1]
         _check(_overruled(self, RunRequest("", Grid(*sizes), False)))
@@ -265,9 +257,7 @@ class Overrides:
 class RunConfig:
     """Settled configuration of a run.
 
-    Args:
-        wants: everything that all workers must want, as far as the command line leaves it open.
-        overruled: what the command line says otherwise than the script, in words.
+    ``wants``: the request that all workers must share. ``overruled``: differences by the command line, in words.
     """
 
     wants: RunRequest
@@ -279,7 +269,6 @@ class RunConfig:
 
     @property
     def members(self) -> int:
-        """The processes of each position of the grid."""
         return self.wants.members
 
     @property
@@ -291,11 +280,9 @@ class RunConfig:
         return _group(PlanningOptions, self.wants)
 
     def planner(self) -> PlanProvider:
-        """The planner of the run."""
         return PlanProvider(self.grid, self.planning, chooses_split=self.wants.entry == "fit")
 
     def options(self) -> CoordinatorOptions:
-        """The options of its coordinator."""
         heartbeat, recovery = _group(HeartbeatTimeouts, self.wants), _group(RecoveryOptions, self.wants)
         monitored = any(name.startswith(f"{_OPTIONAL}.") for name in self.wants.settings)
         return CoordinatorOptions(
@@ -307,10 +294,9 @@ class RunConfig:
 
 
 def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
-    """The terms of a run whose first worker wants ``wants``; None: it does not say.
+    """Configuration of a run whose first worker asks for ``wants``; None: unspecified.
 
-    Raises:
-        ConfigurationError: if they contradict the command line's grid, or cannot work.
+    Raises ConfigurationError if they contradict the command line's grid, or cannot work.
     """
     if wants is None:
         if given.grid is None:
@@ -400,7 +386,7 @@ def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | 
 
 
 def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
-    """``wants`` with what the command line says instead."""
+    """``wants`` with the settings of the command line."""
     grid = wants.grid
     sizes = (given.pipelines, given.stages, given.microbatches)
     own = (grid.pipelines, grid.stages, grid.microbatches)
@@ -414,8 +400,7 @@ def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
 def _group(kind: type[_Group], wants: RunRequest) -> _Group:
     """Options of a type among the settings of ``wants``, defaults where missing.
 
-    Raises:
-        ConfigurationError: for values that cannot work.
+    Raises ConfigurationError for values that cannot work.
     """
     (prefix,) = (f"{name}." for name, (group, _) in GROUPS.items() if group is kind)
     values = {name.removeprefix(prefix): value for name, value in wants.settings.items() if name.startswith(prefix)}
@@ -423,7 +408,7 @@ def _group(kind: type[_Group], wants: RunRequest) -> _Group:
 
 
 def complete_settings(wants: RunRequest) -> dict[str, Setting]:
-    """The settings of ``wants``, with the defaults of those that are missing."""
+    """Settings of ``wants``, with defaults for missing ones."""
     defaults: dict[str, Setting] = {}
     for name, (group, _) in GROUPS.items():
         if name != _OPTIONAL:
@@ -432,7 +417,7 @@ def complete_settings(wants: RunRequest) -> dict[str, Setting]:
 
 
 def _check(wants: RunRequest) -> None:
-    """Raises ConfigurationError for what cannot work."""
+    """Raises ConfigurationError for settings that cannot work."""
     known = {f"{name}.{item.name}" for name, (group, _) in GROUPS.items() for item in shared_options(group)}
     if unknown := sorted(wants.settings.keys() - known):
         raise ConfigurationError(f"This coordinator knows no setting {unknown[0]!r}: use the same version everywhere.")
@@ -463,13 +448,12 @@ class CoordinatorOptions:
     """Time bounds of the control plane, in seconds, and options that it carries out.
 
     Args:
-        heartbeat: what silence means; no operation counts as stuck before its ``timeout``, either.
-        report_timeout: time for all survivors to stop and report; longer than any single operation.
-        grace: time between a broken connection and a regroup of workers that are all alive.
-        patience: time for operations whose usual duration is not known, and for any if no peer is well.
-        recovery: how lost workers are replaced.
-        verification: how wrong bits are found; "auto" intervals are those that the workers ask for.
-        drift: when to change the plan because operations do not take the times it assumes; None for never.
+        heartbeat: no operation counts as stuck before its ``timeout``, either.
+        report_timeout: for all survivors to stop and report; longer than any single operation.
+        grace: between a broken connection and a regroup of workers that are all alive.
+        patience: for operations of unknown duration, and for any if no peer is well.
+        verification: "auto" intervals are those that the workers ask for.
+        drift: when to change the plan for other times of operations; None for never.
     """
 
     heartbeat: HeartbeatTimeouts = HeartbeatTimeouts()

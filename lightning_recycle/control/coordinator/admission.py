@@ -1,19 +1,15 @@
-"""Admission of workers: the port where they come, and who is let into the run.
+"""Admission of workers: the port where they come, and the decision about each.
 
-Reception: the port is open for as long as the process lives. A connection is a *stranger* until its first message, then
-:attr:`Reception.greet` decides about it. Between two runs the next one is unknown until a worker comes and asks for it:
-workers are kept, and get a sign of life now and then. A run takes them over (:meth:`Reception.serve`) and decides about
-later ones, until :meth:`Reception.take_back`.
+Reception: the port is open as long as the process lives. A connection is a *stranger* until its first message. Between
+two runs workers are kept, with signs of life, until a worker asks for the next one; a run takes them over and decides
+about later ones (:meth:`Reception.serve`, :meth:`Reception.take_back`).
 
-Admission: a worker with a position is admitted; a worker without one waits as a spare; a worker that was here before
-returns, if the journal of the earlier coordinator has its token (:class:`Readmission`). All others get the reason, or
-are just let go. A worker that was given up is not in the newest line of the journal, and learns that now, though it may
-not have heard it before. A worker that was about to join goes on setting up. Before the first generation nothing is
-decided but the positions that workers report.
+Admission: a worker with a position is admitted, one without waits as a spare, and one that returns needs its token in
+the earlier coordinator's journal (:class:`Readmission`). Others get the reason, or are let go; lost workers learn of
+it. Before the first generation only the workers' reported positions count.
 
-Contract: used by one thread at a time: the one that waits for a first worker, then the coordinator's. A bad first
-message costs its connection, and no other. A missing member is given up after the time for which a silent one is, or at
-once if its process, on this machine, is gone; the last holder of a stage gets as long as a silent one.
+Contract: one thread at a time. A bad first message costs its own connection alone. A missing member is given up like a
+silent one, or at once if its process, on this machine, is gone.
 
 Must not know: messages of members.
 """
@@ -54,24 +50,15 @@ FirstMessage: TypeAlias = messages.Hello | messages.Returned
 class Reception:
     """Port where workers come; keeps them until there is a run for them.
 
-    Args:
-        address: where to listen.
-        key: the key of the runs.
-        workers: how many may come at the same time.
+    ``workers``: how many may come at the same time. Raises ConfigurationError if the address cannot be listened at.
 
     Attributes:
-        key: the key of the runs.
-        loop: waits for all connections.
-        listener: what accepts the connections.
         strangers: connections without a first message yet.
-        greet: decides about a connection, and is given its first message.
+        greet: decides about a connection by its first message.
         on_wake: called in the thread of the loop when it was woken.
         is_over: whether there will be no further run: workers that come may end, successfully.
         run: the run whose workers may return; empty for none, None for any.
         enrolled: sent to newcomers at once, so that they may return; None if they may not.
-
-    Raises:
-        ConfigurationError: if the address cannot be listened at.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, workers: int) -> None:
@@ -98,7 +85,6 @@ class Reception:
 
     @property
     def has_strangers(self) -> bool:
-        """Whether some connection has no first message yet."""
         return bool(self.strangers) or not self.listener.accepted.empty()
 
     def _on_stranger(self, connection: NonBlockingConnection) -> None:
@@ -152,7 +138,6 @@ class Reception:
 
     @property
     def has_met(self) -> bool:
-        """Whether a worker has come."""
         return bool(self._met)
 
     @property
@@ -173,10 +158,7 @@ class Reception:
                     connection.send(messages.Alive())
 
     def send_away(self, why: messages.Stop | messages.Unfit, returned_only: bool = False) -> None:
-        """Sends ``why`` to the workers that are kept, or to those that return.
-
-        They are forgotten.
-        """
+        """Sends ``why`` to the kept or to the returning workers, and forgets them."""
         met, self._met = self._met, []
         for connection, first in met:
             if returned_only and not isinstance(first, messages.Returned):
@@ -190,7 +172,7 @@ class Reception:
     # ------------------------------------------------------------------ a run
 
     def serve(self, greet: Callable[[NonBlockingConnection, FirstMessage], None], on_wake: Callable[[], None]) -> None:
-        """A run takes over: it decides about those that are kept and all that come later."""
+        """A run takes over: it decides about the kept workers and all that come later."""
         self.greet, self.on_wake = greet, on_wake
         met, self._met = self._met, []
         for connection, first in met:
@@ -199,10 +181,7 @@ class Reception:
         self.loop.wake()  # others may have come in between
 
     def take_back(self) -> None:
-        """Takes the port back from a finished run, whose connections are closed.
-
-        Workers that come from now on wait for the next one.
-        """
+        """Takes the port back from a finished run; later workers wait for the next one."""
         self.greet, self.on_wake = self._keep, _nothing
         self.loop.close_connections(keep=self.strangers)
         self.loop.wake()
@@ -226,19 +205,13 @@ _SHORT_FAREWELL_SECONDS = 0.1  # during a run, when many may return at once
 class Admission:
     """Decides about each connection by its first message.
 
-    Args:
-        state: returns the state of the protocol.
-        workers: who is in.
-        admit: lets a worker take its position; given its rank, connection, process, and whether it is joining.
-        readmit: lets a worker return to what it was.
-        loop: watches the connections.
-        vacancies: keeps the spares.
-        objection: why a worker cannot take part in the run; None if it can.
-        readmission: judges those that return; None if there was no earlier coordinator.
+    ``admit`` lets a worker take its position, given rank, connection, process and whether it joins; ``readmit`` lets a
+    worker return. ``vacancies`` keeps the spares. ``objection``: why a worker cannot take part; None if it can.
+    ``readmission``: None if there was no earlier coordinator.
 
     Attributes:
-        has_met: whether a worker has been let in.
-        has_ended_before: whether the run had ended before an earlier coordinator was killed: who returns is told how.
+        has_met: whether a worker was admitted.
+        has_ended_before: whether the run had ended under an earlier coordinator: returning workers learn how.
     """
 
     def __init__(
@@ -259,7 +232,7 @@ class Admission:
         self._objection, self._readmission = objection, readmission
 
     def greet(self, connection: NonBlockingConnection, hello: FirstMessage) -> None:
-        """Lets a worker in that has said ``hello``, if it can be one of this run."""
+        """Admits a worker that has said ``hello``, if it can be one of this run."""
         if self._readmission is not None:
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
                 connection.send(self._readmission.enrolled)
@@ -298,7 +271,7 @@ class Admission:
         return (hello.rank in self._state().roster.live) is not hello.joining
 
     def _greet_returned(self, connection: NonBlockingConnection, returned: messages.Returned) -> None:
-        """A worker that has lost its coordinator, or thinks so."""
+        """A worker that has lost its coordinator, or assumes so."""
         readmission, rank, state = self._readmission, returned.rank, self._state()
         if readmission is None:
             self._send_off(
@@ -342,7 +315,7 @@ class ReturnStanding(Enum):
 
 
 class Readmission:
-    """Judges those that return."""
+    """Judges workers that return."""
 
     def __init__(self, journal: Journal, grid: Grid, options: CoordinatorOptions, now: float, members: int = 1) -> None:
         self._journal = journal
@@ -354,7 +327,6 @@ class Readmission:
         self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
 
     def state(self) -> MembershipState:
-        """The state with which this coordinator begins."""
         written, retries = self._journal.kept, self._options.recovery.machine_error_retries
         return (
             initial_state(self._grid, retries, self._members)
@@ -364,14 +336,10 @@ class Readmission:
 
     @property
     def enrolled(self) -> messages.Enrolled:
-        """The first message to every worker."""
         return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
-        """Standing of the worker that sent ``returned``.
-
-        ``taken``: the positions whose worker is connected.
-        """
+        """Standing of the sender of ``returned``; ``taken``: positions that are connected."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST
@@ -394,10 +362,7 @@ class Readmission:
     def farewell(
         self, returned: messages.Returned, place: ReturnStanding
     ) -> tuple[messages.Answer | messages.Stop, ...]:
-        """Last words to a worker that has nothing to return to.
-
-        They say how the run ended, if the worker was there at its end.
-        """
+        """Last words to a worker that cannot return: the run's outcome if it was there."""
         journal = self._journal
         held = journal.processes.get(returned.rank) if returned.run == journal.run else None
         if journal.kept is None or journal.kept.over is None or held is None or held.token != returned.token:
@@ -406,17 +371,16 @@ class Readmission:
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 
     def heard(self, now: float) -> None:
-        """A worker has returned."""
         self._since = now
 
     def may_place(self, now: float) -> bool:
-        """Whether spares may be given positions: at first those that have one say so."""
+        """Whether spares may get positions: workers that have one report it first."""
         if self._holds_until == float("inf"):
             self._holds_until = now + self._options.heartbeat.timeout
         return now >= self._holds_until
 
     def late(self, now: float, state: MembershipState) -> dict[int, str]:
-        """The workers that are not waited for any more, with the reason."""
+        """Workers that are not waited for any more, with the reason."""
         if state.returned is None:
             return {}
         options, late = self._options, {}

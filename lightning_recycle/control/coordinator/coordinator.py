@@ -71,24 +71,19 @@ class Coordinator:
     """Serves the control plane of one run.
 
     Args:
-        grid: the grid of the run.
-        planner: makes the schedules.
-        options: time bounds, and how lost workers are replaced.
-        host: the interface to listen on.
-        port: the port to listen on; 0 for a free one.
+        host, port: the interface to listen on; port 0 for a free one.
         authkey: the key that workers must know, at least 16 bytes; random by default.
         on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
         start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
-            if there are no replacements.
-        setup: passed, unread, with its position to a worker that was started by hand.
-        reception: where workers have been received already, instead of ``host`` and ``port``; it stays open.
+            without replacements.
+        setup: passed, unread, with its position to a worker that was started by hand; ``staggered`` likewise.
+        reception: where workers have come already, instead of ``host`` and ``port``; it stays open.
         objection: why a worker cannot take part in this run; None if it can.
-        staggered: told to workers that were started by hand.
-        journal: what it writes down, so that another coordinator can go on; None if its end is that of the run.
-        takes_results: whether somebody takes the results from the outcome of the run.
-        members: the processes of each position of the grid.
-        grows: whether ``start_worker`` finds devices for positions that no worker had at the start, or that a worker
-            left on purpose, however late.
+        journal: the log from which another coordinator can go on; None if the run ends with this one.
+        takes_results: whether the results are taken from the outcome of the run.
+        members: processes per position.
+        grows: whether ``start_worker`` finds devices for positions that were vacant at the start, or that a worker left
+            on purpose, however late.
 
     Use: create, start the workers with :attr:`address` and :attr:`authkey`, then :meth:`start`, :meth:`wait`,
     :meth:`close`.
@@ -195,12 +190,9 @@ class Coordinator:
         return self._plans.schedules
 
     def view(self, timeout: float = 2.0) -> RunView:
-        """How the run is, at most a quarter of a second ago.
+        """State of the started run, at most a quarter of a second old; from any thread.
 
-        Callable from any thread once the run has been started.
-
-        Raises:
-            ControlPlaneError: if the coordinator's thread does not answer within ``timeout`` seconds.
+        Raises ControlPlaneError if the coordinator's thread does not answer within ``timeout`` seconds.
         """
         return self._views.ask(timeout)
 
@@ -229,23 +221,20 @@ class Coordinator:
     def wait(self, timeout: float | None = None) -> protocol.Outcome | None:
         """Waits for the end of the run; None if ``timeout`` seconds pass first.
 
-        A run that had ended before an earlier coordinator was killed ends again when those that may not know it have
-        had time to return.
+        A run that had ended under an earlier coordinator ends again when workers that may not know it have had time to
+        return.
         """
         return self._state.outcome if self._done.wait(timeout) else None
 
     def member_processes(self) -> list[WorkerProcess]:
-        """Processes of members that were started here; callable from any thread.
-
-        Without those of workers that have yet to enter.
-        """
+        """Processes of entered members that were started here; callable from any thread."""
         found = (self._workers.processes.get(rank) for rank in sorted(self._state.roster.live))
         return [process for process in found if process is not None]
 
     def writer_processes(self) -> list[WorkerProcess]:
-        """The local process that completes a checkpoint: none, or one.
+        """The local process that completes a checkpoint, if any; callable from any thread.
 
-        It is the writer's, which has all parts or cannot complete it any more. Callable from any thread.
+        It is the writer's, which has all parts or cannot complete it any more.
         """
         saves, live = self._state.saves, self._state.roster.live
         writer = self._workers.processes.get(saves.writer) if saves.writer in live and not saves.is_over else None
@@ -258,7 +247,7 @@ class Coordinator:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all workers have gone before the run began; no other is let in then.
+        """Whether all workers have gone before the run began; no other may enter then.
 
         Callable from any thread.
         """
@@ -270,7 +259,7 @@ class Coordinator:
         return not self._owns_reception and self._entrance.has_met and not self.has_begun and not here
 
     def end_at_boundary(self) -> None:
-        """Asks the workers to end after their present step, once wanted saves are made.
+        """Asks the workers to end after their present step and its checkpoints.
 
         See :meth:`wait`. Callable from any thread, but not from a signal handler.
         """
@@ -280,7 +269,7 @@ class Coordinator:
     def ask_to_leave(self, host: str) -> None:
         """Asks the workers of machine ``host`` to leave at the next step boundary.
 
-        The machine is about to go. No step is redone for that. Callable from any thread.
+        The machine is about to go; no step is redone. Callable from any thread.
         """
         self._hosts_to_leave.put(host)
         self._loop.wake()
@@ -294,7 +283,6 @@ class Coordinator:
             self._thread.join(patience)
 
     def close(self) -> None:
-        """Stops serving and closes every connection."""
         self.stop(patience=_LAST_WORDS_SECONDS + 5.0)
         self._plans.close()
         if self._owns_reception:
@@ -332,7 +320,6 @@ class Coordinator:
             self._views.close()
 
     def _fail(self, error: Exception) -> None:
-        """Ends the run for an error of the coordinator itself."""
         log.error("The coordinator failed", exc_info=error)
         self._finish(protocol.Failed(f"The coordinator failed: {type(error).__name__}: {error}"))
 
@@ -361,10 +348,7 @@ class Coordinator:
             self._filled = (self._state.roster.live, len(self._vacancies.spares))
 
     def _begin_with_fewer(self) -> None:
-        """Lets the run begin without workers that neither exist nor are being started.
-
-        Only where options and stages allow it.
-        """
+        """Lets the run begin without absent workers, where options and stages allow it."""
         vacant = frozenset(rank for rank in self._state.roster.live if not self._workers.has(rank))
         if vacant:
             self._handle(protocol.StartDue(vacant, self.options.recovery.least(self.grid.pipelines)))
@@ -388,18 +372,18 @@ class Coordinator:
         )
 
     def _await_return(self, now: float) -> None:
-        """Gives up who does not return to this coordinator, which was started again."""
+        """Gives up workers that do not return to this restarted coordinator."""
         assert self._readmission is not None
         for rank, cause in self._readmission.late(now, self._state).items():
             self._lose_worker(rank, cause)
 
     def _give_up_late(self, now: float) -> None:
-        """Evicts who is not where it should be by now."""
+        """Evicts workers that are not where they should be by now."""
         for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
 
     def _review(self, now: float) -> None:
-        """Looks at who is silent or makes no progress, and does what follows."""
+        """Reviews which workers are silent or make no progress, and acts on it."""
         seconds = self._plans.operation_seconds
         stalled = {rank: connection.stalled(now) for rank, connection in self._workers.connections.items()}
         ruling = self._watch.review(now, self._state, stalled, seconds)
@@ -439,7 +423,6 @@ class Coordinator:
                 self._on_leave(messages.Leave(rank))
 
     def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
-        """A worker has returned to what it was."""
         rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
         said = membership.returned_events(returned) if place is not ReturnStanding.MEMBER else iter(())
@@ -460,7 +443,7 @@ class Coordinator:
         joining: bool,
         returned: messages.Returned | None = None,
     ) -> None:
-        """A worker takes its position; what one that has ``returned`` had said counts."""
+        """A worker takes its position; if it has ``returned``, its reports count."""
         self._history.introduce(rank, process.node, process.pid)
         self._unread.append(rank)
         self._watch.heard(rank, time.monotonic())
@@ -542,10 +525,7 @@ class Coordinator:
         return rank not in self._started or (self._grows and rank in self._left)
 
     def _on_messages(self, rank: int) -> None:
-        """Handles what a worker's inbox holds.
-
-        A bad message costs its sender, and no other worker.
-        """
+        """Handles a worker's inbox; a bad message costs its sender, and no other worker."""
         connection = self._workers.connections.get(rank)
         if self._state.returned is not None:
             return  # it waits until all have returned: before, nothing is known by which to judge it
@@ -566,10 +546,7 @@ class Coordinator:
             self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")
 
     def _lose_worker(self, rank: int, cause: str) -> None:
-        """Drops a lost worker or candidate, and lets the protocol react.
-
-        It must not return and write.
-        """
+        """Drops a lost worker or candidate, which must not return and write."""
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
         self._unconfirmed.pop(rank, None)
@@ -580,7 +557,6 @@ class Coordinator:
             self._lose_candidate(rank, cause)
 
     def _lose_candidate(self, rank: int, cause: str) -> None:
-        """Frees the position that a candidate was to fill."""
         self._vacancies.failed(rank, time.monotonic())
         self._handle(protocol.Lost(rank, cause))
 
@@ -666,7 +642,7 @@ class Coordinator:
         self._handle(message)
 
     def _on_leave(self, wish: messages.Leave) -> None:
-        """A worker, or who was about to join, has been told to end."""
+        """A worker or a joining process asks to leave."""
         if wish.rank in self._state.roster.live:
             self._handle(wish)
         else:
@@ -725,10 +701,7 @@ class Coordinator:
                 self._finish(command)
 
     def _write_down(self) -> None:
-        """Writes to the journal what another coordinator must know.
-
-        Done before it is announced.
-        """
+        """Writes to the journal what another coordinator must know, before announcing it."""
         if self._journal is None:
             return
         parts = journaled_parts(self._state)
@@ -787,10 +760,7 @@ class Coordinator:
         return self._state.positions.position(rank)
 
     def _is_first_member(self, rank: int) -> bool:
-        """Whether ``rank`` is the first member of its position.
-
-        Its measurements count for all of them.
-        """
+        """Whether ``rank`` is the first member of its position, measuring for all of them."""
         return self._state.positions.member(rank) == 0
 
     def _for_ranks(self, ready: protocol.PlanReady | protocol.LayoutReady) -> protocol.MembershipEvent:

@@ -1,28 +1,21 @@
 """Failure detection: silent and slow workers, given up or waited for. Pure.
 
-Suspicion is not proof. An exit or a broken connection is a fact. Silence and slowness are not: a library may hold the
-interpreter, a model may be recompiled, one sequence may be long. Giving up a worker helps only if another one can do
-its work, so:
+Suspicion is not proof. An exit or a broken connection is a fact; silence and slowness are not: a library may hold the
+interpreter, a model may recompile, a sequence may be long. Giving up a worker helps only if another can do its work:
 
-- A worker is given up only while a peer that holds its stage is *well*: heard and at work within half of what it may
-  take. Its time runs only meanwhile. So the last holder of a stage is never given up on suspicion, nor are all
-  replicas that stall at once, nor all workers of a machine that stalls.
-- What a worker was slow at may be slow by itself. A worker that begins the same afterwards (the micro-batch in the same
-  step; for silence the same step in the same stage) may take ten times as long. So may a silent worker whose process is
-  seen to compute: code that holds the interpreter, or a long collection of garbage.
-- Everything has an end: after its *bound* a worker is given up anyway.
+- A worker is given up only while a peer of its stage is *well*: heard and at work within half of its limit. Only that
+  time counts. So the last holder of a stage is never given up on suspicion, nor are replicas or a machine that stall at
+  once.
+- Work may be slow by itself. A later worker at the same place (micro-batch of the step; for silence the step of the
+  stage) may take ten times as long. So may a silent worker whose process is seen to compute.
+- After its *bound* a worker is given up anyway.
 
-Progress: in a pipeline nearly all workers wait nearly always, and a wait says nothing about the worker that waits.
-Where workers wait for each other the culprit is the one that does not: it has been inside one operation for longer than
-that operation can take. So only workers that do *not* wait are suspected (:func:`sign_of_work`), each by the usual time
-of its own operation (as measured in this run), times a factor, with the heartbeat's timeout as a floor. What has no
-usual time is given ``patience``, half an hour: the first steps, reading data, the optimizer, hooks and callbacks,
-validation, checkpoints. If all workers wait and none works, a
-message was lost (:func:`everybody_waits`): the same workers connect again. If all wait for the coordinator, however, it
-is merely busy, for example with the parts of a large checkpoint.
+Only workers that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always, and the culprit is
+the one inside an operation for longer than its usual time, as measured in this run, times a factor; at least the
+heartbeat's timeout. Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has
+``patience``. If all wait for each other a message was lost (:func:`everybody_waits`): the same workers connect again.
 
-Contract: :func:`review` is called again and again with what is known at that moment, and with the memory that it
-returned the time before. Workers that it gives up may be gone at the next call.
+Contract: :func:`review` is called repeatedly with what is known and the memory that it returned before.
 
 Must not know: messages, sockets, clocks.
 """
@@ -48,13 +41,9 @@ _Intervals: TypeAlias = tuple[tuple[float, float], ...]  # (begin, end), in orde
 class Sign:
     """Something that speaks against a worker once it lasts for too long.
 
-    Args:
-        cause: what it is, in words that go on after "worker (0, 1) was lost: ".
-        seconds: for how long it has lasted.
-        limit: seconds that it may last where a peer is well.
-        bound: seconds that it may last anyway; ``limit`` if that is more.
-        place: what the worker is at; None if that is not known.
-        computes: whether the worker's process is seen to compute meanwhile.
+    ``cause``: continues "worker (0, 1) was lost: ". ``seconds``: its duration. ``limit``: seconds allowed where a peer
+    is well; ``bound``: seconds allowed anyway, if more. ``place``: None if unknown. ``computes``: whether the process
+    is seen to compute meanwhile.
     """
 
     cause: str
@@ -67,12 +56,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Signs against a worker.
-
-    Args:
-        silence: for how long nothing was heard of it.
-        others: what else speaks against it, by what it said when it was heard last: how long it has been at its work.
-    """
+    """Signs against a worker: silence, and others by its last report."""
 
     silence: Sign
     others: tuple[Sign, ...] = ()
@@ -83,7 +67,7 @@ class Standing:
 
     @property
     def is_heard(self) -> bool:
-        """Whether it was heard recently, so that what it said still holds."""
+        """Whether it was heard recently, so that its last report still holds."""
         return self.silence.seconds <= self.silence.limit / 2
 
     @property
@@ -93,7 +77,6 @@ class Standing:
 
     @property
     def place(self) -> StepPoint | None:
-        """Position of the worker in its work, if that is known."""
         return next((sign.place for sign in self.others if sign.place is not None), None)
 
     @property
@@ -104,10 +87,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A worker over its limit, to be ended or waited for: cause, times and reason.
-
-    ``seconds`` have passed of the ``limit`` that it is given, for a ``reason``.
-    """
+    """A worker over its limit, to be ended or waited for: cause, times and reason."""
 
     cause: str
     seconds: float
@@ -119,10 +99,7 @@ class Overdue:
 class Ruling:
     """Ruling over all workers, by rank.
 
-    Args:
-        evict: who is given up.
-        waits: who is waited for from now on.
-        cleared: who was waited for and is well again, with the seconds that it lasted.
+    ``waits``: newly waited for. ``cleared``: well again, with the seconds that the wait lasted.
     """
 
     evict: Mapping[int, Overdue] = field(default_factory=dict)
@@ -145,12 +122,9 @@ class _HeldUp:
 class DetectionState:
     """Memory of :func:`review`, in seconds of one monotonic clock.
 
-    Args:
-        time: of the newest review; None before the first.
-        alone: for each rank, when no peer was well.
-        unheard: for each rank, when nothing was known of its work.
-        held_up: who was suspected in recent steps.
-        waited: the ranks that are waited for, with the seconds that it has lasted.
+    ``time``: of the newest review; None before the first. By rank: ``alone``: when no peer was well; ``unheard``: when
+    its work was unknown; ``waited``: seconds that it has been waited for. ``held_up``: suspected workers of recent
+    steps.
     """
 
     time: float | None = None
@@ -170,14 +144,9 @@ def review(
 ) -> tuple[DetectionState, Ruling]:
     """Rules over all workers at once.
 
-    Args:
-        memory: what the previous call returned.
-        now: seconds of a monotonic clock.
-        standings: what is known, by rank; also of processes that are about to join.
-        holders: the ranks that hold the state of their stage.
-        positions: which rank is which member of which position. A worker is vouched for by another position of its
-            stage all of whose members are well.
-        step: the number of committed steps.
+    ``memory``: of the previous call. ``now``: seconds of a monotonic clock. ``standings``: by rank, also of joining
+    processes. ``holders``: the ranks that hold the state of their stage. ``positions``: a worker is vouched for by
+    another position of its stage all of whose members are well. ``step``: the number of committed steps.
     """
     stages = {rank: positions.stage(rank) for rank in standings}
     well: dict[int, set[Worker]] = {}
@@ -207,12 +176,8 @@ def review(
 def _judge(sign: Sign, counted: float, vouched: bool, excuses: int, reason: str) -> Overdue | None:
     """Ruling over a sign over its limit; None if that is about to be decided.
 
-    Args:
-        sign: the sign.
-        counted: the seconds of it that count against the worker.
-        vouched: whether a peer is well.
-        excuses: how many others were held up at the same place before, and one more if its process computes.
-        reason: why the worker is waited for, if it is.
+    ``counted``: its seconds that count against the worker. ``vouched``: whether a peer is well. ``excuses``: how many
+    others were held up at the same place before, and one more if its process computes. ``reason``: for waiting, if any.
     """
     bound = max(sign.limit, sign.bound)
     limit = min(bound, sign.limit * _RISE**excuses) if vouched else bound
@@ -257,7 +222,7 @@ def _conclude(
     evict: Mapping[int, Overdue],
     waits: Mapping[int, Overdue],
 ) -> tuple[DetectionState, Ruling]:
-    """Remembers the ruling; who is waited for is named once."""
+    """Remembers the ruling; workers that are waited for are named once."""
     begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
     left = {rank: seconds for rank, seconds in memory.waited.items() if rank in standings and rank not in evict}
     cleared = {rank: seconds for rank, seconds in left.items() if standings[rank].is_well}
@@ -290,10 +255,7 @@ def _why_waited(before: Sequence[str], computes: bool, vouched: bool, stage: int
 
 
 def _excuses(memory: DetectionState, rank: int, is_silence: bool) -> _Intervals:
-    """Intervals that do not count against ``rank``.
-
-    No peer was well; or it was silent, which is a matter of its own.
-    """
+    """Intervals that do not count against ``rank``: without a well peer, or silent."""
     alone = memory.alone.get(rank, ())
     return alone if is_silence else _merged([*alone, *memory.unheard.get(rank, ())])
 
@@ -309,7 +271,6 @@ def _after(oldest: float, intervals: _Intervals) -> _Intervals:
 
 
 def _merged(intervals: Iterable[tuple[float, float]]) -> _Intervals:
-    """The union of ``intervals``."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -327,13 +288,9 @@ _RECOVERY_SECONDS = 5.0  # at least, for a worker's own work during a recovery
 class Observation:
     """Observed activity of a worker's main thread.
 
-    Args:
-        operation: its name, for people.
-        kind: the operation's kind, if it has a usual duration: that of an operation of the schedule, or "RECOVER".
-        waiting: whether it waits for another process.
-        seconds: how long it has been doing so.
-        coordinated: whether it waits for the coordinator, not for another worker.
-        place: what it is at, the same for all that do the same work; None if that is not known.
+    ``operation``: for people. ``kind``: of an operation of the schedule or "RECOVER", if it has a usual duration.
+    ``waiting``: for another process. ``seconds``: of this activity. ``coordinated``: whether it waits for the
+    coordinator. ``place``: the same for all workers at the same work; None if unknown.
     """
 
     operation: str
@@ -345,13 +302,10 @@ class Observation:
 
 
 def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
-    """For how long a worker has been at the same work; None if it waits for others.
+    """Sign of a worker that has been at the same work; None if it waits for others.
 
-    Args:
-        seen: what the worker does.
-        usual: usual seconds of that kind of operation there; None if not known, or if there are none.
-        timeout: seconds that every operation may take.
-        patience: seconds for what has no usual duration.
+    ``usual``: seconds of that kind of operation there; None if unknown. ``timeout``: seconds that every operation may
+    take, ``patience``: those without a usual duration.
     """
     if seen.waiting:
         return None
@@ -368,10 +322,7 @@ def everybody_waits(
 ) -> bool:
     """Whether all workers wait for each other for longer than any operation can take.
 
-    Args:
-        observations: what each worker does, by rank.
-        usual: (rank, kind) -> usual seconds of that kind of operation there, None if not known.
-        timeout: seconds that every operation may take.
+    ``usual``: (rank, kind) -> usual seconds, None if unknown. ``timeout``: seconds that every operation may take.
     """
     if not observations:
         return False

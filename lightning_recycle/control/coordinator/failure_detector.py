@@ -1,7 +1,4 @@
-"""Failure detector: the coordinator's clocks for heartbeats, progress, startup.
-
-Silence and slowness are judged by :mod:`~lightning_recycle.control.coordinator.detection`.
-"""
+"""Failure detector: the coordinator's clocks for heartbeats, progress, startup."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class FailureDetector:
         self._beats[rank] = (heartbeat, now)
 
     def acted(self, rank: int, now: float) -> None:
-        """The main thread sent a message: what earlier heartbeats reported is over."""
+        """The main thread sent a message: the activity of earlier heartbeats is over."""
         self._acted[rank] = now
 
     def applied(self, rank: int) -> None:
@@ -70,11 +67,10 @@ class FailureDetector:
         self._have_reported.add(rank)
 
     def expect(self, rank: int, now: float) -> None:
-        """From now on a replacement for ``rank`` sets up."""
+        """A replacement for ``rank`` sets up from now on."""
         self._candidates.setdefault(rank, now + self._options.recovery.start_timeout)
 
     def ready(self, rank: int) -> None:
-        """The replacement is set up."""
         self._candidates.pop(rank, None)
         self._have_reported.add(rank)
 
@@ -94,7 +90,7 @@ class FailureDetector:
         return {rank: (b.activity.operation, b.activity.waiting_for) for rank, (b, _) in self._beats.items()}
 
     def forgive(self, now: float) -> None:
-        """This process could hear no worker until now."""
+        """Restarts the clocks of silence: this process could not hear until now."""
         self._heard = dict.fromkeys(self._heard, now)
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
 
@@ -121,14 +117,10 @@ class FailureDetector:
         stalled: Mapping[int, float],
         seconds: Mapping[int, Mapping[str, float]],
     ) -> Ruling:
-        """Rules over who is silent or makes no progress.
+        """Rules over workers that are silent or make no progress.
 
-        Args:
-            now: the time.
-            state: who is in.
-            stalled: for each rank that has a connection, also of a replacement that sets up, the seconds for which it
-                has taken no message.
-            seconds: the usual times of operations, by stage and kind.
+        ``stalled``: for each connected rank, also a joining one, seconds for which it has taken no message.
+        ``seconds``: the usual times of operations, by stage and kind.
         """
         begun = state.generation.number >= 0 and state.roster.live <= self._beats.keys()
         standings = {}
@@ -149,10 +141,7 @@ class FailureDetector:
         return ruling
 
     def everybody_waits(self, now: float, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]) -> bool:
-        """Whether a message was lost: all wait for each other, and have for too long.
-
-        Of one generation.
-        """
+        """Whether a message of the generation was lost: all wait for each other too long."""
         if state.generation.number < 0 or state.generation.regrouping or not state.roster.live <= self._beats.keys():
             return False
         for rank in state.roster.live:
@@ -194,7 +183,7 @@ class FailureDetector:
         )
 
     def _computes(self, now: float, rank: int, is_quiet: bool) -> bool:
-        """Whether the process of a worker that is quiet computes or waits for a disk.
+        """Whether a quiet worker's process computes or waits for a disk.
 
         A stopped one does not, nor one whose threads wait for each other.
         """
@@ -240,7 +229,7 @@ class FailureDetector:
         return sign_of_work(seen, usual, self._options.heartbeat.timeout, self._options.patience)
 
     def _deaf(self, rank: int) -> Sign | None:
-        """Whether it waits on, although an announced generation ends any wait at once."""
+        """Whether a member waits on despite an announced generation, which ends any wait."""
         beat, received = self._beats[rank]
         passed = received - self._regroup_began
         if not beat.activity.waiting_for or beat.seconds <= passed:
@@ -255,7 +244,7 @@ class FailureDetector:
     def _usual(self, rank: int, kind: str, seconds: Mapping[int, Mapping[str, float]]) -> float | None:
         """The usual seconds of an operation.
 
-        One that is new to the plan (a backward that was or now is fused) takes at most twice as long as the longest.
+        An operation that is new to the plan takes at most twice as long as the longest.
         """
         known = seconds.get(self._positions.stage(rank), {})
         if rank not in self._have_applied or not known:

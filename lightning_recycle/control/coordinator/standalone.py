@@ -3,20 +3,14 @@
     RECYCLE_KEY=... recycle-coordinator --listen 10.0.0.1:29400
 
 Every worker (of SLURM, Kubernetes, torchrun) runs the training script with ``RECYCLE_COORDINATOR=10.0.0.1:29400`` and
-the same ``RECYCLE_KEY``. The first worker asks for a grid, planner and time bounds
-(:mod:`~lightning_recycle.control.options`); the command line overrules it. The first D * S workers form the
-grid, further ones wait as spares; one that is started later replaces a lost one. A script may run several entry points
-one after the other: each is a run of its own, and the coordinator serves runs until SIGINT or SIGTERM, or as many as
-``--runs`` says. After SIGUSR1 there will be no further run: who comes is told
-that the run has finished. Needs neither torch nor Lightning.
+the same ``RECYCLE_KEY``. The first one asks for grid, planner and time bounds
+(:mod:`~lightning_recycle.control.options`); the command line overrules it. Workers beyond the D * S of the grid are
+spares. Each entry point of a script is a run of its own; runs are served until SIGINT, SIGTERM or ``--runs`` of them,
+and none after SIGUSR1. Needs neither torch nor Lightning.
 
-It may be killed at any moment: started again at the same address, with the same options, it goes on with the run, as
-the workers wait for it (``RECYCLE_CONNECT_SECONDS``). What it must know for that, and they do not, is in the file
-``--state`` (:mod:`~lightning_recycle.control.journal`).
-
-:class:`Serving` serves the runs, in one thread. Each is :meth:`Serving.meet`, :meth:`Serving.serve`,
-:meth:`Serving.begin_next`: the first worker settles what the run is to be, a coordinator serves it, and the journal has
-what another process needs to go on with it.
+Restarted at the same address with the same options, it goes on with the run: workers wait for it
+(``RECYCLE_CONNECT_SECONDS``), and the rest of its state is in the file ``--state``
+(:mod:`~lightning_recycle.control.journal`).
 """
 
 from __future__ import annotations
@@ -102,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     was_last = threading.Event()
 
     def settle_end() -> None:
-        """Ends the service if a run has finished: newcomers are told so."""
+        """Ends the service if a run has finished: newcomers learn of it."""
         reception.is_over = was_last.is_set() and 0 in finished
 
     def end_after_this(*_: object) -> None:
@@ -160,10 +154,7 @@ def _shown_at(option: str | None) -> tuple[str, int] | None:
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
-    """From now on obeys words on standard input, ``over`` and ``end``.
-
-    Signals that are for others are ignored.
-    """
+    """Obeys ``over`` and ``end`` on standard input from now on; ignores other signals."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -183,7 +174,6 @@ def _obey(end_after_this: Callable[[], None]) -> None:
 
 
 def _tell(terms: RunConfig, outcome: Outcome) -> None:
-    """Says how a run ended."""
     if isinstance(outcome, Finished):
         log.info("The run finished.")
     elif isinstance(outcome, StageLost):
@@ -209,7 +199,6 @@ def allow_descriptors(count: int) -> None:
 
 
 def _given(options: argparse.Namespace) -> Overrides:
-    """Options of the command line."""
     settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
@@ -217,7 +206,7 @@ def _given(options: argparse.Namespace) -> Overrides:
 
 
 def _setting(text: str) -> Setting:
-    """The value of a setting, as it would be in YAML."""
+    """The value of a setting, parsed as in YAML."""
     words: dict[str, Setting] = {"true": True, "false": False, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -278,17 +267,14 @@ _OVER_SECONDS = 3.0  # for those who return to a run whose end is known
 
 
 class Serving:
-    """Serves the runs of those who come to ``reception``.
+    """Serves the runs of the workers at ``reception``, in one thread.
 
-    Args:
-        reception: where workers come; it stays open.
-        given: what counts whatever the workers' script says.
-        journal: what is written down, so that another process can go on; None if the end of this one is that of the
-            run.
-        on_run: called with the coordinator of each run, and with None when its workers are about to be told its end.
+    Each is :meth:`meet`, :meth:`serve`, :meth:`begin_next`. ``given``: the command line, whatever the script asks for.
+    ``journal``: the log from which another process can go on; None without one. ``on_run``: called with the coordinator
+    of each run, and with None right before its workers learn the end.
 
     Attributes:
-        statuses: of the runs that are over, also those of earlier processes: 0 for one that finished.
+        statuses: of the finished runs, also those of earlier processes: 0 for success.
     """
 
     def __init__(
@@ -325,10 +311,7 @@ class Serving:
         return True
 
     def serve(self) -> tuple[RunConfig, Outcome] | None:
-        """Serves a run to its end; None if it did not begin.
-
-        All of its workers went, or none fits.
-        """
+        """Serves a run to its end; None if it did not begin: no worker stayed or fits."""
         reception, hello = self._reception, self._reception.first()
         try:
             terms = settle(self.given, hello.wants)
@@ -370,17 +353,14 @@ class Serving:
             coordinator.close()  # which takes a while: the workers are told
 
     def begin_next(self) -> None:
-        """Forgets the run that is over: who comes from now on is of another one."""
+        """Forgets the finished run: later workers are of another one."""
         if self._journal is not None:
             self._journal.begin(tuple(self.statuses))
 
     # ------------------------------------------------------------------ an earlier process
 
     def _adopt(self, journal: Journal) -> None:
-        """Adopts a run of which this process knows nothing, from workers that return.
-
-        It goes on if what they know is enough.
-        """
+        """Adopts an unknown run from workers that return, if they know enough of it."""
         reception, began = self._reception, time.monotonic()
         while not reception.returned and time.monotonic() - began < _RETURN_SECONDS:
             reception.look()
@@ -406,10 +386,7 @@ class Serving:
         journal.adopt(reception.returned[0].run, kept, processes)
 
     def _is_gone(self, journal: Journal) -> bool:
-        """Waits for workers of an earlier process's run; True if none returns.
-
-        The run is over then.
-        """
+        """Waits for workers of an earlier process's run; True if none returns: it is over."""
         kept = journal.kept
         if kept is None or kept.generation < 0:
             return False

@@ -1,10 +1,10 @@
 """Workers of a run by position: connections, processes, vacancies.
 
-Table: a position has a connection once its worker has said hello, and a process if this machine's launching process
-started it. Messages go to positions; a worker that cannot take one is remembered, as its loss may not be handled in the
-middle of a command. :meth:`WorkerTable.drop` makes sure of an end: a lost worker must not return and write.
+Table: a position has a connection once its worker has said hello, and a process if it was started on this machine. A
+worker that cannot take a message is remembered, as its loss may not be handled in the middle of a command.
+:meth:`WorkerTable.drop` makes sure of an end: a lost worker must not return and write.
 
-Vacancies: spares that wait come first, then replacements are started, with growing pauses after failures.
+Vacancies: waiting spares come first, then replacements are started, with growing pauses after failures.
 
 Must not know: messages of members, the state of the protocol.
 """
@@ -37,18 +37,10 @@ _EXIT_SECONDS = 0.02  # for the exit status of a process that has closed its con
 
 
 class WorkerTable:
-    """Connections and processes of workers, by rank.
+    """Connections, processes started here, and newest processes of workers, by rank.
 
-    Args:
-        loop: waits for them.
-        on_messages: called with a rank whose inbox may hold messages.
-        on_lost: called with the rank of a lost worker, and why.
-        holders: the processes that held the positions under an earlier coordinator.
-
-    Attributes:
-        connections: of all workers with a position.
-        processes: those that were started here.
-        holders: the newest process at each position.
+    ``on_messages``: called with a rank whose inbox may hold messages. ``on_lost``: called with the rank of a lost
+    worker, and why. ``holders``: the processes that held the positions under an earlier coordinator.
     """
 
     def __init__(
@@ -67,7 +59,6 @@ class WorkerTable:
         self._being_lost: set[int] = set()  # their last words are heard
 
     def has(self, rank: int) -> bool:
-        """Whether the position has a connection or a process."""
         return rank in self.connections or rank in self.processes
 
     def thread_states(self, rank: int) -> str:
@@ -89,7 +80,6 @@ class WorkerTable:
         self._loop.watch_unsent(connection)
 
     def watch_exit(self, rank: int, process: WorkerProcess) -> None:
-        """``process`` was started for the position."""
         self.processes[rank] = process
         self._loop.watch(process.sentinel, partial(self._on_exit, rank))
 
@@ -117,7 +107,7 @@ class WorkerTable:
                 self._loop.watch_unsent(connection)
 
     def post_to_all(self, message: Any, others: Iterable[NonBlockingConnection]) -> None:
-        """Sends ``message`` to all workers and to ``others``; one that is gone needs none."""
+        """Sends ``message`` to all workers and to ``others``, as far as they live."""
         frame = encode(message)
         for connection in (*self.connections.values(), *others):
             with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
@@ -132,7 +122,7 @@ class WorkerTable:
                 self._lose(rank)
 
     def forgive(self, now: float) -> None:
-        """This process could send nothing until now."""
+        """Restarts the clocks of unsent frames: this process could not send until now."""
         for connection in self.connections.values():
             connection.forgive(now)
 
@@ -150,8 +140,8 @@ class WorkerTable:
     def _lose(self, rank: int) -> None:
         """Handles the end of a worker, after its last words.
 
-        They still count: they may be the exception that ended it, and may have been read already, with a message to
-        which it got no answer.
+        They still count: they may be the exception that ended it, read already with a message to which it got no
+        answer.
         """
         connection, process = self.connections.get(rank), self.processes.get(rank)
         cause = self.describe_exit(rank) or "its connection to the coordinator broke"
@@ -166,7 +156,7 @@ class WorkerTable:
             self._on_lost(rank, cause)
 
     def drop(self, rank: int) -> bool:
-        """Ends whatever is at the position; whether there was something."""
+        """Ends process and connection of the position; returns whether there were any."""
         process = self.processes.pop(rank, None)
         if process is not None:
             if self._loop.watches(process.sentinel):
@@ -197,16 +187,13 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's fail
 class Vacancies:
     """Starts replacements, each in a thread of its own, and keeps the spares.
 
-    Args:
-        options: how many replacements may be started.
-        start_worker: starts the process for a rank, given its incarnation and the rank whose device it runs on.
-        wake: called when :meth:`take_started` has something to return.
-        positions: the positions of the run.
+    ``start_worker``: starts the process for a rank, given its incarnation and the rank whose device it runs on.
+    ``wake``: called when :meth:`take_started` has something to return.
 
     Attributes:
-        spares: connections of the workers that wait for a position, with the process of each.
+        spares: connections and processes of the workers that wait for a position.
         incarnations: the newest one of each rank that has had a replacement.
-        may_move: whether a worker of another stage may take a position: once per failure, because measurements differ a
+        may_move: whether a worker of another stage may take a position: once per failure, as measurements differ a
             little afterwards.
     """
 
@@ -238,10 +225,9 @@ class Vacancies:
     def place_spare(
         self, free: Collection[int], held: Mapping[int, int]
     ) -> tuple[int, NonBlockingConnection, Process] | None:
-        """A place of ``free`` for the longest-waiting spare, with its connection.
+        """A place of ``free`` for the longest-waiting spare, with connection and process.
 
-        It is of a column of which the fewest are ``held``, by column. Returned with the process of the spare; None
-        without a spare or place.
+        It is of the column with the fewest ``held``, by column. None without a spare or place.
         """
         if not free or not self.spares:
             return None
@@ -283,13 +269,11 @@ class Vacancies:
         return bool(position.keys() - {node}), not position, node not in pipeline, bool(pipeline.keys() - {node})
 
     def leave_node(self, rank: int) -> None:
-        """The worker at ``rank`` is gone."""
         if (node := self._nodes.pop(rank, None)) is not None:
             for counter in self._counters(rank):
                 counter[node] -= 1
 
     def forget_spare(self, connection: NonBlockingConnection) -> None:
-        """The spare behind ``connection`` is gone."""
         self.spares = [spare for spare in self.spares if spare[0] is not connection]
 
     # ------------------------------------------------------------------ replacements
@@ -302,10 +286,7 @@ class Vacancies:
         return rank in self._starting
 
     def may_start(self, rank: int, now: float, is_first: bool = False) -> bool:
-        """Whether a process may be started for ``rank`` now.
-
-        The first process of a position replaces none.
-        """
+        """Whether a process may start for ``rank`` now; ``is_first``: it replaces none."""
         if self._start_worker is None or (not is_first and self._restarts >= self._options.recovery.most_starts):
             return False
         return now >= self._not_before.get(rank, now)
@@ -340,18 +321,17 @@ class Vacancies:
             yield rank, process
 
     def succeeded(self, rank: int) -> None:
-        """The replacement is ready."""
         self._failures.pop(rank, None)
 
     def failed(self, rank: int, now: float) -> None:
-        """The replacement ended before it was let in: the next try waits longer."""
+        """The replacement ended before it entered: the next try waits longer."""
         failures = self._failures[rank] = self._failures.get(rank, 0) + 1
         self._not_before[rank] = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (failures - 1))
         if self._restarts >= self._options.recovery.most_starts:
             log.warning("No more replacements: max_restarts=%d are used up.", self._options.recovery.most_starts)
 
     def stop(self) -> None:
-        """The run is over: who is being started is not wanted any more."""
+        """The run is over: processes that are being started are not wanted any more."""
         self._stopped = True
 
     def close(self) -> None:

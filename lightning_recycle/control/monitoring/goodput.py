@@ -1,23 +1,20 @@
 """Goodput: a run's worker-seconds by the simulator's causes.
 
-Concept: the record of a run says when all trained, waited, or did over again. Between two entries the run is in one
-*phase*, and each position in it spends the time on one cause of :class:`lightning_recycle.simulation.Cause`:
+Between two entries of the record the run is in one *phase*, and each position spends the time on one cause of
+:class:`lightning_recycle.simulation.Cause`:
 
 ============== =============================================================================================
 useful         F, B and W of steps that count, each once: the steps times the mean seconds of their operations
-bubble         the rest of the time in which a worker trains: pipeline bubbles, communication, REDUCE, STEP, hooks,
-               validation, checkpoints
+bubble         the rest of training time: pipeline bubbles, communication, REDUCE, STEP, hooks, checkpoints
 idle           alive without taking part: until all are connected for the first time ("starting"), and spares
-redone         what was computed of a step that runs again ("interrupted"), and of forwards that run twice
-               ("recomputation")
-reconfiguring  from a worker's death to the moment at which all are connected again ("recovering"), and waiting for a
-               change of the roster at a step boundary ("joining")
-failed         positions that nobody holds ("vacant")
+redone         computations of a step that runs again ("interrupted"), forwards run twice ("recomputation")
+reconfiguring  from a death until all are connected again ("recovering"), waits for roster changes ("joining")
+failed         vacant positions ("vacant")
 ============== =============================================================================================
 
-Contract: pure, no clock: every method is told the time, in seconds since the epoch. All seconds are worker-seconds,
-they never shrink, and their sum over causes is (positions + spares) times the time up to the newest commit, or up to
-now while nobody trains. O(1) for each event.
+Contract: pure, no clock: times are arguments, in seconds since the epoch. All seconds are worker-seconds, never shrink,
+and add up to (positions + spares) times the time up to the newest commit, or up to now outside of training. O(1) for
+each event.
 
 Must not know: the simulator, which takes a moment to import. A test compares the names.
 """
@@ -76,16 +73,15 @@ class Goodput:
         }
 
     def spares_are(self, count: int, now: float) -> None:
-        """So many workers wait for a position; called again and again."""
+        """Sets the number of waiting spares; called again and again."""
         self._add("idle", "spare", self._spares * max(0.0, now - self._spares_since))
         self._spares, self._spares_since = count, now
 
     def divide(self, useful: float, again: float = 0.0) -> None:
         """Divides the steps since the previous call.
 
-        Args:
-            useful: worker-seconds of F, B and W in a step, each counted once.
-            again: worker-seconds of what a step computes twice.
+        ``useful``: worker-seconds of F, B and W in a step, each once. ``again``: worker-seconds of repeated
+        computations in a step.
         """
         if not self._steps:
             return
@@ -107,16 +103,9 @@ class Goodput:
         seconds: float | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """An entry of the record.
+        """Takes in an entry of the record, an :class:`.Event`.
 
-        Args:
-            kind: as in :class:`~lightning_recycle.control.monitoring.history.Event`, as are the other arguments.
-            time: when.
-            live: how many workers are in from now on.
-            joining: whether some of them are still given their state.
-            worker: the position concerned.
-            seconds: as in the event.
-            details: as in the event.
+        ``live``: the number of workers from now on; ``joining``: whether some of them still get their state.
         """
         details = details or {}
         match kind:

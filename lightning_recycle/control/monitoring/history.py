@@ -1,10 +1,8 @@
 """History of a run: its events, log lines, counters, sums, and a summary.
 
 Times are in seconds since the epoch, durations in seconds. Each event is also one line of JSON in the log
-``lightning_recycle.events`` (level INFO, steps DEBUG).
-
-Concept: a run may record millions of steps, and the status of a run is wanted at once. So :class:`Digest` adds each
-event up when it happens: in constant time, and bounded in size however long the run.
+``lightning_recycle.events`` (level INFO, steps DEBUG). :class:`Digest` adds up each event as it happens, in constant
+time and bounded size: a run may have millions of steps.
 """
 
 from __future__ import annotations
@@ -39,39 +37,37 @@ class Event:
     Args:
         kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation);
             ``details["plan"]`` is where their plan is from: "library", "ahead" (made before it was needed), "made"
-            (then and there), or "better" (found while another one ran). "regrouped": all are connected. "step": a
-            step was committed; ``seconds`` since the previous one, ``details["loss"]`` is its mean loss. "suspected":
-            a worker is silent, makes no progress, or cannot be reached by another one; ``details`` have the
-            ``cause``, and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason.
-            "cleared": it was waited for and is well again; ``seconds``: how long that took. "failure": a worker is
-            out; ``seconds`` from its death, as far as known, to the declaration. "redone": a step runs again.
-            "recovered": the first commit after a failure. "disturbance": connections broke without a death.
-            "paused": all wait at a step boundary. "rejoined": a replacement has its state; ``seconds``: how long the
-            others waited for it. "left": a worker left at a step boundary, as requested. "retried": the last
-            worker that holds its stage raised an exception that may be its machine's, and does the same again.
-            "moved": a worker left its stage for another one. "layout": another layout of the layers was looked for;
-            ``details["why"]`` has the comparison. "layers_moved": all have that of ``details["cuts"]``.
-            "restarting": a replacement is being started. "revived": the coordinator was started again, and its workers
-            have returned or are lost. "replanned": from ``step`` on all run another plan, because the operations no
-            longer take the times that the old one assumed (``details["found_by"]`` is "drift"), or because a planner
-            of the user found a better one than the heuristic, or the memory that was measured, or what it costs
-            to split backwards, allows or demands another one (then it is the planner). "chosen": with
-            ``split_backward="auto"``, whether backwards are split, and why in numbers
-            (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned" have the
-            same as ``details["backward"]`` of their plan. "saved": a checkpoint is complete; before, where it is
-            written in the background, "checkpoint_begun", or instead "checkpoint_given_up", with the ``cause``.
+            (then and there), or "better" (found while another one ran). "regrouped": all are connected. "step": a step
+            was committed; ``seconds`` since the previous one, ``details["loss"]`` is its mean loss. "suspected": a
+            worker is silent, makes no progress, or cannot be reached by another one; ``details`` have the ``cause``,
+            and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason. "cleared": it was
+            waited for and is well again; ``seconds``: how long that took. "failure": a worker is out; ``seconds`` from
+            its death, as far as known, to the declaration. "redone": a step runs again. "recovered": the first commit
+            after a failure. "disturbance": connections broke without a death. "paused": all wait at a step boundary.
+            "rejoined": a replacement has its state; ``seconds``: how long the others waited for it. "left": a worker
+            left at a step boundary, as requested. "retried": the last worker that holds its stage raised an exception
+            that may be its machine's, and does the same again. "moved": a worker left its stage for another one.
+            "layout": another layout of the layers was looked for; ``details["why"]`` has the comparison.
+            "layers_moved": all have that of ``details["cuts"]``. "restarting": a replacement is being started.
+            "revived": the coordinator was started again, and its workers have returned or are lost. "replanned": from
+            ``step`` on all run another plan, because the operations no longer take the times that the old one assumed
+            (``details["found_by"]`` is "drift"), or because a planner of the user found a better one than the
+            heuristic, or the memory that was measured, or what it costs to split backwards, allows or demands another
+            one (then it is the planner). "chosen": with ``split_backward="auto"``, whether backwards are split, and why
+            in numbers (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned"
+            have the same as ``details["backward"]`` of their plan. "saved": a checkpoint is complete; before, where it
+            is written in the background, "checkpoint_begun", or instead "checkpoint_given_up", with the ``cause``.
             "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of the
-            next steps. "stage_lost": no worker holds a stage. "memory": at the end,
-            ``details["peak_bytes"]`` has for each stage the most memory that a worker of it has held, in bytes (of
-            tensors on CUDA, else of its process), or None. "corruption": a worker (None if it is unknown which) holds
-            other bits than its peers, or computes others; ``details`` have its ``device``, the ``kind`` of what is
-            wrong, the ``proof``, the step ``since`` which that may be so, and what follows ``then``.
-            "disputed": a worker got other bits than the peer that it checked.
-            "dismissed": it had joined the training, and did not hold what the others held: ``details["cause"]``;
-            ``details["stays_empty"]``: whether its position stays empty.
-            "incomparable": computations cannot be compared in this run. "not_finite": a loss or a gradient is not
-            finite; ``details`` have the ``cause``, and what ``then`` becomes of the step. Where a failure is being
-            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
+            next steps. "stage_lost": no worker holds a stage. "memory": at the end, ``details["peak_bytes"]`` has for
+            each stage the most memory that a worker of it has held, in bytes (of tensors on CUDA, else of its process),
+            or None. "corruption": a worker (None if it is unknown which) holds other bits than its peers, or computes
+            others; ``details`` have its ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since``
+            which that may be so, and what follows ``then``. "disputed": a worker got other bits than the peer that it
+            checked. "dismissed": it had joined the training, and did not hold what the others held:
+            ``details["cause"]``; ``details["stays_empty"]``: whether its position stays empty. "incomparable":
+            computations cannot be compared in this run. "not_finite": a loss or a gradient is not finite; ``details``
+            have the ``cause``, and what ``then`` becomes of the step. Where a failure is being recovered, ``seconds``
+            of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -171,27 +167,25 @@ class History:
         self.stalled(counters.get("checkpoint_stall_seconds", 0.0))
 
     def introduce(self, rank: int, host: str, pid: int) -> None:
-        """From now on what happens to ``rank`` happens to this process."""
+        """From now on events of ``rank`` concern this process."""
         self.processes[rank] = host, pid
         self.peaks.pop(rank, None)
 
     def fault_injected(self, message: FaultInjected) -> None:
-        """Remembers that a worker is about to fail on purpose: that is when it died."""
+        """Remembers when a worker is about to fail on purpose: the time of its death."""
         self._injected[message.rank] = message
 
     def held(self, rank: int, peak_bytes: int) -> None:
-        """Notes the peak memory of the worker at ``rank``; 0 if unknown."""
         if peak_bytes:
             stage = self._positions.stage(rank)
             self.peaks[rank] = peak_bytes
             self._most[stage] = max(self._most.get(stage, 0), peak_bytes)
 
     def stalled(self, seconds: float) -> None:
-        """Checkpoints have held up a worker for so many seconds in all."""
+        """Checkpoints have held up a worker for ``seconds`` in all."""
         self._stall_seconds = max(self._stall_seconds, seconds)
 
     def ended(self, state: MembershipState) -> None:
-        """The run is over."""
         if self._most:
             self.add("memory", state, details={"peak_bytes": tuple(map(self._most.get, range(state.grid.stages)))})
             self._most = {}
@@ -279,7 +273,6 @@ class History:
             self._failure_time = None
 
     def _log(self, record: Record, details: Mapping[str, Any], state: MembershipState) -> None:
-        """Says in words what a user should read."""
         worker = "" if record.rank is None else state.name(record.rank)
         if record.kind == "corruption":
             log.error("%s", corruption_line(worker, record))
@@ -292,7 +285,6 @@ class History:
             log.log(level, "%s", line.format(step=record.step, live=live, all=total, **known))
 
     def suspect(self, rank: int, cause: str, seconds: float, limit: float, reason: str, state: MembershipState) -> None:
-        """A worker is silent or slow, and is waited for."""
         details = {"cause": cause, "seconds": seconds, "limit": limit, "waits": reason}
         self.add("suspected", state, rank, details)
         log.warning(
@@ -351,15 +343,12 @@ class Digest:
     """Sums over the events of a run on ``positions`` positions that began at ``now``.
 
     Attributes:
-        counts: how many events of each kind there were.
-        events: the newest ones that are no steps, the oldest first.
-        failures: the newest failures, the oldest first.
-        suspected: since when a worker that is waited for is silent or stuck, and why, by position.
-        step: the newest committed step; -1 if there is none.
-        loss: its mean loss, if it is known.
-        goodput: where the workers' time went.
+        counts: the number of events of each kind.
+        events: the newest ones that are no steps, the oldest first; ``failures``: likewise.
+        suspected: by position, since when a worker that is waited for is silent or stuck, and why.
+        step: the newest committed step; -1 if there is none; ``loss``: its mean, if known.
         recovery_seconds: from failures to the next commits, in all.
-        found_by: who found the plan that runs, if it changed within a generation.
+        found_by: the origin of the plan, if it changed within a generation.
     """
 
     def __init__(self, positions: int, now: float) -> None:

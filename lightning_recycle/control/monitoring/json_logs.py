@@ -39,10 +39,7 @@ _described: Callable[[], Mapping[str, int]] = dict
 
 
 def describe_process(described: Callable[[], Mapping[str, int]]) -> None:
-    """From now on each line of this process has fields of ``described``.
-
-    They are rank and generation.
-    """
+    """From now on each line of this process has the fields of ``described``."""
     global _described
     _described = described
 
@@ -76,8 +73,7 @@ class JsonFormatter(logging.Formatter):
 def install_if_wanted() -> bool:
     """Makes this process log JSON if ``RECYCLE_LOG`` is ``json``; returns whether so.
 
-    Raises:
-        ConfigurationError: if it is something else.
+    Raises ConfigurationError for any other value.
     """
     wanted = os.environ.get("RECYCLE_LOG", "text")
     if wanted not in ("json", "text"):
@@ -101,8 +97,7 @@ def install_if_wanted() -> bool:
 def plain(value: Any) -> Any:
     """``value`` as JSON has it.
 
-    Objects for dataclasses, lists for tuples, values for enums, and null for what is no number, such as a diverged
-    loss; what JSON does not have at all becomes its text.
+    Objects for dataclasses, lists for tuples, values for enums, null for NaN and infinity, and text for all else.
     """
     if isinstance(value, Enum):  # before the others: one of texts is a text
         return plain(value.value)

@@ -1,9 +1,9 @@
 """Monitor of a run: views from the coordinator's thread, and their web server.
 
-Concept: the coordinator's state belongs to its thread. A reader leaves a wish and wakes the loop, which makes an
-immutable view between two messages, for a fiftieth of its time at most (:class:`Views`). Without readers nothing is
-made. :class:`Monitor` computes what takes long (times of the plan, its picture) outside of that thread, keeps it until
-the plan changes or some seconds have passed, and leaves it out where a plan is too large.
+Concept: the coordinator's state belongs to its thread. A reader's request wakes the loop, which makes an immutable view
+between two messages, in a fiftieth of its time at most (:class:`Views`). :class:`Monitor` computes slow figures of the
+plan outside of that thread, keeps them until the plan changes or some seconds have passed, and omits them for large
+plans.
 
 ==================  =================================================================================================
 ``/``               the page
@@ -11,15 +11,11 @@ the plan changes or some seconds have passed, and leaves it out where a plan is 
 ``/schedule.svg``   the plan that runs
 ``/metrics``        for Prometheus; needs the extra ``metrics``
 ``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
-``/readyz``         200 while workers can join the run. Not only once they have: a Kubernetes service that waited for
-                    that would not let them reach the coordinator
+``/readyz``         200 while workers can join, not only once they have: a Kubernetes service would keep them out
 ``/training``       200 once a step is committed and while the run goes on
 ==================  =================================================================================================
 
-One thread accepts at each address, one more serves each connection. Whoever connects can cost this process a
-bounded number of threads for a bounded time, and the run nothing.
-
-Must not know: who starts it.
+A client can cost this process a bounded number of threads for a bounded time, and the run nothing.
 """
 
 from __future__ import annotations
@@ -63,10 +59,7 @@ class NothingToShow(ControlPlaneError):
 class Monitor:
     """Shows the runs of this process, one after the other.
 
-    Args:
-        name: what they are called.
-        samples_per_step: how many samples a step has, if that is known.
-        awaits_runs: whether workers can come while there is no run.
+    ``samples_per_step``: if known. ``awaits_runs``: whether workers can come while there is no run.
     """
 
     def __init__(self, name: str, samples_per_step: int | None = None, awaits_runs: bool = False) -> None:
@@ -79,17 +72,15 @@ class Monitor:
         self._kept: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
 
     def show(self, ask: Callable[[], RunView] | None) -> None:
-        """Shows the started run that ``ask`` asks from now on; None between two runs."""
+        """Shows the run that ``ask`` asks from now on; None between two runs."""
         self._ask = ask
         with self._lock:
             self._kept.clear()
 
     def status(self) -> Status:
-        """How the run is.
+        """Status of the run.
 
-        Raises:
-            NothingToShow: if there is none.
-            ControlPlaneError: if its coordinator does not answer.
+        Raises NothingToShow without a run, ControlPlaneError if its coordinator does not answer.
         """
         view = self._view()
         predicted = self._of_plan("period", view, _MOST_TIMED, lambda schedule: schedule.period)
@@ -105,11 +96,9 @@ class Monitor:
         )
 
     def schedule_svg(self) -> str:
-        """The plan that runs, drawn with the times that its operations take.
+        """The current plan, drawn with the measured times of its operations.
 
-        Raises:
-            NothingToShow: if there is none yet, or it is too large.
-            ControlPlaneError: if its coordinator does not answer.
+        Raises NothingToShow without a plan or if it is too large, ControlPlaneError if the coordinator does not answer.
         """
         from lightning_recycle.visualize.gantt import gantt_svg  # not needed to train
 
@@ -151,10 +140,8 @@ View = TypeVar("View")
 class RunView:
     """A run as its coordinator's thread sees it.
 
-    Args:
-        status: how it is; what takes long to compute is left out.
-        timed: gives the plan that runs with the times that its operations take; for other threads, as it may take long.
-            None if there is no plan, or nothing was measured.
+    ``status``: without slow parts. ``timed``: gives the current plan with measured times, in other threads, as it may
+    take long; None without plan or measurements.
     """
 
     status: Status
@@ -162,11 +149,9 @@ class RunView:
 
 
 class Views(Generic[View]):
-    """Hands out what ``make`` returns.
+    """Hands out what ``make``, called in the loop's thread alone, returns.
 
-    Args:
-        make: makes a view; called in the loop's thread alone.
-        wake: lets the loop call :meth:`answer` soon; called in any thread.
+    ``wake``: lets the loop call :meth:`answer` soon; called in any thread.
     """
 
     def __init__(self, make: Callable[[], View], wake: Callable[[], None]) -> None:
@@ -180,12 +165,10 @@ class Views(Generic[View]):
         self._number, self._fresh_until = 0, 0.0
 
     def ask(self, timeout: float = 2.0) -> View:
-        """A view at most about a quarter of a second old; after :meth:`close` the last.
+        """A view at most a quarter of a second old; the last one after :meth:`close`.
 
-        In any thread.
-
-        Raises:
-            ControlPlaneError: if the loop does not answer within ``timeout`` seconds, or could not make a view.
+        In any thread. Raises ControlPlaneError if the loop does not answer within ``timeout`` seconds, or could not
+        make a view.
         """
         with self._changed:
             if not self._closed and time.monotonic() >= self._fresh_until:
@@ -204,7 +187,6 @@ class Views(Generic[View]):
             self._publish()
 
     def close(self) -> None:
-        """In the loop's thread: the loop ends."""
         self._publish()
         with self._changed:
             self._closed = True
@@ -305,8 +287,6 @@ def _cut(connection: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
     server: StatusServer  # type: ignore[assignment]
     server_version = "lightning-recycle"
     sys_version = ""
@@ -344,10 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
             return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "This is a defect; the log of the run has its traceback.")
 
     def _is_addressed(self) -> bool:
-        """Whether the request means this server.
-
-        A page from elsewhere whose name was made to lead to the loopback address (DNS rebinding) names itself.
-        """
+        """Whether the Host header is this server's; refuses pages that rebind DNS to it."""
         local = self.connection.getsockname()
         if self.connection.family == socket.AF_UNIX or not _is_loopback(str(local[0])):
             return True
@@ -449,15 +426,8 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
 def served(monitor: Monitor, http: tuple[str, int] | None = None, local: bool = True) -> Iterator[StatusServer | None]:
     """Serves ``monitor`` within the block, to this user and at the address ``http``.
 
-    To this user on this machine; at ``http`` to everybody who can connect there.
-
-    Args:
-        monitor: what is shown.
-        http: an address, or None for none.
-        local: whether ``recycle-status`` finds it on this machine.
-
-    Raises:
-        ConfigurationError: if nobody can listen at ``http``.
+    To this user on this machine if ``local``; at ``http``, if any, to all that can connect there. Raises
+    ConfigurationError if ``http`` cannot be listened at.
     """
     with contextlib.ExitStack() as stack:
         listeners = []

@@ -1,12 +1,11 @@
 """Status of a run as one immutable value, as JSON and as metrics for Prometheus.
 
-Concept: the coordinator's state, the digest of its history and its plan become one snapshot of numbers, texts and
-tuples of them. ``recycle-status``, the page and the metrics are functions of it.
+``recycle-status``, the page and the metrics are functions of it.
 
 Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.json_logs.plain`; ``schema`` grows when a
 field changes its meaning or goes, not when one is added. Times are in seconds since the epoch, durations in seconds,
 steps count from 0 (-1: none yet). Names of metrics begin with ``recycle_``, and counters count from the coordinator's
-start; what is not known has no sample. They need ``prometheus-client`` (the extra ``metrics``).
+start; unknown values have no sample. They need ``prometheus-client`` (the extra ``metrics``).
 
 Must not know: sockets, threads, clocks.
 """
@@ -197,16 +196,9 @@ def status_of(
 ) -> Status:
     """The status of a run.
 
-    Args:
-        now: the time.
-        state: who is in, and what they have done.
-        history: what happened.
-        schedule: the plan that runs and its number.
-        incarnations: of the newest process of each rank, where that is not 0.
-        connected: ranks whose process is connected.
-        candidates: ranks for which a process is there or being started.
-        activities: what main threads do, and what they wait for, by rank.
-        spares: who waits for a position.
+    ``schedule``: the current plan and its number. ``incarnations``: of the newest process of each rank, where not 0.
+    ``candidates``: ranks whose process exists or is being started. ``activities``: by rank, the main thread's activity
+    and what it waits for.
     """
     grid, digest, counts = state.grid, history.digest, history.digest.counts
     leads = (
@@ -306,14 +298,9 @@ _COUNTERS = {
 
 
 def metrics(status: Status | None, accept: str) -> tuple[bytes, str]:
-    """The metrics in the format that ``accept`` asks for, and its content type.
+    """The metrics in the format that the header ``accept`` asks for, and content type.
 
-    Args:
-        status: the status of the run; None for no run.
-        accept: the header of the request.
-
-    Raises:
-        ModuleNotFoundError: without prometheus-client, with the remedy.
+    ``status``: None for no run. Raises ModuleNotFoundError, with the remedy, without prometheus-client.
     """
     try:
         from prometheus_client import CollectorRegistry

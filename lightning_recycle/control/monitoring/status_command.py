@@ -6,8 +6,7 @@
     recycle-status --watch            # again every second, until the run is over
     recycle-status --json | jq .step
 
-Exit status: 0, or 1 if there is no such run, or 2 for bad options. Needs neither torch nor Lightning, and starts in the
-time of two blinks: it only asks and shows.
+Exit status: 0, or 1 if there is no such run, or 2 for bad options. Needs neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class _Target:
         return f"http://{self.address[0]}:{self.address[1]}/"
 
     def ask(self) -> dict[str, Any]:
-        """The status.
-
-        Raises:
-            NoRun: if nobody answers.
-        """
+        """The status; raises NoRun if there is no answer."""
         connection = http.client.HTTPConnection(*self.address, timeout=_SECONDS)
         try:
             if self.path is not None:
@@ -356,7 +351,7 @@ def _duration(seconds: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` of a worker without what a terminal obeys."""
+    """``text`` of a worker without terminal control characters."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

@@ -1,16 +1,11 @@
-"""Addresses: of coordinators, of machines, and of this user's runs.
+"""Addresses: of coordinators (``host:port``, names, IPv4 or IPv6) and of runs.
 
-Those of coordinators are ``host:port``, with names, IPv4 or IPv6.
-
-*Runs of this user on this machine* have Unix sockets in a folder of mode 0700: such a socket needs no port, no key and
-no decision of the user, as who may connect is what the file system says. Its name begins with the process id. A socket
-file appears when it is listened on, and goes with the run; the next reader removes what a killed process left. A folder
+*Runs of this user on this machine* have Unix sockets in a folder of mode 0700: no port, no key, access by the file
+system. The name begins with the process id. The next reader removes the socket that a killed process left. A folder
 that is not this user's alone is neither used nor read.
 
-Contract: every mistake in an address is a :class:`~lightning_recycle.errors.ConfigurationError` that names the address
-and the remedy. What may pass (a name that cannot be resolved yet, no route) is left to the side that connects.
-
-Must not know: what is said over the sockets.
+Contract: every mistake in an address is a :class:`~lightning_recycle.errors.ConfigurationError` with address and
+remedy. What may pass (a name that cannot be resolved yet, no route) is left to the side that connects.
 """
 
 from __future__ import annotations
@@ -37,18 +32,14 @@ _PAUSE_AFTER_ERROR = 0.1  # seconds
 
 
 def machine_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of this machine.
-
-    The workers of one machine form one pipeline, as far as possible.
-    """
+    """Name of this machine; workers of one machine form one pipeline where possible."""
     return environ.get("RECYCLE_NODE") or socket.gethostname()
 
 
 def address_from(text: str, name: str) -> tuple[str, int]:
     """(host, port) of ``host:port`` or ``[host]:port``, the latter for IPv6.
 
-    Raises:
-        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
+    Raises ConfigurationError otherwise, with the setting ``name``.
     """
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -63,17 +54,15 @@ def address_from(text: str, name: str) -> tuple[str, int]:
 def http_address(text: str, name: str) -> tuple[str, int]:
     """The address in ``text``: ``host:port``, or a port of the loopback interface.
 
-    Raises:
-        ConfigurationError: if it is something else; ``name`` is the setting that the user gave it in.
+    Raises ConfigurationError otherwise, with the setting ``name``.
     """
     return address_from(f"127.0.0.1:{text}" if text.isdigit() else text, name)
 
 
 def http_address_from_environment() -> tuple[str, int] | None:
-    """Where ``RECYCLE_HTTP`` wants the page and the metrics of a run; None without it.
+    """Address of page and metrics in ``RECYCLE_HTTP``; None without it.
 
-    Raises:
-        ConfigurationError: if it is no such address.
+    Raises ConfigurationError for other values.
     """
     wanted = os.environ.get("RECYCLE_HTTP")
     return http_address(wanted, "RECYCLE_HTTP") if wanted else None
@@ -86,13 +75,10 @@ def shown(address: tuple[str, int]) -> str:
 
 
 def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
-    """A socket that listens at ``address``.
+    """Socket that listens at ``address``; port 0: a free one; ``::``: also all IPv4.
 
-    Port 0 is a free one, and ``::`` every address, also of IPv4.
-
-    Raises:
-        ConfigurationError: if that is not possible, or if the name of a machine stands for an address that no other
-            machine reaches.
+    Raises ConfigurationError if that fails, or for a machine's name that stands for an address no other machine
+    reaches.
     """
     host, port = address
     try:
@@ -130,8 +116,8 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
 def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | None:
     """The next connection at ``listening``, with its address.
 
-    None if it has gone again, or cannot be accepted, for example because there are no descriptors left: then ``who`` is
-    named in a warning, and a moment passes.
+    None if it has gone, or cannot be accepted, for example without free descriptors: then ``who`` is named in a
+    warning, and a moment passes.
     """
     try:
         return listening.accept()
@@ -161,10 +147,7 @@ _CONNECT_SECONDS = 2.0
 
 
 def _folders() -> Iterator[Path]:
-    """Where runs may be, the best place first.
-
-    All are looked at: a job may have another environment than a shell.
-    """
+    """Folders of runs, best first; environments of jobs and shells may differ."""
     user = os.geteuid()
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "lightning_recycle"
@@ -190,8 +173,7 @@ def _made(folder: Path) -> bool:
 def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
     """A socket of ``kind`` that listens where this user's runs are found.
 
-    Raises:
-        OSError: if no such place can be used.
+    Raises OSError if no such place can be used.
     """
     sockets(kind)  # removes what killed processes left
     problem: OSError | None = None
@@ -222,10 +204,7 @@ def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
 
 
 def sockets(kind: str = RUN) -> list[Path]:
-    """The sockets of ``kind`` of this user here, the oldest first.
-
-    Removes those of processes that are gone.
-    """
+    """This user's sockets of ``kind``, oldest first; removes those of dead processes."""
     found: dict[Path, float] = {}
     for folder in dict.fromkeys(_folders()):
         for path in folder.glob(f"*.{kind}") if _is_mine(folder) else ():
@@ -242,11 +221,7 @@ def sockets(kind: str = RUN) -> list[Path]:
 
 
 def connect_to(path: Path) -> socket.socket:
-    """A connection to the run at ``path``.
-
-    Raises:
-        OSError: if it is gone.
-    """
+    """A connection to the run at ``path``; raises OSError if it is gone."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_CONNECT_SECONDS)
     try:

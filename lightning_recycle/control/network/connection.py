@@ -1,20 +1,16 @@
 """Connections of the control plane: messages over sockets, and the event loop.
 
-Concept: both ends put messages together from the pieces that the network delivers (:class:`Inbox`). A worker's threads
-block in :meth:`MessageConnection.receive` and :meth:`~MessageConnection.send`. The coordinator has one thread for all
-workers, so a worker that stops in the middle of a message, or takes none, must not hold it up:
-:class:`NonBlockingConnection` keeps what is incomplete, both ways. A worker that has lost its coordinator looks for the
-next one by :func:`connections`.
+Concept: messages are assembled from the pieces that arrive (:class:`Inbox`). A worker's threads block in
+:class:`MessageConnection`. The coordinator has one thread for all workers, so a worker that stops in the middle of a
+message must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways. :class:`EventLoop`
+calls back for readable connections, exits of processes, and wake-ups; events about connections that the same round
+closed are dropped.
 
-:class:`EventLoop` calls back in the coordinator's thread for what can be read from connections, for exits of processes,
-and for wake-ups from other threads. An event about what an earlier callback of the same round has closed, or put in the
-place of it, is not delivered.
-
-Contract: what breaks a connection is an OSError or EOFError, what is no message a
+Contract: a broken connection is an OSError or EOFError, bytes that are no message a
 :class:`~lightning_recycle.control.network.wire_format.BadMessageError`; after either it is to be closed. The
-coordinator sends a sign of life to all at least every :data:`SIGN_SECONDS`, and with it for how long it may be silent
-(:meth:`MessageConnection.limit_quiet`). The machine of a worker that does not answer breaks the connection, too: the
-kernel of a process that is merely stopped still answers.
+coordinator sends a sign of life to all at least every :data:`SIGN_SECONDS`, with the silence that it may keep
+(:meth:`MessageConnection.limit_quiet`). A machine that does not answer breaks the connection, a merely stopped process
+does not: its kernel answers.
 """
 
 from __future__ import annotations
@@ -74,7 +70,6 @@ class _Socket:
 
     @property
     def local_host(self) -> str:
-        """The address of this end."""
         return str(self._socket.getsockname()[0])
 
     def fileno(self) -> int:
@@ -87,10 +82,7 @@ class _Socket:
 
 
 def _break_without_answer(sock: socket.socket) -> None:
-    """Breaks the connection when the other machine does not answer for a while.
-
-    Also when nothing is sent, and whatever its processes do: the kernel answers.
-    """
+    """Breaks the connection when the other machine's kernel stops answering."""
     options = {"TCP_USER_TIMEOUT": 1000 * _ANSWER_SECONDS, "TCP_KEEPIDLE": _ANSWER_SECONDS / 2}
     options["TCP_KEEPINTVL"] = _ANSWER_SECONDS / 6
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -102,8 +94,7 @@ def _break_without_answer(sock: socket.socket) -> None:
 class MessageConnection(_Socket):
     """A worker's end: :meth:`send` in any thread, :meth:`receive` in one.
 
-    Attributes:
-        heard: when something last arrived, in seconds of the monotonic clock.
+    ``heard``: when something last arrived, in seconds of the monotonic clock.
     """
 
     def __init__(self, sock: socket.socket, inbox: Inbox, quiet: float = _QUIET_SECONDS) -> None:
@@ -129,9 +120,9 @@ class MessageConnection(_Socket):
             self._socket.close()
 
     def send(self, message: Any) -> None:
-        """Sends a message; OSError when the other side is gone.
+        """Sends a message.
 
-        ReCycleError for a message that cannot be sent.
+        Raises OSError when the other side is gone, ReCycleError for a message that cannot be sent.
         """
         self.send_bytes(encode(message))
 
@@ -165,9 +156,7 @@ class MessageConnection(_Socket):
 class NonBlockingConnection(_Socket):
     """The coordinator's end, used by its thread alone.
 
-    Attributes:
-        unsent_since: since when nothing could be sent although there is something, in seconds of the monotonic clock;
-            None if all was sent.
+    ``unsent_since``: since when unsent frames wait, in seconds of the monotonic clock; None if all was sent.
     """
 
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
@@ -179,12 +168,9 @@ class NonBlockingConnection(_Socket):
         self._unsent: deque[memoryview] = deque()
 
     def read(self) -> int:
-        """Takes in what has arrived, a bounded part of it; returns the number of bytes.
+        """Reads a bounded part of what has arrived into the inbox; returns its bytes.
 
-        Ask the inbox for messages.
-
-        Raises:
-            EOFError, OSError: when the other side is gone.
+        Raises EOFError or OSError when the other side is gone.
         """
         try:
             data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
@@ -196,20 +182,18 @@ class NonBlockingConnection(_Socket):
         return len(data)
 
     def send(self, message: Any) -> None:
-        """As :meth:`send_frame`."""
         self.send_frame(encode(message))
 
     def send_frame(self, frame: bytes | bytearray) -> None:
         """Sends a frame as far as the other side takes it; the rest is for :meth:`flush`.
 
-        Raises:
-            OSError: when the other side is gone.
+        Raises OSError when the other side is gone.
         """
         self._unsent.append(memoryview(frame))
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is left, as far as it is taken; raises like :meth:`send_frame`."""
+        """Sends the rest as far as it is taken; raises like :meth:`send_frame`."""
         while self._unsent:
             data = self._unsent.popleft()
             try:
@@ -225,11 +209,11 @@ class NonBlockingConnection(_Socket):
         self.unsent_since = None
 
     def stalled(self, now: float) -> float:
-        """Seconds for which the other side has taken nothing that is there for it."""
+        """Seconds for which the other side has taken nothing of its unsent frames."""
         return 0.0 if self.unsent_since is None else now - self.unsent_since
 
     def forgive(self, now: float) -> None:
-        """This process could send nothing until now."""
+        """Restarts the clock of unsent frames: this process could not send until now."""
         if self.unsent_since is not None:
             self.unsent_since = now
 
@@ -253,10 +237,7 @@ class NonBlockingConnection(_Socket):
 def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SECONDS) -> MessageConnection:
     """A worker's connection to the coordinator at ``address``, after the handshake.
 
-    Args:
-        address: host and port.
-        key: the key of the run.
-        timeout: seconds for the connection and the whole handshake.
+    ``timeout``: seconds for the connection and the whole handshake.
 
     Raises:
         VersionMismatch: if the coordinator runs another version.
@@ -292,11 +273,9 @@ def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Itera
 
 
 class Inbox:
-    """Puts messages together from pieces.
+    """Assembles messages from pieces.
 
-    Attributes:
-        expects: the types of messages that may arrive; a header that announces another one is an error before its body
-            is read.
+    ``expects``: the allowed types; a header of another type is an error before its body is read.
     """
 
     def __init__(self, expects: Collection[type[Any]], data: bytes = b"") -> None:
@@ -306,7 +285,7 @@ class Inbox:
 
     @property
     def missing(self) -> int:
-        """How many bytes of the current message are known to be missing."""
+        """Number of bytes of the current message that are known to be missing."""
         if self._announced is None:
             return max(0, HEADER_BYTES - len(self._buffer))
         return max(0, self._announced[1] - len(self._buffer))
@@ -315,11 +294,7 @@ class Inbox:
         self._buffer += data
 
     def take(self) -> Any | None:
-        """The next message, if it is complete.
-
-        Raises:
-            BadMessageError: if what arrived is none that may be here.
-        """
+        """The next complete message, or None; raises BadMessageError for any other."""
         if self._announced is None:
             if len(self._buffer) < HEADER_BYTES:
                 return None
@@ -364,10 +339,9 @@ _Found: TypeAlias = "Sequence[tuple[selectors.SelectorKey, int]]"
 
 
 class EventLoop:
-    """Calls back for what is watched.
+    """Calls back for watched sources.
 
-    Args:
-        on_wake: called in the loop's thread after :meth:`wake`, once for several calls.
+    ``on_wake``: called in the loop's thread after :meth:`wake`, once for several calls.
     """
 
     def __init__(self, on_wake: Callable[[], None]) -> None:
@@ -401,7 +375,7 @@ class EventLoop:
         return source in self._selector.get_map()
 
     def watch_unsent(self, connection: NonBlockingConnection) -> None:
-        """Waits for the moment when ``connection`` takes what it did not take at once."""
+        """Watches until ``connection`` takes its unsent frames."""
         key = self._selector.get_key(connection)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
         if events != key.events:
@@ -414,7 +388,6 @@ class EventLoop:
         return self._selector.select(timeout)
 
     def dispatch(self, found: _Found) -> None:
-        """Calls back for what was found."""
         for key, events in found:
             if not self._is_current(key):
                 continue
@@ -431,7 +404,6 @@ class EventLoop:
         return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
 
     def _flush(self, connection: Any) -> None:
-        """A worker takes messages again."""
         with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
             connection.flush()
         self.watch_unsent(connection)
@@ -446,7 +418,6 @@ class EventLoop:
                 connection.flush_within(max(0.0, deadline - time.monotonic()))
 
     def close_connections(self, keep: Collection[NonBlockingConnection] = ()) -> None:
-        """Closes all connections that are watched, except those in ``keep``."""
         for connection in self._connections():
             if connection not in keep:
                 self.forget(connection)

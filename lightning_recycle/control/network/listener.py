@@ -1,11 +1,10 @@
 """Listener: accepts connections, and hands out those that know the key.
 
-One thread serves all strangers, so they cost a descriptor each and no more: each has a bounded time for the whole
-handshake, however slowly it speaks, and their number is bounded. An address is *known* if a worker has come from there,
-or if it is a loopback address. Any other may have a few connections in the handshake; one too many is closed at once,
-which costs microseconds. Where there are too many in all, one goes that comes from an address that is not known, or has
-said nothing yet, and of these the one that has waited longest: who knows the key speaks at once and is done within
-milliseconds. The log has a few refusals, and then their number now and then.
+One thread serves all strangers, so they cost a descriptor each: each has a bounded time for the whole handshake, and
+their number is bounded. An address is *known* if a worker has come from there, or if it is loopback; others may have a
+few connections in the handshake. Of too many in all, one from an unknown address or without a word goes, the longest
+waiting first: a side with the key is done within milliseconds. The log has a few refusals, and then their number now
+and then.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Stranger:
 
 
 class _RefusalLog:
-    """Logs refusals: some of them as they are, of the others how many there were."""
+    """Logs some refusals, and the number of the others."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -70,7 +69,7 @@ class _RefusalLog:
             self._newest = address, why
 
     def tick(self) -> None:
-        """Tells the number, if it is time."""
+        """Logs the number, if it is time."""
         now = time.monotonic()
         if now - self._began < _LOG_SECONDS:
             return
@@ -87,18 +86,10 @@ class _RefusalLog:
 
 
 class Listener:
-    """Port at ``(host, port)`` that hands out authenticated connections.
+    """Port at ``address`` that hands out authenticated connections; 0: a free one.
 
-    Port 0 is a free one.
-
-    Args:
-        address: where to listen.
-        key: the key that the other side must know.
-        workers: how many may come at the same time.
-        wake: called in the listener's thread when :attr:`accepted` has a new connection; may be replaced.
-
-    Raises:
-        ConfigurationError: if nobody can listen there.
+    ``workers``: how many may come at the same time. ``wake``: called in the listener's thread when :attr:`accepted` has
+    a new connection; may be replaced. Raises ConfigurationError if the address cannot be listened at.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, workers: int, wake: Callable[[], None]) -> None:
@@ -158,7 +149,6 @@ class Listener:
             self._refusals.tick()
 
     def _accept(self) -> bool:
-        """Accepts a connection; returns whether there was one."""
         accepted = accept(self._socket, "The coordinator")
         if accepted is None:
             return False

@@ -1,22 +1,17 @@
 """Wire format: the handshake that proves the key, and frames of messages. Pure.
 
-*Handshake*: each side sends a greeting (its version, the schema of its messages, a random number) as soon as it is
-connected. The worker answers with an HMAC-SHA256 of its role and both greetings under the key, and the coordinator with
-its own. So a proof is good for one connection, one direction and one version, and the key is never sent. Before the
-proof nothing is read but bytes of a fixed number. The key comes from ``RECYCLE_KEY``, or from a file that only its
-owner reads.
+*Handshake*: each side sends a greeting (version, schema of messages, random number) at once. The worker answers with an
+HMAC-SHA256 of its role and both greetings under the key, then the coordinator with its own: a proof is good for one
+connection, direction and version, and the key is never sent. Before the proof only bytes of a fixed number are read.
 
-*Frame*: a header (which message, how many bytes follow) and a body (the message's fields), msgpack with the messages'
-type hints as the schema. Decoding makes nothing but data of the declared types: no byte from the network names a class
-or a function, so none can run anything.
+*Frame*: a header (message type, length) and a body of fields, msgpack with the messages' type hints as the schema.
+Decoding makes only data of declared types: no byte from the network names a class or function, so none can run code.
 
-Contract: feed what arrives to :meth:`Handshake.receive` and send what it returns, until :attr:`Handshake.done`. The
-owner of the sockets bounds the time and the number of strangers. A key that cannot be used is a
-:class:`~lightning_recycle.errors.ConfigurationError` with the remedy; the key itself is in no message. :func:`decode`
-inverts :func:`encode` for every dataclass of :mod:`~lightning_recycle.control.protocol.messages`, and raises
-:class:`BadMessageError` for every other input.
+Contract: feed :meth:`Handshake.receive` and send what it returns, until :attr:`Handshake.done`; the owner of the
+sockets bounds time and strangers. An unusable key is a :class:`~lightning_recycle.errors.ConfigurationError` with the
+remedy, without the key. :func:`decode` inverts :func:`encode`, and raises :class:`BadMessageError` for all other input.
 
-Must not know: sockets, clocks, and what a message means.
+Must not know: sockets, clocks, meanings of messages.
 """
 
 from __future__ import annotations
@@ -63,11 +58,7 @@ SCHEMA: bytes = hashlib.sha256(
 
 
 def encode(message: Any) -> bytearray:
-    """The frame of ``message``.
-
-    Raises:
-        ReCycleError: if a field holds what its type does not allow.
-    """
+    """The frame of ``message``; raises ReCycleError for fields of other types."""
     frame = bytearray(HEADER_BYTES)
     try:
         _ENCODER.encode_into(message, frame, HEADER_BYTES)
@@ -78,11 +69,7 @@ def encode(message: Any) -> bytearray:
 
 
 def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int]:
-    """The type of the message that follows, and the bytes of its body.
-
-    Raises:
-        BadMessageError: for an unknown type.
-    """
+    """The message type and the bytes of its body; BadMessageError if unknown."""
     number, size = _HEADER.unpack(header)
     if number >= len(_TYPES):
         raise BadMessageError(f"message type {number} does not exist")
@@ -90,11 +77,7 @@ def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int
 
 
 def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
-    """The message of type ``kind`` with the given body.
-
-    Raises:
-        BadMessageError: if the body is no such message.
-    """
+    """The message of type ``kind`` with the given body; BadMessageError if it is none."""
     try:
         return _DECODERS[kind].decode(body)
     # RecursionError: nested too deeply. ReCycleError: a grid that cannot be.
@@ -103,7 +86,7 @@ def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars and other subclasses of what msgpack has."""
+    """NumPy scalars and other subclasses of msgpack's types, as the latter."""
     conversions: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
         (numbers.Integral, int),
         (numbers.Real, float),
@@ -151,11 +134,7 @@ class Role(Enum):
 
 
 def check_key(key: bytes, name: str) -> bytes:
-    """``key``, if it is long enough; ``name`` is the setting that it comes from.
-
-    Raises:
-        ConfigurationError: if it is shorter than 16 bytes.
-    """
+    """``key`` of at least 16 bytes; else ConfigurationError with the setting ``name``."""
     if len(key) < KEY_BYTES:
         raise ConfigurationError(
             f"{name} has {len(key)} bytes, which can be guessed: give one of at least {KEY_BYTES}, for example"
@@ -169,8 +148,8 @@ class Handshake:
 
     Attributes:
         greeting: the bytes to send first.
-        done: whether the other side is who it must be.
-        rest: what arrived after its proof.
+        done: whether the other side has proved the key.
+        rest: bytes that arrived after its proof.
     """
 
     def __init__(self, role: Role, key: bytes, version: str, schema: bytes) -> None:
@@ -186,15 +165,13 @@ class Handshake:
 
     @property
     def met(self) -> bool:
-        """Whether the other side has said that it speaks the same version."""
+        """Whether the other side has announced the same version."""
         return bool(self._transcript)
 
     def receive(self, data: bytes) -> bytes:
         """Takes in what arrived; returns what to send.
 
-        Raises:
-            VersionMismatch: if the other side runs another version.
-            Refused: if it speaks another protocol, or does not know the key.
+        Raises VersionMismatch for another version, Refused for another protocol or key.
         """
         self._received += data
         answer = b""
@@ -241,12 +218,9 @@ _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the coordinator and the workers of a run share.
+    """The secret of a run, from ``RECYCLE_KEY`` or else from the key file.
 
-    ``RECYCLE_KEY`` counts if both are set.
-
-    Raises:
-        ConfigurationError: if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
+    Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
     """
     key = environ.get(_KEY, "")
     if key:
@@ -261,7 +235,7 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    """The key in the file at ``path``, without the white space around it."""
+    """The key in the file at ``path``, stripped."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

@@ -1,17 +1,15 @@
 """Measurements of a run's workers, and the assumptions of its plans.
 
-*Measurements*: the first worker of each stage that applies a step reports what its operations took; that is what plans
-are made for. Whether another layout pays is decided by more: the median over workers and steps is the *level* of a
-stage. It may be wrong by four standard errors of a median: on a machine that is busy with something else, stages that
-take equally long seem to differ by as much.
+*Measurements*: plans are made for the operation times of the first worker of each stage that applies a step. Layouts
+are chosen by the *level* of a stage, the median over workers and steps, within four standard errors of a median: on a
+busy machine equally slow stages seem to differ by as much.
 
-*Assumptions*: a plan is made for a :class:`~lightning_recycle.planning.problem.Problem`, and everything in it but the
-failed workers is known here. Costs come from a profile or, without one, from what the run has measured so far; once a
-plan for other times is adopted (:mod:`~lightning_recycle.control.plans.drift`), they are that plan's. Memory is at
-first the number of micro-batches that fault-free 1F1B holds, then the bytes that the workers have measured.
+*Assumptions*: all of a :class:`~lightning_recycle.planning.problem.Problem` but the failed workers. Costs come from a
+profile, else from the run's measurements; after a plan for other times (:mod:`~lightning_recycle.control.plans.drift`)
+from that plan. Memory is at first that of fault-free 1F1B in micro-batches, then measured bytes.
 
-Contract: measurements are made in the coordinator's thread. The values of assumptions are replaced, never changed in
-place, so that a :meth:`Assumptions.snapshot` can be read by another thread.
+Contract: used in the coordinator's thread. Values of assumptions are replaced, never changed in place, so another
+thread can read a :meth:`Assumptions.snapshot`.
 
 Must not know: clocks, which plans are made, how and when.
 """
@@ -91,7 +89,6 @@ class StageLevels:
         self._sums.setdefault(stage, deque(maxlen=_KEPT)).append(math.log(known["F"] + backward))
 
     def forget(self) -> None:
-        """From now on operations are others."""
         self._seconds, self._sums = {}, {}
 
     def of(self, stage: int) -> dict[str, float]:
@@ -99,10 +96,7 @@ class StageLevels:
         return {kind: median(values) for (place, kind), values in self._seconds.items() if place == stage}
 
     def doubt(self, stages: int) -> float:
-        """Relative error of the times of ``stages`` stages against each other.
-
-        Infinity as long as too little is known.
-        """
+        """Relative error of the times of ``stages`` stages; infinity if unknown."""
         series = [self._sums.get(stage, ()) for stage in range(stages)]
         if any(len(values) < _LEAST for values in series):
             return math.inf
@@ -114,11 +108,9 @@ class Measurements:
 
     Attributes:
         operation_seconds: mean seconds of each kind of operation, by stage and name.
-        levels: the levels of the stages.
         steps: steps that count, since the start of the run.
         profile: the profile of the model, once all stages have measured theirs.
-        footprints: the memory of the workers that have measured it.
-        trials: the trials of split backwards.
+        footprints: by worker, measured memory; ``trials``: of split backwards.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -134,13 +126,12 @@ class Measurements:
         self._recomputed: tuple[Schedule | None, Mapping[int, int]] = None, {}  # R in a step, by stage
 
     def begin(self, schedule: Schedule) -> None:
-        """The workers run ``schedule`` from now on."""
         were_fused, self._fused = self._fused, not schedule.problem.technique.split_backward
         if self._fused is not were_fused:
             self.levels.forget()
 
     def relaid(self, seconds: dict[int, dict[str, float]]) -> None:
-        """The layers lie in another way: operations take ``seconds``, and other memory."""
+        """The layout has changed: operations take ``seconds``, and other memory."""
         self.operation_seconds, self.footprints = seconds, {}
         self.levels.forget()
 
@@ -152,7 +143,6 @@ class Measurements:
             self.levels.observe(worker.stage, self._as_run(message.step_seconds))
 
     def took(self, stage: int, seconds: Mapping[str, float]) -> None:
-        """The operations of ``stage`` take so many seconds."""
         self.operation_seconds[stage] = self._as_run(seconds)
 
     def profiled(self, stage: int, message: Profiled) -> Profile | None:
@@ -182,10 +172,7 @@ class Measurements:
         return {stage: {**seconds, **self.levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
 
     def computing_seconds(self, schedule: Schedule) -> tuple[float, float] | None:
-        """Worker-seconds of F, B, W in a step, and of forwards run twice.
-
-        None before all are measured.
-        """
+        """Worker-seconds of F, B, W in a step, and of forwards run twice; None if unknown."""
         times = self.operation_seconds
         if len(times) < self._grid.stages:
             return None
@@ -214,14 +201,13 @@ class Assumptions:
     """The assumptions of a run on ``grid``.
 
     Args:
-        grid: the grid of the run.
-        planning: with which techniques is planned, and for how much memory.
+        planning: techniques and memory.
         costs: of the operations, in seconds; None to measure them (one slot each before anything is measured).
-        chooses_split: whether plans split backwards only where that is faster by what the workers have tried, if
-            ``planning`` leaves it open; else they split wherever they may.
+        chooses_split: whether plans split backwards only where trials show that it is faster, if ``planning`` leaves it
+            open; else they split wherever they may.
 
     Attributes:
-        costs: the costs that are given or adopted; None while the measured ones count.
+        costs: the given or adopted costs; None while measured ones count.
         splitting: the costs of splitting backwards, once they are tried and if that is a choice.
     """
 
@@ -242,7 +228,7 @@ class Assumptions:
         self._refused: set[str] = set()  # why there is no plan within memory, as far as it was logged
 
     def snapshot(self) -> Assumptions:
-        """The assumptions of now, which later changes leave alone."""
+        """A copy that later changes leave alone."""
         return copy.copy(self)
 
     # ------------------------------------------------------------------ changes
@@ -259,13 +245,10 @@ class Assumptions:
         memory: Memory | None,
         variation: tuple[MicrobatchVariation, MicrobatchVariation] | None,
     ) -> None:
-        """The layers lie in another way.
+        """The layout has changed.
 
-        Args:
-            seconds: what operations take now.
-            memory: the memory that is predicted, until it is measured; None if it is unknown.
-            variation: how micro-batches differ where backwards may be split, and where they are fused; None if they do
-                not.
+        ``memory``: predicted, until it is measured; None if unknown. ``variation``: how micro-batches differ where
+        backwards may be split, and where they are fused; None if they do not.
         """
         self._variation, self._footprints, self._predicted = variation, {}, memory
         if self.costs is not None:

@@ -1,21 +1,16 @@
 """Drift: do operations still take the plan's times, would another plan pay? Pure.
 
-Concept: every worker reports with each step how long its operations took in it. These times are the product of two
-things that are estimated separately, each by medians over a window of steps:
+Reported operation times are the product of two estimates, each by medians over a window of steps:
 
-- the *level* of its stage, by kind of operation. It moves with whatever hits all peers alike, such as long sequences in
-  a step's batch;
-- the worker's *factor* relative to its peers in the same step. What hits all of them alike cancels out here, so only
-  a worker that is slow itself has one. A factor that noise could explain counts as 1.
+- the *level* of a stage, by kind of operation, which moves with all peers alike, such as by long sequences;
+- a worker's *factor* relative to its peers in the same step; 1 where noise could explain it.
 
-When the estimate differs from what the plan assumes, by more than noise explains and not by one factor for all
-operations (which changes no plan), a new window is measured: all that still differs then counts, and only that. Then a
-better plan is looked for in the background (:meth:`DriftQuestion.answer`). It is taken if it saves ``threshold`` of a
-step, and within ``horizon_steps`` steps more than it costs to find it and switch to it. From then on, also after a
-refusal, further differences are measured against that estimate: a question that was answered is not asked again.
-
-A worker to which the plan gives nothing to do is not measured. After ``horizon_steps`` steps a plan is looked for in
-which it counts as recovered.
+When the estimate differs from the plan's by more than noise, and not by one factor for all operations (which changes no
+plan), another window is measured. A difference that stays starts a search for a better plan in the background
+(:meth:`DriftQuestion.answer`), which is taken if it saves ``threshold`` of a step, and within ``horizon_steps`` more
+than its search and switch cost. From then on, also after a refusal, that estimate is the reference: no question is
+asked twice. A worker without operations is not measured: after ``horizon_steps`` a plan is looked for in which it
+counts as recovered.
 
 Must not know: messages, processes; how plans are made.
 """
@@ -62,10 +57,8 @@ _SHARE_OF_STEP = Check(
 class DriftOptions(OptionGroup):
     """When another plan pays.
 
-    Args:
-        threshold: the fraction of a step's time that it must save.
-        window: steps that are measured before anything is concluded.
-        horizon_steps: steps within which the change must pay.
+    ``threshold``: the fraction of a step's time that it must save. ``window``: steps measured before a conclusion.
+    ``horizon_steps``: steps within which the change must pay.
     """
 
     threshold: float = option(0.05, _SHARE_OF_STEP, shared="part of a step that another plan must save")
@@ -77,12 +70,9 @@ class DriftOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long operations take.
+    """Times of operations: ``costs`` in seconds and ``factors``, as in ``Problem``.
 
-    Args:
-        costs: as ``Problem.costs``, in seconds.
-        factors: as ``Problem.worker_factors``.
-        doubt: how far noise may have moved it, as logarithms: a worker's factor, a stage's level by operation kind.
+    ``doubt``: how far noise may have moved it, as logarithms: a worker's factor, a stage's level by operation kind.
     """
 
     costs: Costs
@@ -90,18 +80,14 @@ class Estimate:
     doubt: Mapping[_Estimated, float] = field(default_factory=dict, compare=False)
 
     def of(self, problem: Problem) -> Problem:
-        """Returns ``problem`` with these times."""
         return replace(problem, costs=self.costs, worker_factors=self.factors)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The answer to a question.
+    """Answer to a question: the best plan found; None if none can be good enough.
 
-    Args:
-        schedule: the best plan found; None if no plan can be good enough.
-        before: the period of the old plan with the estimated times, in seconds.
-        seconds: duration of the search.
+    ``before``: the period of the old plan with the estimated times, ``seconds``: of the search; both in seconds.
     """
 
     schedule: Schedule | None
@@ -111,14 +97,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class DriftQuestion:
-    """Question whether a better plan exists for the times of ``estimate``.
+    """Question whether ``planner`` finds a better plan for the times of ``estimate``.
 
-    Args:
-        schedule: the plan that runs.
-        estimate: the times of now.
-        step_seconds: the measured time of a step.
-        threshold: as in :class:`DriftOptions`.
-        planner: looks for the better plan.
+    ``schedule``: the current plan. ``step_seconds``: the measured time of a step. ``threshold``: as in
+    :class:`DriftOptions`.
     """
 
     schedule: Schedule
@@ -128,12 +110,9 @@ class DriftQuestion:
     planner: Planner = HeuristicPlanner()  # noqa: RUF009 - immutable
 
     def answer(self) -> Proposal:
-        """The proposal of the planner.
+        """The planner's proposal; none is asked for if the lower bound shows no gain.
 
-        It is not asked if the lower bound shows that no plan would pay.
-
-        Raises:
-            PlanningError: when it finds no plan.
+        Raises PlanningError when it finds no plan.
         """
         started = time.monotonic()
         problem = self.estimate.of(self.schedule.problem)
@@ -262,7 +241,6 @@ class DriftMonitor:
     # ------------------------------------------------------------------ estimating
 
     def _estimate(self, schedule: Schedule, assumed: Estimate) -> Estimate:
-        """The times of operations."""
         problem = schedule.problem
         planned = dict(problem.worker_factors)
         recovered = self._steps >= self._options.horizon_steps
@@ -358,7 +336,6 @@ class DriftMonitor:
 
 
 def _by_kind(costs: Costs, stage: int) -> dict[str, float]:
-    """Seconds of F, B and W."""
     return {"F": costs.forward[stage], "B": costs.backward_input[stage], "W": costs.backward_weight[stage]}
 
 

@@ -1,10 +1,8 @@
 """Choice of another layout of a run's layers: its facts, questions and decisions.
 
-Concept: each worker reports once what its layers take
-(:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With the times of the stages and the memory that was
-measured, that is what :func:`~lightning_recycle.planning.layout_search.plan_layout` needs. It is asked when the
-operations have been measured, and whenever workers are lost or return; in the background, so nothing waits for the
-answer: training goes on with re-routing alone.
+Concept: each worker reports once its layers (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With
+measured times and memory, :func:`~lightning_recycle.planning.layout_search.plan_layout` is asked when operations have
+been measured, and when workers are lost or return; in the background, while training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the planning queue, as
 :class:`~lightning_recycle.planning.layout_candidates.LayoutPlan`.
@@ -49,11 +47,7 @@ _WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves
 
 
 class LayoutChoice:
-    """The layouts of one run.
-
-    Attributes:
-        cuts: the layout of now; empty as long as it is unknown.
-    """
+    """The layouts of one run; ``cuts``: the current one, empty if unknown."""
 
     def __init__(self, rebalance: Rebalance, planner: PlanProvider, measured: Measurements) -> None:
         self.cuts: Cuts = ()
@@ -95,7 +89,6 @@ class LayoutChoice:
             self._ask(schedule)
 
     def _ask(self, schedule: Schedule) -> None:
-        """Looks for the best layout for those who train."""
         is_known = bool(self.cuts) and len(self._facts) == self.cuts[-1]
         if self._rebalance == "never" or not is_known or self._measured.steps < _STEPS_BEFORE_LAYOUTS:
             return
@@ -158,7 +151,7 @@ class LayoutChoice:
     def _doubts(self, gain: float, schedule: Schedule) -> str:
         """Why a layout that saves ``gain`` of a step is not taken yet.
 
-        While nobody is lost, only what was measured speaks for it. Then it is looked for again when more is known.
+        Without failures only measurements speak for it. It is looked for again when more is known.
         """
         doubt = self._measured.levels.doubt(schedule.grid.stages)
         if schedule.failed or gain > doubt:
@@ -167,10 +160,7 @@ class LayoutChoice:
         return f"no worker is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     def _objection(self, cuts: Cuts) -> str:
-        """Why the layout ``cuts`` is impossible, for reasons unknown to the planner.
-
-        Empty if it is possible.
-        """
+        """Why the layout ``cuts`` is impossible, beyond the planner's knowledge; or empty."""
         layers = range(int(cuts[-1]))
         facts = [self._facts[layer][0] for layer in layers]
         trains = [self._facts[layer][0].trains[self._facts[layer][1]] for layer in layers]
@@ -184,10 +174,7 @@ class LayoutChoice:
     # ------------------------------------------------------------------ consequences
 
     def relaid(self, cuts: Cuts, grid: Grid) -> None:
-        """All have the layout ``cuts`` from the next generation on.
-
-        Operations take other times, and other memory.
-        """
+        """All have the layout ``cuts``, other times and memory from the next generation."""
         seconds = self._measured.operation_seconds
         if self._layers is not None and len(seconds) == grid.stages:
             seconds = self._seconds_under(cuts, seconds)

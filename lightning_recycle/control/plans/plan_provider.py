@@ -6,21 +6,17 @@
 | ahead: for each distribution of the next failure over the stages | the same, or the heuristic if that asks a solver |
 | in need: neither made ahead nor in the plan library | the heuristic |
 
-The heuristic plans small grids in this process: ahead in the background thread, in need at once. All else is made in
-the planning process. In a large grid a plan takes seconds, so the coordinator asks :meth:`PlanProvider.is_ready` before
-it asks for a plan: it goes on serving until it is. Plans of the library are used at once if they fit, and made again in
-the background if they were made for other costs or limits.
+The heuristic plans small grids in this process, all else is made in the planning process; :meth:`PlanProvider.is_ready`
+lets the coordinator serve meanwhile. Plans of the library are used at once if they fit, and made again in the
+background if they were made for other costs or limits. With ``split_backward="auto"`` plans are fused until all stages
+have tried splitting; then both plans are made, and the better one is kept
+(:func:`~lightning_recycle.planning.splitting.choose_technique`).
 
-With ``split_backward="auto"`` every plan is fused until all stages have tried what splitting costs. From then on a
-problem is asked with what B and W take; both plans are made, and the better one is kept
-(:func:`~lightning_recycle.planning.splitting.choose_technique`). A plan counts as what it takes
-without waiting for processors that workers share, but not as less than what keeps these busy.
+Plans are kept by their problem up to renaming of workers
+(:func:`~lightning_recycle.planning.rerouting.representative`): the fault-free one, and within the memory limit those
+used last.
 
-A plan is kept under what it is for (:func:`~lightning_recycle.planning.rerouting.representative`), whoever has failed,
-and given to the workers that need it by renaming. As many schedules are kept as memory is set aside for, those used
-last, and always the fault-free one.
-
-Contract: called from the coordinator's thread; what takes long is a job of the
+Contract: called from the coordinator's thread; slow work is a job of the
 :class:`~lightning_recycle.control.plans.planning_queue.PlanningQueue`.
 
 Must not know: connections, rosters, what is measured and when.
@@ -77,7 +73,7 @@ def _operations(grid: Grid) -> int:
 
 
 def newest(schedules: Sequence[Schedule]) -> int:
-    """How many of ``schedules``, from the last one on, may be kept: at least one."""
+    """Number of ``schedules``, counted from the last, that may be kept: at least one."""
     left, count = _KEPT_OPERATIONS, 0
     for schedule in reversed(schedules):
         left -= _held(schedule)
@@ -88,10 +84,7 @@ def newest(schedules: Sequence[Schedule]) -> int:
 
 
 def _held(schedule: Schedule) -> int:
-    """Memory of ``schedule`` as a number of operations.
-
-    Of a compact one: which worker has which lane.
-    """
+    """Memory of ``schedule`` as a number of operations; if compact, of lanes."""
     if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
     return _operations(schedule.grid)
@@ -99,17 +92,12 @@ def _held(schedule: Schedule) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPlan:
-    """A plan, and where it is from.
+    """A plan and its origin.
 
-    Args:
-        schedule: the plan.
-        asked: the problem that it was made for; that of the plan has fused backwards if these were better.
-        source: "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while
-            another one ran.
-        is_final: whether the planner of plans ahead has nothing to add to it.
-        choice: why its backwards are split or fused, if both were tried.
-        seconds: how long it took to make it.
-        backend: the planner that was asked, or "library".
+    ``asked``: the problem that it was made for; that of the plan has fused backwards if these were better. ``source``:
+    "library"; "ahead", made before it was needed; "made", when it was needed; or "better", found while another one ran.
+    ``is_final``: whether the planner of plans ahead cannot improve it. ``choice``: of split or fused backwards, if both
+    were tried. ``seconds``: of planning. ``backend``: the planner, or "library".
     """
 
     schedule: Schedule
@@ -121,12 +109,12 @@ class ReadyPlan:
     backend: str = "library"
 
     def serves(self, problem: Problem) -> bool:
-        """Whether it is what planning ``problem`` would lead to, or nearly so."""
+        """Whether it is about what planning ``problem`` would lead to."""
         is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
         return is_near and alike(replace(self.asked, costs=problem.costs), problem)
 
     def is_replaced_by(self, schedule: Schedule, problem: Problem) -> bool:
-        """Whether ``schedule``, made for ``problem``, is to be kept instead."""
+        """Whether to keep ``schedule``, made for ``problem``, instead."""
         own = self.schedule
         if own.problem.technique != schedule.problem.technique or not _keeps_to(own, problem):
             return True
@@ -165,10 +153,7 @@ class ReadyPlans:
         return None if found is None else found.choice
 
     def keep(self, plan: ReadyPlan) -> None:
-        """Keeps a plan; beyond the limit the least recently used is forgotten.
-
-        Never the fault-free plan.
-        """
+        """Keeps a plan; beyond the limit the least recently used goes, but the fault-free."""
         key = _key_of(plan.schedule.problem)
         with self._lock:
             self._plans.pop(key, None)
@@ -180,7 +165,7 @@ class ReadyPlans:
 
     @property
     def capacity(self) -> int:
-        """How many plans like the largest one here can be kept."""
+        """Number of plans like the largest one here that can be kept."""
         with self._lock:
             largest = max((_held(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
         return max(1, _KEPT_OPERATIONS // largest)
@@ -199,8 +184,7 @@ PlanAnswer: TypeAlias = tuple[PlanResult, TechniqueChoice | None]
 def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None = None) -> PlanAnswer:
     """The plan of ``planner`` for ``problem``: a pure question.
 
-    Raises:
-        PlanningError: when there is none.
+    Raises PlanningError when there is none.
     """
     if splitting is None or not problem.technique.split_backward:
         return solve(problem, planner), None
@@ -210,21 +194,17 @@ def make_plan(problem: Problem, planner: Planner, splitting: SplitCosts | None =
 class PlanProvider:
     """Plans for whichever workers fail, those for the next failures made ahead.
 
+    Raises ConfigurationError for a planner that cannot be sent to the planning process.
+
     Args:
-        grid: the grid of the run.
-        planning: who plans, with which techniques and how much memory.
         costs: of the operations, in seconds; None to measure them.
         library: where plans are looked for and stored.
         chooses_split: whether the workers try what splitting backwards costs, where ``planning`` leaves that open. With
             a ``library``, whose plans are of one technique, nothing is left open.
 
-    Raises:
-        ConfigurationError: for a planner that cannot be sent to the planning process.
-
     Attributes:
-        source: where the newest plan is from; see :class:`ReadyPlan`.
-        planner: plans ahead: the planner that the user chose; where that asks a solver, the heuristic.
-        assumptions: what plans are made for.
+        source: of the newest plan; see :class:`ReadyPlan`.
+        planner: plans ahead: the user's choice; where that asks a solver, the heuristic.
         background: makes plans ahead; those for the workers that train are published there, as :class:`ReadyPlan`.
     """
 
@@ -259,8 +239,8 @@ class PlanProvider:
     def is_ready(self, failed: frozenset[Worker], seconds: OperationSeconds) -> bool:
         """Whether :meth:`plan` has its answer at once.
 
-        If not, the plan is being made, an earlier one for other workers is given up, and the coordinator is woken when
-        the plan is there.
+        If not, the plan is being made instead of an earlier one for other workers, and the coordinator is woken when it
+        is there.
         """
         problem = self.assumptions.problem(failed, seconds)
         wanted = problem.failed, problem.worker_factors
@@ -285,7 +265,6 @@ class PlanProvider:
         return found.schedule
 
     def choice(self, problem: Problem) -> TechniqueChoice | None:
-        """Choice of split or fused backwards for the workers of ``problem``."""
         return self._ready.choice(problem)
 
     def _at_hand(self, problem: Problem) -> ReadyPlan | None:
@@ -314,10 +293,7 @@ class PlanProvider:
         self._keep_better(schedule, self.choice(schedule.problem), is_final=True)
 
     def problem(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Problem:
-        """Problem without ``failed``, with the technique of the plan that runs.
-
-        Operations take ``seconds``.
-        """
+        """Problem without ``failed``, with the technique of the plan that runs."""
         problem, splitting = self.assumptions.problem(failed, seconds), self.assumptions.splitting
         choice = self.choice(problem)
         return problem if splitting is None or choice is None or choice.splits else splitting.of_fused(problem)
@@ -338,12 +314,9 @@ class PlanProvider:
     def plan_ahead(self, failed: frozenset[Worker], seconds: OperationSeconds, running: Schedule | None = None) -> None:
         """Plans for every failure that may follow ``failed``; replaces such a request.
 
-        Args:
-            failed: the failed workers.
-            seconds: what operations took.
-            running: what the others run, if a better plan for them is wanted. It is made again at once if theirs does
-                not fit into memory, or it is known since whether backwards should be split; after those for the next
-                failures if the memory that was measured is another one, or the heuristic made theirs in need.
+        ``running``: the plan of the others, if a better one is wanted: first if it does not fit into memory, or the
+        choice of split backwards is known since; after those for the next failures if other memory was measured, or the
+        heuristic made it in need.
         """
         taken = {stage: dict(names) for stage, names in seconds.items()}
         self.background.begin(
@@ -376,8 +349,8 @@ class PlanProvider:
     def _improve(self, problem: Problem, assumed: Assumptions, ready: ReadyPlans, is_running: bool = False) -> Job:
         """Makes a plan, unless the one that is ready will do.
 
-        ``is_running``: in any case, for the workers that train now. Where there is none that is logged, and the plan
-        that runs goes on, or a failure gets one in need.
+        ``is_running``: in any case, for the workers that train now. Without a result, which is logged, the current plan
+        goes on, or a failure gets one in need.
         """
         yield None
         known = ready.find(problem)
@@ -422,18 +395,13 @@ class PlanProvider:
         return ReadyPlan(stored.schedule, stored.schedule.problem, "library", is_final)
 
     def _make_here(self, problem: Problem, planner: Planner, source: str) -> ReadyPlan:
-        """The plan of ``planner``, made in this thread.
-
-        Raises:
-            PlanningError: when there is none.
-        """
+        """The plan of ``planner``, made in this thread; PlanningError when there is none."""
         answer = make_plan(problem, self.assumptions.planner(planner), self.assumptions.splitting)
         return self._ready_plan(problem, planner, source, answer)
 
     def _make(
         self, problem: Problem, assumed: Assumptions, planner: Planner, source: str
     ) -> Generator[Any, Any, ReadyPlan]:
-        """The plan of ``planner``, as a part of a job."""
         question = partial(make_plan, problem, assumed.planner(planner), assumed.splitting)
         is_heuristic = isinstance(planner, HeuristicPlanner)
         answer = None
@@ -469,7 +437,7 @@ class PlanProvider:
         """A worker of another stage that should take position ``vacant``, if any.
 
         There is one if failure normalization prefers the failure in another stage and the shorter period pays for the
-        transfer (see ``_MOVE_SECONDS``). Nobody moves before the operations are measured.
+        transfer (``_MOVE_SECONDS``), once operations are measured.
         """
         costs = self.assumptions.costs
         if costs is None and len(seconds) < self._grid.stages:
@@ -500,11 +468,10 @@ class PlanProvider:
 
 
 def _check_travels(planner: Planner) -> None:
-    """Raises ConfigurationError for a planner that cannot be sent to another process.
+    """Raises ConfigurationError if ``planner`` cannot be sent to another process.
 
-    Its class cannot be imported there, or it has a lock.
-
-    The heuristic, also a user's version of it, plans in this process where it has to.
+    Its class cannot be imported there, or it has a lock. The heuristic, also a user's version of it, plans in this
+    process where it has to.
     """
     if isinstance(planner, HeuristicPlanner):
         return

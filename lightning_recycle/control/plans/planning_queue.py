@@ -1,24 +1,19 @@
 """Queue of questions about plans, answered while the coordinator serves.
 
-Concept: a *job* is a generator that yields pure questions and gets their answers. There is one job of each
-:class:`Urgency`; a newer one replaces it. The most urgent job goes on, in a thread of its own; its questions are
-answered in the planning process (:mod:`~lightning_recycle.planning.child_process`), so that the coordinator's
-interpreter is free. A question that a more urgent job interrupts is asked again afterwards.
+Concept: a *job* is a generator that yields pure questions and gets their answers; a newer one replaces that of its
+:class:`Urgency`. The most urgent job goes on, in a thread; the planning process answers
+(:mod:`~lightning_recycle.planning.child_process`), or the thread itself for :class:`InThread`. Interrupted questions
+are asked again. Jobs publish results, which the coordinator is woken to take.
 
 | urgency | questions | replaced or dropped |
 |---|---|---|
 | NEEDED | the plan that workers wait for | when other workers have failed |
 | AHEAD | plans for the failures that may come next | when roster, costs, memory or layout have changed |
-| LAYOUT | the best layout for those who train | with the next change of roster |
-| DRIFT | a plan for the times of now | with the next question |
+| LAYOUT | the best layout for the workers that train | with the next change of roster |
+| DRIFT | a plan for the present times | with the next question |
 
-A question for which a process is no use is yielded as :class:`InThread`: the thread answers it. What a job finds it
-publishes; the coordinator is woken and takes it.
-
-Contract: every wait has a bound, whatever becomes of the process (see there), and no job can end the thread. After
-:meth:`PlanningQueue.close` there is no process and no thread.
-
-Must not know: what is asked.
+Contract: every wait has a bound, and no job can end the thread. After :meth:`PlanningQueue.close` there is no process
+and no thread.
 """
 
 from __future__ import annotations
@@ -50,10 +45,7 @@ class Urgency(IntEnum):
 
 @dataclass(frozen=True)
 class InThread:
-    """A question for the heuristic, answered in this process.
-
-    The heuristic looks now and then whether it is still wanted.
-    """
+    """A question for the heuristic, answered in this process; it can be interrupted."""
 
     question: Question
 
@@ -79,8 +71,7 @@ class _Begun:
 class PlanningQueue:
     """The questions of one run.
 
-    Attributes:
-        wake: called from another thread when :meth:`take` has something, or a job has come to its end.
+    ``wake``: called from another thread when :meth:`take` has something, or a job has ended.
     """
 
     def __init__(self) -> None:
@@ -108,7 +99,6 @@ class PlanningQueue:
                 self._thread.start()
 
     def drop(self, urgency: Urgency) -> None:
-        """Gives up on the job of that urgency, if there is one."""
         with self._changed:
             self._drop(urgency)
 
@@ -119,7 +109,7 @@ class PlanningQueue:
         self.wake()
 
     def take(self) -> list[Any]:
-        """All that was published since the last call."""
+        """All results since the last call."""
         with self._changed:
             taken, self._published = self._published, []
         return taken
@@ -171,9 +161,7 @@ class PlanningQueue:
     def _go_on(self, begun: _Begun) -> None:
         """Has the job's question answered, and gets the next one.
 
-        Raises:
-            Cancelled: when the question was given up.
-            StopIteration: when the job has ended.
+        Raises Cancelled when the question was given up, StopIteration when the job has ended.
         """
         answer, error = None, None
         try:

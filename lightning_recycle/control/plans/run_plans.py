@@ -1,14 +1,13 @@
 """Which plan all workers of a run follow, and when they change to another one.
 
-Concept: the coordinator reports what happened (a generation begins, a step was applied, an answer was found) and gets
-schedules. All of them come from here, so no two workers can disagree about one::
+Concept: the coordinator reports events and gets schedules. All come from here, so no two workers can disagree::
 
     RunPlans              which plan, when
       DriftMonitor        whether operations still take the times that the plan assumes
       LayoutChoice        whether the layers should lie in another way
-      PlanProvider        the plan for those who have failed: ready, stored, or made
+      PlanProvider        the plan without the failed workers: ready, stored, or made
         Assumptions       the problem that a plan is made for
-      PlanningQueue       answers what takes long, in a process beside the coordinator
+      PlanningQueue       answers slow questions, in a process beside the coordinator
 
 | event | question |
 |---|---|
@@ -17,10 +16,9 @@ schedules. All of them come from here, so no two workers can disagree about one:
 | 10th step of the run | the best layout for all (:mod:`~lightning_recycle.control.plans.layout_choice`) |
 | operations no longer take the times of the plan | a plan for those (:mod:`~lightning_recycle.control.plans.drift`) |
 
-Contract: every method is called from the coordinator's thread. What takes long is answered in the background
-(:mod:`~lightning_recycle.control.plans.planning_queue`), which wakes the coordinator for :meth:`RunPlans.better`.
+Contract: every method is called from the coordinator's thread, which is woken for :meth:`RunPlans.better`.
 
-Must not know: connections; of a generation's roster, more than who failed.
+Must not know: connections; of a generation's roster, more than the failed workers.
 """
 
 from __future__ import annotations
@@ -57,17 +55,12 @@ log = logging.getLogger(__name__)
 class RunPlans:
     """Chooses what the workers of ``grid`` run.
 
-    Args:
-        grid: the grid of the run.
-        planner: makes the schedules.
-        drift: when to change the plan because operations do not take the times it assumes; None for never.
-        on_profile: called with the profile of the model once all stages have measured.
-        wake: called from another thread when :meth:`better` has something to say, or :meth:`is_ready` changes its mind.
-        rebalance: when layers move.
+    ``drift``: when to change the plan for other times of operations; None for never. ``on_profile``: called with the
+    profile of the model once all stages have measured. ``wake``: called from another thread when :meth:`better` has
+    something new, or :meth:`is_ready` changes. ``rebalance``: when layers move.
 
     Attributes:
         schedules: the newest schedules that were run, with the times measured in them.
-        measurements: what the workers have measured.
         number: how many plans were begun.
     """
 
@@ -141,34 +134,28 @@ class RunPlans:
 
     @property
     def operation_seconds(self) -> OperationSeconds:
-        """Mean seconds of each kind of operation, by stage and name."""
         return self.measurements.operation_seconds
 
     @property
     def computing_seconds(self) -> tuple[float, float] | None:
-        """Worker-seconds of F, B, W in a step, and of forwards run twice.
-
-        None before all are measured.
-        """
         return self.measurements.computing_seconds(self.schedules[-1]) if self.schedules else None
 
     # ------------------------------------------------------------------ what is measured
 
     def applied(self, worker: Worker, message: Applied, is_stage_leader: bool) -> None:
-        """Takes in the times of a step; those of a stage leader count for its stage."""
         self.measurements.applied(worker, message, is_stage_leader)
         if self._drift is not None:
             self._drift.observe(worker, message.step, message.step_seconds)
 
     def returned(self, worker: Worker, message: Returned) -> None:
-        """``worker`` reports again what it had measured."""
+        """Takes in the measurements of ``worker`` again, after a restart."""
         if message.facts:
             self.measurements.took(worker.stage, message.facts[-1].operation_seconds)
         if message.measured is not None:
             self.take(worker, message.measured)
 
     def take(self, worker: Worker, message: Measured) -> None:
-        """``worker`` has measured something."""
+        """Takes in a measurement of ``worker``."""
         newest = self.schedules[-1] if self.schedules else None
         told = message.profiled
         if told is not None and (profile := self.measurements.profiled(worker.stage, told)) is not None:
@@ -205,20 +192,15 @@ class RunPlans:
     # ------------------------------------------------------------------ layouts
 
     def layout_is(self, cuts: Cuts) -> None:
-        """The layout of workers that return to a restarted coordinator is ``cuts``."""
+        """Sets the layout of workers that return to a restarted coordinator."""
         self._layouts.cuts = cuts
 
     def relaid(self, cuts: Cuts) -> None:
-        """All have the layout ``cuts`` from the next generation on.
-
-        Operations take other times, and other memory.
-        """
         self._layouts.relaid(cuts, self._grid)
 
     # ------------------------------------------------------------------ what may come
 
     def plan_ahead(self) -> None:
-        """Begins to plan for every failure that may come next."""
         if not self.schedules:
             return  # the coordinator was started again; its first generation begins in a moment
         newest = self.schedules[-1]
@@ -254,10 +236,7 @@ class RunPlans:
         self._background.publish((question, proposal))
 
     def _improved(self, found: ReadyPlan) -> PlanReady | None:
-        """The change to ``found``, if it saves something for the workers that train.
-
-        Or if the plan that runs does not fit into memory.
-        """
+        """The change to ``found`` if it saves something, or the current plan lacks memory."""
         schedule, newest = found.schedule, self.schedules[-1]
         problem = schedule.problem
         now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
@@ -299,8 +278,9 @@ class RunPlans:
         return {"plan": self._planner.source, **facts}
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Comparisons since the last call, as kinds and details of events: "chosen"
-        (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`) and "layout".
+        """Comparisons since the last call, as kinds and details of events.
+
+        "chosen" (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`) and "layout".
         """
         taken, self._notes = self._notes, []
         return taken
@@ -327,10 +307,8 @@ class RunPlans:
         return PlanReady(roster, schedule, details, reconnects)
 
     def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
-        """A worker of another stage that should take position ``vacant``, if any."""
         return self._planner.propose_move(frozenset(failed), vacant, self.operation_seconds)
 
     def close(self) -> None:
-        """The run is over: no more plans are wanted."""
         self._planner.close()
         self._retime_newest()

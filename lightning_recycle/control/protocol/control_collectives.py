@@ -1,35 +1,22 @@
-"""Agreements: collectives, early stops, published keys, checkpoints. Pure.
+"""Control collectives, early stops, published keys, checkpoints. Pure.
 
-Control collectives are numbered by the workers' own program order, outlive generations, and complete when every live
-worker has arrived. A worker that does another thing instead, or has begun a later step than those that wait, has left
-one out and never comes: the run ends.
+Control collectives are numbered by the workers' program order, outlive generations, and complete when every live worker
+has arrived. A worker that has begun a later step than those that wait has left one out: the run ends. Before
+collectives of a position in a hook, which cannot run again, its members announce themselves (IN_HOOK); HookEntered
+tells them that all are there, and no new generation ends these collectives while the position is whole.
 
-Collectives of a position in hooks: a hook cannot be run again, so it must not be ended half-way by the loss of a worker
-of another position. Before the first of them in a hook each member says that it is there (IN_HOOK); once all are, all
-hear so (HookEntered), and let no new generation end these collectives as long as the position is whole. What else they
-wait for ends as ever. If it is told so late that a new generation was announced before, they enter that one first.
+Early stops: ``trainer.should_stop`` is read at *stop points*, passed by all in the same order. Workers whose flag is
+set ask and wait; the others go on silently, unless asked. If all ask at one point they stop there, like a single
+device. Otherwise all stop after the next step whose losses are incomplete, by its StepLoss. All get the same answer.
 
-Early stops: Lightning looks at ``trainer.should_stop`` at a few places after each step, its *stop points*, which all
-workers pass in the same order. A worker whose flag is set there asks and waits (StopWish). A worker whose flag is
-not set goes on silently, unless another has asked about that point (StopRequested, StopWish). If all live workers ask
-at the same point, as after a decision on values that all have, they stop right there, like a single device. Else some
-have begun what they cannot undo: all stop after the next step whose losses are not complete yet. Its StepLoss says so.
-Every wish to stop is answered as soon as all live workers have asked at its point, or one has gone on there, and all
-get the same answer. If a worker asks that is not lost before the answer, the run stops, at the latest after the step
-that follows the point.
+Keys (:class:`PublishedKeys`): a question waits for all of its keys and is answered by one message, so traffic grows
+with the number of neighbours, not with the square of workers. Only messages of the newest generation count.
 
-Keys to connect (:class:`PublishedKeys`): before the workers of a generation are connected, some publish keys and some
-look them up. A question waits until all that it asks for is there, and is then answered by one message. So the traffic
-is proportional to the number of a worker's neighbours, and not to the square of the number of workers. Values are
-passed on unread. A new generation forgets those of the one before; a message of any other generation than the newest
-changes nothing.
-
-Checkpoints: all checkpoints of one step boundary are a *batch*; there is one at a time. A worker of each stage, its
-*holder*, has the stage's state as it was there; the holder of the last stage is the *writer*. Each checkpoint is in one
-of these states:
+Checkpoints of one step boundary are a *batch*; there is one at a time. A *holder* per stage has its state; the holder
+of the last stage is the *writer*. Each checkpoint is decided once for all, whichever worker dies:
 
 =========  ===================================================  ====================================================
-state      what is so                                           what led to it
+state      meaning                                              cause
 =========  ===================================================  ====================================================
 begun      workers have come to the boundary                    the first SaveBegun
 announced  the writer has the whole file under another name     SaveAnnounced
@@ -37,13 +24,10 @@ complete   the file has its name, or gets it from the leader    SaveEnded; loss 
 given up   there is no file, nor will there be one              SaveEnded with a reason; loss of the writer before
 =========  ===================================================  ====================================================
 
-So a checkpoint is complete once for all, whichever worker dies. Every StepLoss and every Answer says how the newest
-batch ended (SaveStatus), and who would hold the next one. These messages are the same for all workers, which read them
-at the same points of their program: all take up what follows after the same step, and choose the same holders without
-asking. A checkpoint that was given up for the loss of a worker is asked for again at the next boundary, of which a
-newcomer learns with its peer's state; if all wait for it, it is begun again at once.
+Every StepLoss and Answer has the outcome of the newest batch and the next holders (SaveStatus): all workers act on it
+at the same point of their program. Given up for a loss, a checkpoint is asked for again at the next boundary.
 
-Must not know: connections, the meaning of the keys, files, what a checkpoint holds.
+Must not know: connections, the meaning of the keys, files.
 """
 
 from __future__ import annotations
@@ -98,8 +82,7 @@ def settle_collectives(state: MembershipState) -> Next:
 def forget_retracted(state: MembershipState) -> MembershipState:
     """Drops parts of collectives that no longer count when a generation begins.
 
-    Parts that count in one generation only, and those of workers that are gone. One of them may have gone on where all
-    others stop.
+    Parts for one generation only, and of lost workers, which may have gone on where all others stop.
     """
     live = state.roster.live.union(state.roster.parked)
     kept = {
@@ -131,10 +114,7 @@ def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
 
 
 def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
-    """A worker reports which step it has begun.
-
-    Ends the run if others wait before that step for it to arrive.
-    """
+    """A worker reports its begun step; ends the run if others wait for it before that."""
     for _, arrived in sorted(state.collectives.open.items()):
         waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
         if event.rank in arrived or waiting is None:
@@ -200,10 +180,7 @@ class StopPlace(IntEnum):
 
 
 def stop_point(steps: int, place: StopPlace) -> int:
-    """The number of a stop point: it grows along the way of every worker.
-
-    ``steps``: how many are applied.
-    """
+    """Number of the stop point after ``steps`` steps; grows along each worker's way."""
     return steps * len(StopPlace) + place
 
 
@@ -218,7 +195,6 @@ def on_stop_wish(state: MembershipState, event: messages.StopWish) -> Next:
 
 
 def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
-    """A worker wants to stop at ``event.point`` and waits."""
     stop = state.collectives.stop_round
     if state.steps.after_step is AfterStep.STOP or (stop is not None and event.point < stop.point):
         return _stop_later(state, event.point, event.rank)  # somebody is past this point
@@ -243,10 +219,7 @@ def _add_answer(state: MembershipState, event: messages.StopWish) -> Next:
 
 
 def _settle_stop(state: MembershipState) -> Next:
-    """Ends the round if all want to stop; forgets it if those that do are lost.
-
-    The others want what they want.
-    """
+    """Ends the round if all want to stop; forgets it if the askers are lost."""
     stop = state.collectives.stop_round
     if stop is None or stop.is_over:
         return state, ()
@@ -274,8 +247,6 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
 
 @dataclass(eq=False)
 class _Question:
-    """Question that waits for ``missing`` of its keys to be published."""
-
     message: LookUp
     missing: int
 
@@ -289,16 +260,12 @@ class PublishedKeys:
         self._awaited: dict[str, list[_Question]] = defaultdict(list)
 
     def begin(self, generation: int) -> None:
-        """From now on only ``generation`` counts."""
         self._generation = generation
         self._values.clear()
         self._awaited.clear()
 
     def publish(self, message: Publish) -> list[tuple[int, Found]]:
-        """The answers that are complete with it, by rank.
-
-        A key that is published again has its newest value.
-        """
+        """The answers that it completes, by rank; the newest value of a key counts."""
         if message.generation != self._generation:
             return []
         self._values[message.key] = message.value
@@ -334,8 +301,7 @@ _COUNTS = 1 << 32  # more batches than a run has
 def batch_number(status: SaveStatus, count: int) -> int:
     """Number of the batch after ``status``, when there were ``count`` before.
 
-    If all are lost that began it, those that take their place begin one of another number, as in another generation
-    they have other holders.
+    It includes the generation: if all that began a batch are lost, their successors, with other holders, begin another.
     """
     return status.generation * _COUNTS + count
 
@@ -352,7 +318,7 @@ def save_status(state: MembershipState) -> SaveStatus:
 
 
 def _holders(state: MembershipState) -> tuple[int, ...]:
-    """Holders of the next batch by column; the leader in its own, the first one of the last stage."""
+    """Holders of the next batch by column: its first worker, or the leader."""
     found = state.positions.column_leaders(state.roster.live - state.roster.joining)
     if len(found) < state.columns:
         return ()
@@ -363,8 +329,7 @@ def _holders(state: MembershipState) -> tuple[int, ...]:
 def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
     """A worker has come to the boundary of a batch; the first one begins it.
 
-    If all that had begun it with another writer are lost, as an earlier coordinator was, those that are left begin it
-    anew.
+    The batch begins anew if all that began it with another writer are lost, as after a restart of the coordinator.
     """
     before = state.saves
     if event.batch < before.batch or (event.batch, event.writer) == (before.batch, before.writer):
@@ -378,8 +343,8 @@ def on_save_begun(state: MembershipState, event: messages.SaveBegun) -> Next:
 def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> SaveState:
     """The batch that counts for ``members``, which have all returned.
 
-    It is ``saves``, or the one before it if only lost workers have begun ``saves``, and some members have not heard how
-    that one ended.
+    It is ``saves``, or the one before if only lost workers have begun ``saves`` and some members do not know how that
+    one ended.
     """
     begun = max((member.save.batch for member in members if member.save is not None), default=-1)
     return saves.last if saves.last is not None and saves.last.batch == begun >= 0 else saves

@@ -1,39 +1,23 @@
-"""Faults that are no loss: whose they are, and what follows. Pure.
+"""Fault attribution: wrong bits, exceptions and broken links. Pure.
 
-Wrong bits: after some steps every worker sends checksums of what it holds (:class:`~.messages.Checked`). The workers of
-a stage hold the same bits, so those whose checksums differ hold wrong ones. Independent errors do not agree: the
-largest group is right if it has at least two workers and no other group is as large (:func:`find_culprits`). Otherwise,
-as in a stage of two, nothing says who is right: the stage has no state that can be trusted, and counts as lost. Workers
-are compared only by what they sent of one step, once all live workers have applied it. A worker that is found wrong is
-evicted, or the run ends. In a newcomer's first check the others are right, as its state was theirs. A worker also
-computes a micro-batch of a peer once more now and then, and must get the same bits. If it does not, all workers of the
-stage compute it, and vote (:func:`decide_dispute`).
+- Wrong bits: a stage's workers send checksums of one step (:class:`~.messages.Checked`). The largest group is right if
+  it has at least two workers and no other is as large (:func:`find_culprits`), as independent errors do not agree; a
+  wrong worker is evicted, or the run ends. Otherwise the stage counts as lost: it has no state that can be trusted. A
+  recomputed micro-batch with other bits is put to the vote of the stage (:func:`decide_dispute`).
+- NaN or infinity (NotFinite): the step is not committed, and the next generation *inspects* it: a worker that makes
+  such a value of finite ones disputes its own result. If its peers get finite values it was the device; otherwise the
+  step is *excused*: it runs again and is taken as it is. A step is inspected once, unless a loss interrupts that.
+- Newcomers that hold other values than the others are dismissed, and steps that they took part in, and not all have
+  applied, run again. The position gets one more worker, then it stays empty.
+- Exceptions that a machine may explain (Raised): the same work runs elsewhere (:func:`judge_exception`). If the
+  exception follows the work, it is the user's own; if not, the run goes on without that machine. The last holder of a
+  stage repeats the work itself, if that is exact. Replicas are not spent on one cause: a place is tried ``retries``
+  times more, at most one worker of a stage is evicted in a step (a full disk is common to all), and in a step a stage
+  raises at most ``retries + 1`` times.
+- Links that break without a death (Broken, GraceElapsed): the same workers connect again and check whom they reach. The
+  fewest workers that leave no broken pair are evicted, never the last holder of a stage (:func:`choose_evictions`).
 
-Values that are not finite: a worker that meets a NaN or an infinity (NotFinite) stops, so the step is not committed. In
-the next generation the step is *inspected*: a worker that makes such a value of finite ones disputes its own result,
-and its stage votes. If the peers get finite values it was the device. If they get the same, or none makes the value (it
-is in the data, or in the parameters of all), the step is *excused*: it runs again, and is taken as it is. If the value
-does not come again, there is nothing left to do. A step is inspected once, unless a loss interrupts that, and a model
-that often has such values is soon not asked any more.
-
-Newcomers: one that holds other values than those who were there before is dismissed, and what it took part in and not
-all have applied is computed again. Its position gets one more worker, then it stays empty.
-
-Exceptions: one that a fault of a machine may explain (Raised) is settled by experiment (:func:`judge_exception`). The
-same work runs once more elsewhere: the worker that raised is evicted, and a peer of its stage does what it did. If the
-exception follows the work, it is the user's own; if it stays with the machine, the run goes on without that machine.
-The last holder of a stage has no peer: it runs the work again itself, if that is exact. The replicas of a stage are
-never spent on one cause: a place (step and operation, or a line of code outside of steps) is tried ``retries`` times
-more, at most one worker of a stage is evicted in a step (a full disk and a storage that is gone are common to all), and
-in one step a stage raises at most ``retries + 1`` times.
-
-Links: if communication breaks and no death explains it (Broken, GraceElapsed), the same workers connect again. Each of
-them first checks whom it can reach. One *broken pair* (two live workers of which one cannot reach the other) stops all,
-as all are connected. Neither is to blame more than the other, but without one of the two the rest can go on. So the
-workers to evict are the fewest that leave no broken pair behind (a vertex cover of the pairs), and never the last one
-that holds the state of its stage: that state exists nowhere else (:func:`choose_evictions`).
-
-Must not know: how checksums are made, what a device is, sockets, and which classes of exceptions are suspected
+Must not know: how checksums are made, what a device is, sockets, which exceptions are suspected
 (:mod:`~lightning_recycle.runtime.machine_errors`).
 """
 
@@ -80,14 +64,7 @@ EXCUSES_ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """A worker whose bits are wrong.
-
-    Args:
-        rank: the worker.
-        kinds: what of it is wrong, by the names of its checksums.
-        right: the ranks whose checksums agree.
-        device: its device.
-    """
+    """Worker whose checksums ``kinds`` differ from those of the ranks ``right``."""
 
     rank: int
     kinds: tuple[str, ...]
@@ -127,7 +104,7 @@ def find_culprits(checked: Mapping[int, Checked]) -> _Found:
 
 
 def differing(mine: Mapping[str, bytes], right: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The names of the checksums that are not the same."""
+    """Names of the checksums that differ."""
     return tuple(sorted(name for name in mine.keys() | right.keys() if mine.get(name) != right.get(name)))
 
 
@@ -146,12 +123,10 @@ def own_error(disputed: Disputed) -> Culprit:
 def decide_dispute(dispute: Dispute) -> tuple[Culprit, ...] | Finding:
     """The wrong workers, when all have voted.
 
-    Workers without checksums have another kind of machine, and no say.
-
-    The largest group of votes is right if it has at least two and no other is as large. Whoever claimed other bits at
-    first was wrong then, whatever it gets now. If no group is, workers that repeat their own bits but not each other's
-    may be different machines; of two nobody can say. If several do not repeat their own, the computation is not
-    deterministic.
+    Workers without checksums have another kind of machine, and no vote. The largest group of votes is right if it has
+    at least two and no other is as large. A worker that claimed other bits at first is wrong, whatever it gets now.
+    Without such a group, workers that repeat their own bits but not each other's may be different machines; if several
+    do not repeat their own, the computation is not deterministic.
     """
     dispute = replace(dispute, votes={rank: vote for rank, vote in dispute.votes.items() if vote[0]})
     shaky = [rank for rank, (_, repeats) in dispute.votes.items() if not repeats]
@@ -184,10 +159,10 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
 
 
 def doubt(state: MembershipState) -> MembershipState:
-    """A newcomer is lost.
+    """After the loss of a newcomer that was not compared after the newest step.
 
-    If it was not compared after the newest step, it may have taken part in the next one with wrong values: all run that
-    again. No worker has applied it, as its loss is not known.
+    It may have taken part in the next one with wrong values: all run that again. No worker has applied it, as its loss
+    is not known.
     """
     if state.returned is None and state.steps.version == state.steps.summed:
         return state
@@ -216,14 +191,14 @@ def on_differs(state: MembershipState, event: messages.Differs) -> Next:
 
 
 def add_checked(state: MembershipState, event: messages.Applied) -> MembershipState:
-    """A worker told what it holds after a step."""
+    """Adds a worker's checksums after a step."""
     if event.facts.checked is None:
         return state
     return state.updated(checks=state.checks.add(event.rank, event.step, event.facts.checked))
 
 
 def compare(state: MembershipState) -> Next:
-    """Compares what workers told of the steps that all live ones have applied."""
+    """Compares the reports of the steps that all live workers have applied."""
     commands: tuple[Command, ...] = ()
     for step in sorted(step for step in state.checks.checksums if step < state.steps.version):
         checked = {rank: one for rank, one in state.checks.checksums[step].items() if rank in state.roster.live}
@@ -310,8 +285,7 @@ def _contaminated(since: int, step: int) -> str:
 def on_disputed(state: MembershipState, event: messages.Disputed) -> Next:
     """A worker got other bits than a peer, or twice others than itself before.
 
-    In the second case no peer has to be asked. The step cannot be committed, so a generation begins, or a loss begins
-    one.
+    In the second case no peer votes. The step cannot be committed, so a generation begins, or a loss begins one.
     """
     if not state.generation.runs(event.generation):
         return state, ()
@@ -333,8 +307,8 @@ def call_vote(
 ) -> tuple[MembershipState, messages.Vote | None, tuple[Command, ...]]:
     """The vote on a dispute, if the whole stage holds the parameters of its step.
 
-    Otherwise it is forgotten: the step is computed again, and checked again. A value that is not finite is then kept,
-    or there would be no end.
+    Otherwise the dispute is dropped, as the step is computed and checked again. A value that is not finite is then
+    kept, or there would be no end.
     """
     dispute = state.checks.dispute
     if dispute is None:
@@ -352,10 +326,7 @@ def call_vote(
 
 
 def on_voted(state: MembershipState, event: messages.Voted) -> Next:
-    """A worker has computed what is disputed.
-
-    When all have, a generation begins, unless a loss begins one.
-    """
+    """A worker has voted; after the last vote, or by a loss, a generation begins."""
     dispute = state.checks.dispute
     if not state.generation.runs(event.generation) or dispute is None:
         return state, ()
@@ -369,7 +340,6 @@ def on_voted(state: MembershipState, event: messages.Voted) -> Next:
 
 
 def _settle_dispute(state: MembershipState, dispute: Dispute) -> Next:
-    """Reaction to the votes of all."""
     if is_about_numbers(dispute):
         return _settle_finite_dispute(state, dispute)
     finding = decide_dispute(dispute)
@@ -451,7 +421,6 @@ def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Nex
 
 
 def _give_up_comparing(state: MembershipState, why: str) -> Next:
-    """Computations are not compared any more."""
     state = state.with_checks(comparable=False, dispute=None)
     return state, (Record("incomparable", state.steps.version, None, {"cause": why}),)
 
@@ -474,10 +443,7 @@ def is_about_numbers(dispute: Dispute) -> bool:
 
 
 def who_made_it(dispute: Dispute) -> Culprit | str:
-    """The worker whose device made a value that is not finite, or why none did.
-
-    Decided when all have voted.
-    """
+    """The worker whose device made a value that is not finite, or why none did."""
     accused = dispute.accused
     others = {rank: vote for rank, vote in dispute.votes.items() if rank != accused}
     finite = tuple(sorted(rank for rank, (sums, _) in others.items() if sums.get(FINITE) == IS_FINITE))
@@ -528,15 +494,10 @@ class Verdict(Enum):
 def judge_exception(
     raised: Raised, stage: int, version: int, past: Sequence[Remembered], has_peer: bool, retries: int
 ) -> Verdict:
-    """Decides about a suspected exception.
+    """Verdict on a suspected exception.
 
-    Args:
-        raised: the exception.
-        stage: the stage of the worker that raised it.
-        version: the number of steps that all workers have applied.
-        past: what was raised before, without this one.
-        has_peer: whether another live worker holds the state of the stage.
-        retries: how often work that raised is run again.
+    ``version``: the number of steps that all workers have applied. ``past``: the earlier exceptions. ``has_peer``:
+    whether another live worker holds the state of the stage. ``retries``: how often work that raised runs again.
     """
     of_stage = [one for one in past if one.stage == stage]
     at_place = sum(one.place == (raised.step, raised.operation) for one in of_stage)
@@ -550,7 +511,7 @@ def judge_exception(
 
 
 def remember_exception(raised: Raised, stage: int, version: int, past: Sequence[Remembered]) -> tuple[Remembered, ...]:
-    """``past`` with ``raised``, without what is long ago."""
+    """``past`` with ``raised``, without old exceptions."""
     new = Remembered(raised.rank, raised.generation, stage, (raised.step, raised.operation), version)
     return (*(one for one in past if version - one.version <= _REMEMBERED_STEPS), new)
 
@@ -596,20 +557,13 @@ def choose_evictions(
     leader: int,
     can_recover: Callable[[frozenset[int]], bool] = lambda evicted: True,
 ) -> tuple[int, ...] | None:
-    """Chooses the workers without which no broken pair is left.
+    """The ranks, in order, whose eviction leaves no broken pair; None if impossible.
 
     Of the smallest sets it takes the one that repeatedly evicts the worker in most of the remaining pairs; among equals
     one that holds no state yet, then one that is not the leader, then the highest rank. With too many pairs to try all
-    sets, the result may be larger than necessary.
-
-    Args:
-        pairs: the broken pairs; of a worker that must go whatever else does, with itself.
-        holders: for each stage, the ranks that hold its state.
-        leader: the rank that speaks for the run.
-        can_recover: whether all others could go on together without these ranks, with what each of them holds.
-
-    Returns:
-        The ranks in order; None if there is no such set: some that cannot reach each other must stay.
+    sets the result may be larger than necessary. ``pairs``: a worker that must go is paired with itself. ``holders``:
+    for each stage, the ranks that hold its state. ``can_recover``: whether all others could go on together without
+    these ranks.
     """
     stages = [frozenset(stage) for stage in holders]
     holding = frozenset[int]().union(*stages)
@@ -685,8 +639,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
 def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
     """Workers without which no broken pair is left; None if some pair must stay.
 
-    A position goes whole, so positions are chosen, each by its first member. Of each the member goes that is in most
-    broken pairs, which parks its siblings.
+    Whole positions are evicted. Of each the member in most broken pairs is named, which parks its siblings.
     """
     pairs, positions = state.generation.broken_pairs, state.positions
     first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}
@@ -701,10 +654,7 @@ def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
 
 
 def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
-    """Whether the others could go on from their reports.
-
-    Without a connection none has moved on since.
-    """
+    """Whether the others could go on from their reports, valid until they connect."""
     evicted = state.positions.all_members(evicted)
     statuses = {
         rank: report.status
@@ -719,7 +669,6 @@ def _can_recover(state: MembershipState, evicted: frozenset[int]) -> bool:
 
 
 def _cut_off_from(state: MembershipState, rank: int) -> str:
-    """Why ``rank`` is evicted, in words."""
     others = sorted({other for pair in state.generation.broken_pairs if rank in pair for other in pair} - {rank})
     names = " and ".join(map(state.name, others))
     return f"it and worker{'s' if len(others) > 1 else ''} {names} cannot reach each other"

@@ -1,15 +1,14 @@
 """Member: the worker's half of the protocol, as a pure state machine.
 
-Concept: :class:`Member` takes what the coordinator says (:meth:`Member.receive` returns the answers) and tells the
-worker's main thread where it stands: whether a generation was announced, whether a step may begin
-(:meth:`Member.begin`), and what it waits for, once that is there. It also makes the messages of the main thread.
+Concept: :class:`Member` takes the coordinator's messages (:meth:`Member.receive` returns the answers), makes those of
+the main thread, and holds its state: whether a generation was announced, whether a step may begin, the answers that it
+waits for. :class:`~lightning_recycle.control.client.ControlClient` is the shell around it; simulated histories drive
+it, too.
 
-Contract: messages of one coordinator arrive in order; each may arrive twice. Nothing here waits: a method that asks for
-something returns None until it is there. What a worker does in a recovery is
-:func:`~lightning_recycle.control.protocol.recovery.actions`.
+Contract: messages of one coordinator arrive in order; each may arrive twice. Nothing here waits: a query returns None
+until the answer is there. Recovery is :func:`~lightning_recycle.control.protocol.recovery.actions`.
 
-Must not know: locks, sockets, clocks, pickles. :class:`~lightning_recycle.control.client.ControlClient` is the shell
-around it, and the simulated histories drive the same object.
+Must not know: locks, sockets, clocks, pickles.
 """
 
 from __future__ import annotations
@@ -135,21 +134,16 @@ class MessageRecord:
             self.save, self.announced, self.saves_ended = None, (), ()
 
     def drop(self, announced: messages.Regroup) -> None:
-        """The worker enters a generation."""
         self._losses.pop(announced.unproven, None)
 
     def began(self, step: int) -> None:
-        """The worker begins ``step``."""
         if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
             self.answer = None  # it may be as large as a checkpoint
 
     def returned(self, generation: int, next_collective: int, **who: Any) -> messages.Returned:
-        """All that it holds.
+        """All that it holds; ``who``: the other fields of the message.
 
-        Args:
-            generation: the newest that was announced to it.
-            next_collective: the first control collective that it has taken no answer to, nor has arrived at.
-            who: the other fields of the message.
+        ``next_collective``: the first control collective that has neither its answer nor its part.
         """
         number = next_collective if self.arrival is None else self.arrival.number
         if self.answer is not None:
@@ -171,12 +165,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The step may begin.
-
-    Args:
-        program: holds from now on, if there is one.
-        replies: messages to send.
-    """
+    """The step may begin, with ``program`` from now on, if any; send ``replies``."""
 
     program: Program | None = None
     replies: tuple[Any, ...] = ()
@@ -184,11 +173,9 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The roster is about to change: the step may not begin yet.
+    """The roster is about to change: the step may not begin yet; send ``replies``.
 
-    Args:
-        replies: messages to send.
-        place: what is known of the change; ask again when :attr:`Member.pause` differs.
+    ``place``: ask again when :attr:`Member.pause` differs from it.
     """
 
     replies: tuple[Any, ...]
@@ -202,27 +189,21 @@ Message: TypeAlias = Any
 class Member:
     """Protocol state of one worker process.
 
-    Args:
-        rank: its position; -1 until it has one.
-        joining: whether the training may have begun without it. It is alone until it enters.
-        returns: whether it may lose its coordinator and return to another one; it keeps what that one must know.
+    ``joining``: the training may have begun without it; it is alone until it enters. ``returns``: whether it keeps the
+    messages that it must repeat to a new coordinator.
 
     Attributes:
-        generation: the generation that it has entered; -1 before the first.
-        roster: the ranks of that generation's live workers.
-        moved: which of them hold another position than they were started for.
-        lost: for each rank that was lost, the newest generation that was announced without it, after one with it.
-        leader: the rank that speaks for the run; -1 before the first generation.
+        generation: that it has entered; -1 before the first. ``roster``, ``leader``, ``moved``: of that one.
+        lost: for each lost rank, the newest generation that was announced without it, after one with it.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
-        saves: background checkpoints as of the newest loss or answer that was asked for: at each point of the program
-            the same on all workers.
+        saves: checkpoints as of the newest loss or answer that was asked for: the same on all workers at each point of
+            the program.
         begun: the newest step that it has begun.
         next_collective: the number of its next control collective.
         hooks: how often it has run collectives of its position in hooks.
-        in_hook: whether its siblings may be in a hook together with it, in the generation that it is connected in.
-        assignment: the position that it was given, if it was started by hand.
-        unfit: why it gets none.
+        in_hook: whether its siblings may be in a hook with it, in the connected generation.
+        assignment: the position of a worker started by hand; ``unfit``: why it gets none.
         confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
     """
 
@@ -355,11 +336,7 @@ class Member:
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     def validate(self) -> None:
-        """Checks the rules that every state of a member keeps.
-
-        Raises:
-            AssertionError: with the rule that does not hold.
-        """
+        """Raises AssertionError with the violated rule of a member's states."""
         for rule, holds in self._rules():
             assert holds, f"worker {self.rank}: {rule}: {vars(self)}"
 
@@ -404,7 +381,6 @@ class Member:
         return self.generation >= 0 and self.rank not in self.roster
 
     def enter(self) -> messages.Regroup:
-        """Enters the newest announced generation."""
         announced = self._announced
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
@@ -418,7 +394,7 @@ class Member:
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
-        """Report for the entered generation: what is held and brought to a commit."""
+        """Report for the entered generation: the worker's state and its part of a commit."""
         return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts, self.hooks)
 
     def resumed(self) -> messages.Resume | None:
@@ -454,8 +430,7 @@ class Member:
     def begin(self, step: int) -> Go | Hold:
         """Whether ``step`` may begin; if so, it counts as begun.
 
-        Raises:
-            Interrupted: when a generation was announced.
+        Raises Interrupted when a generation was announced.
         """
         if self.interrupted:
             raise Interrupted
@@ -493,10 +468,7 @@ class Member:
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
     def knows_loss(self, step: int) -> bool:
-        """Whether the mean loss of ``step`` is known.
-
-        All workers that have entered a generation know the same.
-        """
+        """Whether the loss of ``step`` is known; equal on all workers of a generation."""
         return step in self._losses
 
     def loss(self, step: int) -> messages.StepLoss | None:
@@ -509,10 +481,7 @@ class Member:
         return found
 
     def _learn(self, saves: messages.SaveStatus) -> None:
-        """Takes in a status of saves.
-
-        A coordinator that was started again may not know how the newest batch ended.
-        """
+        """Takes in a status of saves; a restarted coordinator may not know the newest."""
         if saves.batch < self.saves.batch:
             saves = replace(self.saves, holders=saves.holders, generation=saves.generation)
         self.saves = saves
@@ -555,11 +524,10 @@ class Member:
     def raised(
         self, step: int, operation: str, summary: str, traceback: str, exact: bool, sticky: bool
     ) -> messages.Raised:
-        """The question whose a suspected exception of the generation that was entered is."""
         return messages.Raised(self.rank, self.generation, step, operation, summary, traceback, exact, sticky)
 
     def judged(self) -> messages.Judged | None:
-        """The answer, if such an exception was raised in the generation that was entered."""
+        """The answer to :meth:`raised` in the entered generation."""
         return self._judged if self._judged is not None and self._judged.generation == self.generation else None
 
     # ------------------------------------------------------------------ control collectives

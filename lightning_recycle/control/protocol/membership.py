@@ -1,19 +1,15 @@
 """The coordinator's state machine: events to next states and commands. Pure.
 
-:func:`transition` has no clock, no socket and no process; the coordinator is the shell that feeds it and obeys. The
-tables :data:`_OF_ANY` and :data:`_OF_MEMBERS` name the handler of each event, which stands beside the part of the state
-that it changes:
+:func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_OF_ANY` and
+:data:`_OF_MEMBERS` name the handler of each event, beside the part of the state that it changes:
 
 - :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
-- :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, applied steps; workers that enter and leave,
-  plans and layouts that change at a step boundary;
+- :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, changes at a step boundary;
 - :mod:`~lightning_recycle.control.protocol.fault_attribution`: wrong bits, suspected exceptions, broken links;
-- :mod:`~lightning_recycle.control.protocol.control_collectives`: control collectives, early stops, checkpoints that are
-  written in the background.
+- :mod:`~lightning_recycle.control.protocol.control_collectives`: control collectives, early stops, checkpoints.
 
-Here: workers that join before the training, losses, reports, and the return of all to a coordinator that was killed and
-started again (:mod:`~lightning_recycle.control.journal`): it begins with its journal, waits for the workers (Returned),
-and then the same workers connect again, without those that do not return.
+Here: workers that join before the training, losses, reports, and workers that return to a restarted coordinator
+(:mod:`~lightning_recycle.control.journal`), which then connect again.
 """
 
 from __future__ import annotations
@@ -85,10 +81,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
 
 
 def transition(state: MembershipState, event: MembershipEvent) -> Next:
-    """Returns the state after ``event`` and what to do.
-
-    Events of a past generation or a lost worker change nothing.
-    """
+    """Next state and commands; events of lost workers or past generations: none."""
     if state.outcome is not None:
         return state, ()
     before = state
@@ -289,10 +282,7 @@ def _resume(
 
 
 def _in_other_hooks(state: MembershipState) -> int | None:
-    """The stage of an assembled position whose members are in different hooks.
-
-    One would wait there for ever.
-    """
+    """The stage of an assembled position whose members would wait in different hooks."""
     reports = state.generation.reports
     for rank in sorted(state.roster.assembled):
         if any(reports[sibling].hooks != reports[rank].hooks for sibling in state.positions.siblings(rank)):
@@ -303,10 +293,9 @@ def _in_other_hooks(state: MembershipState) -> int | None:
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
     """Contributions to the newest commit by column; whether they settle ``version``.
 
-    They do where a worker has applied that step, which runs again, and the contributions of all stages to it are known.
-    It may have gone on from them, and would not announce the step again, so they hold for all: workers that applied the
-    step on a guess settle it by them, and the others do not guess. Otherwise they are those to the step before, as far
-    as reported or answered.
+    They do where a worker has applied that step, which runs again, and all stages' contributions to it are known: that
+    worker may have gone on from them, and would not announce the step again, so they hold for all, guesses included.
+    Otherwise they are those to the step before, as far as reported or answered.
     """
     known, payloads = state.steps.answered
     if known == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
@@ -336,9 +325,9 @@ _ORDER: tuple[type[Any], ...] = (
 
 
 def rebuilt(state: MembershipState) -> Next:
-    """State after all have returned, without what :func:`events` adds.
+    """State after all have returned, without :func:`returned_events`.
 
-    Also without what some were told and others not.
+    Also without messages of the earlier coordinator that only some have received.
     """
     assert state.returned is not None
     there = state.returned
@@ -444,19 +433,18 @@ def returned_events(member: messages.Returned) -> Iterator[Any]:
 
 
 def returned_order(event: Any) -> tuple[int, int]:
-    """The place of one of :func:`events` among those of all workers."""
+    """Place of one of :func:`returned_events` among those of all workers."""
     return _ORDER.index(type(event)), getattr(event, "step", 0)
 
 
 def _on_returned(state: MembershipState, event: messages.Returned) -> Next:
-    """A worker has come back to a coordinator that was started again."""
     if state.returned is None:
         return state, ()
     return state.updated(returned={**state.returned, event.rank: event}), ()
 
 
 def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages.Returned]) -> Next:
-    """Begins a generation of those who have returned: no other is awaited."""
+    """Begins a generation of the returned workers: no other is awaited."""
     state, commands = rebuilt(state)
     members = [returned[rank] for rank in state.heard]
     state = recovery.with_leader(state)

@@ -58,14 +58,11 @@ class StepState(Enum):
 class WorkerStatus:
     """Status of a survivor.
 
-    Args:
-        column: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
-            stage.
-        version: optimizer steps applied to its parameters.
-        reduced: whether it holds the complete reduced gradient of step ``version``.
-        unsettled: whether it has applied its newest step on a guess that nothing has confirmed yet; then it is not
-            ``reduced``.
-        has_shadow: whether it keeps the parameters of the version before, and can compute with them.
+    ``column``: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
+    stage. ``version``: optimizer steps applied to its parameters. ``reduced``: whether it holds the complete reduced
+    gradient of step ``version``. ``unsettled``: whether it has applied its newest step on a guess that nothing has
+    confirmed; then it is not ``reduced``. ``has_shadow``: whether it can compute with the parameters of the version
+    before.
     """
 
     column: int
@@ -75,7 +72,6 @@ class WorkerStatus:
     has_shadow: bool = True
 
     def state_in(self, step: int) -> StepState:
-        """Its state in ``step``."""
         if self.version > step:
             return StepState.GUESSED if self.unsettled and self.version == step + 1 else StepState.APPLIED
         return StepState.REDUCED if self.reduced and self.version == step else StepState.RUNNING
@@ -88,10 +84,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """Workers of ``column`` that lack the gradient of ``step`` get it from ``donor``.
-
-    All take part.
-    """
+    """Workers of ``column`` get the gradient of ``step`` from ``donor``, together."""
 
     column: int
     step: int
@@ -100,12 +93,10 @@ class Adoption:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision about the step at which all survivors go on.
+    """Step at which all survivors go on.
 
-    Args:
-        version: the committed version v; a worker below applies what it holds or adopts, then step v runs.
-        ahead: the columns whose part of step v is done.
-        adoptions: in the order in which a column carries them out.
+    ``version``: the committed version v; a worker below applies the gradient that it holds or adopts, then step v runs.
+    ``ahead``: the columns whose part of step v is done. ``adoptions``: in the order in which a column carries them out.
     """
 
     version: int
@@ -120,15 +111,11 @@ class Decision:
 class RunRequest:
     """Run that a script asks for, from a worker without a launching process.
 
-    Args:
-        entry: the Trainer's entry point: "fit", "validate", ...
-        grid: the grid.
-        microbatches_given: whether the script itself says how many micro-batches; otherwise it takes another number.
-        settings: the options that all workers must agree on, by names such as "recovery.rebalance": see
-            :data:`~lightning_recycle.control.options.GROUPS`. What is missing has its default.
-        needs_launcher: options that only a launching process can carry out, as the user wrote them.
-        members: the processes of each position of the grid.
-        device: the kind of device that the worker computes on, by torch's name; empty if it does not say.
+    ``entry``: the Trainer's entry point, such as "fit". ``microbatches_given``: whether the script itself sets their
+    number; otherwise it takes any. ``settings``: the options that all workers must agree on, by names such as
+    "recovery.rebalance" (:data:`~lightning_recycle.control.options.GROUPS`); missing ones have their defaults.
+    ``needs_launcher``: options that only a launching process can carry out, as the user wrote them. ``members``:
+    processes per position. ``device``: its kind, by torch's name; empty if unknown.
     """
 
     entry: str
@@ -144,14 +131,10 @@ class RunRequest:
 class Hello:
     """The first message on a connection.
 
-    Args:
-        rank: the position that the worker was started for; None for one started by hand, which is assigned one.
-        pid: its process id.
-        joining: whether the training may have begun without it: it enters at a step boundary.
-        node: its machine's name; workers of one machine are put into the same pipelines.
-        wants: what its script wants, if it was started by hand.
-        token: a random name of the process, which tells it from any other that holds its position.
-        space: a name for what its process id means, the same for processes that see each other; "" if unknown.
+    ``rank``: None for a worker started by hand, which is assigned a position. ``joining``: whether the training may
+    have begun without it; it enters at a step boundary. ``node``: its machine; workers of one machine are put into the
+    same pipelines. ``token``: a random name of the process. ``space``: the same for processes that see each other's
+    process ids; "" if unknown.
     """
 
     rank: int | None
@@ -167,14 +150,10 @@ class Hello:
 class Activity:
     """Activity of a worker's main thread.
 
-    Args:
-        step: the optimizer step.
-        operation: its name, for people.
-        waiting_for: what it waits for from other processes, for people; empty while it does something itself.
-        since: when that began, in seconds of the worker's monotonic clock.
-        kind: the operation's kind if its usual duration is known ("F", "B", ...), else empty.
-        coordinated: whether what it waits for comes from the coordinator, and not from another worker.
-        microbatch: the index in the global batch of the micro-batch that it works on; -1 if it works on none.
+    ``operation``, ``waiting_for``: for people; the latter is empty while the thread does not wait for other processes.
+    ``since``: seconds of the worker's monotonic clock. ``kind``: the operation's kind if its usual duration is known
+    ("F", "B", ...), else empty. ``coordinated``: whether it waits for the coordinator, not for another worker.
+    ``microbatch``: index in the global batch; -1 for none.
     """
 
     step: int
@@ -188,14 +167,9 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life, with what the main thread does.
+    """Sign of life: the main thread has been at ``activity`` for ``seconds``.
 
-    Args:
-        rank: the worker's rank.
-        generation: the generation that it has entered.
-        activity: what its main thread does.
-        seconds: for how long.
-        begun: the newest step that it has begun.
+    ``begun``: the newest step that the worker has begun.
     """
 
     rank: int
@@ -214,10 +188,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The worker was told to end (SIGTERM) and leaves at the next step boundary.
+    """The worker got SIGTERM and leaves at the next step boundary.
 
-    ``with_run``: whether the run is to end at a step boundary once all workers say so. Otherwise the last holders of
-    the stages go on until somebody replaces them.
+    ``with_run``: the run ends at a step boundary once all workers have said so. Otherwise the last holders of the
+    stages go on until they are replaced.
     """
 
     rank: int
@@ -233,10 +207,7 @@ class EndRun:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The answer to :class:`Pause`: the newest step that the worker has begun.
-
-    It begins no other until told where to stop.
-    """
+    """Answer to :class:`Pause`: the newest begun step; no other begins until told."""
 
     rank: int
     generation: int
@@ -247,11 +218,11 @@ class Paused:
 class Milestone(Enum):
     """Points that workers reach in a generation.
 
-    ``CONNECTED``: its communicator is complete. ``ENTERED``: a worker that joins has the state of its stage.
-    ``LAYERS_HELD``: it holds all layers that it is to have in the layout for which the generation began, besides its
-    own. ``AT_BOUNDARY``: it has applied all steps before ``step`` and waits at its beginning, as :class:`Boundary`
-    asked. ``PASSED``: in ``step`` workers check each other's computations, and it has found nothing, or has nothing to
-    check. ``IN_HOOK``: it is about to run collectives of its position in a hook, for the ``step``-th time.
+    ``CONNECTED``: its communicator is complete. ``ENTERED``: a joining worker has the state of its stage.
+    ``LAYERS_HELD``: besides its own layers it holds all that it needs for the layout of the generation.
+    ``AT_BOUNDARY``: it has applied all steps before ``step`` and waits at its beginning (:class:`Boundary`).
+    ``PASSED``: its checks of other workers' computations in ``step`` found nothing. ``IN_HOOK``: it is about to run
+    collectives of its position in a hook, for the ``step``-th time.
     """
 
     CONNECTED = "connected"
@@ -274,17 +245,14 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Before the first step: the worker starts from a checkpoint of ``version`` steps.
-
-    All others do, too.
-    """
+    """Before the first step: all start from a checkpoint of ``version`` steps."""
 
     rank: int
     version: int
 
 
 class SavePhase(Enum):
-    """Kinds of history events of a checkpoint; ``BEGUN`` if the training does not wait."""
+    """Kinds of events of a checkpoint; ``BEGUN`` if the training does not wait."""
 
     BEGUN = "checkpoint_begun"
     COMPLETE = "saved"
@@ -293,18 +261,12 @@ class SavePhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """The sender is at the step boundary of a batch of checkpoints, as all workers will be.
+    """The sender is at the step boundary of a batch of checkpoints, as all will be.
 
-    Args:
-        rank: the sender.
-        batch: the number of the batch.
-        version: how many steps the checkpoints hold.
-        writer: the rank that gives the files their names.
-        paths: where they are to be.
-        weights_only: for each, whether no run can go on from it.
-        mid_step: whether they are written before their step is over.
-        in_background: whether the training goes on meanwhile.
-        stalled: seconds for which checkpoints have held up the sender so far.
+    ``version``: the number of steps in the checkpoints. ``writer``: the rank that names the files ``paths``.
+    ``weights_only``: for each file, whether no run can resume from it. ``mid_step``: whether they are written before
+    their step is over. ``in_background``: whether the training goes on meanwhile. ``stalled``: seconds for which
+    checkpoints have held up the sender so far.
     """
 
     rank: int
@@ -336,9 +298,8 @@ class SaveAnnounced:
 class SaveFailure:
     """Why a checkpoint was not written.
 
-    Args:
-        is_refusal: whether it was the file system that refused; otherwise a worker was lost.
-        remedy: a sentence on what helps; empty if nothing is known.
+    ``is_refusal``: whether the file system refused; otherwise a worker was lost. ``remedy``: a sentence; empty if
+    unknown.
     """
 
     text: str
@@ -365,14 +326,11 @@ class SaveEnded:
 class SaveStatus:
     """Checkpoints as of a message that is the same for all workers.
 
-    Args:
-        holders: by column, the worker that writes its state at the next boundary; the first one of the last stage gives
-            the files their names. Empty if none can be named.
-        generation: that in which they were alive.
-        batch: the newest batch that is over; -1 for none.
-        failures: for each of its checkpoints, why there is none.
-        unnamed: by index, the temporary paths of whole files whose writer was lost before they surely had their names.
-        facts: measurements of the writer, opaque.
+    ``holders``: by column, the worker that writes its state at the next boundary; the first one of the last stage names
+    the files. Empty if none can be named. ``generation``: that in which the holders were alive. ``batch``: the newest
+    finished batch; -1 for none. ``failures``: for each of its checkpoints, why there is none. ``unnamed``: by index,
+    temporary paths of whole files that their lost writer may not have named. ``facts``: measurements of the writer,
+    opaque.
     """
 
     holders: tuple[int, ...] = ()
@@ -385,11 +343,9 @@ class SaveStatus:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Part of a background checkpoint, passed on by the coordinator.
+    """Part of background checkpoint ``batch`` for worker ``to``, under ``key``.
 
-    It is lost with the sender, the receiver or the coordinator.
-
-    ``to``: the rank of the other worker. ``batch``: the number of the checkpoints. ``key``: what it waits for.
+    The coordinator passes it on. It is lost with the sender, the receiver or the coordinator.
     """
 
     rank: int
@@ -409,12 +365,11 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A survivor stopped for ``generation`` and says what it holds.
+    """A survivor stopped for ``generation`` and reports what it holds.
 
-    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; if it has
-    applied its newest step on a guess, that to the commit of this step. ``begun``: the newest step that it has begun.
-    ``cuts``: the layout of the layers that it has, see :data:`Cuts`. ``hooks``: how often it has run collectives of its
-    position in hooks.
+    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; after a step on
+    a guess, that to the commit of this step. ``begun``: the newest step that it has begun. ``cuts``: its layout.
+    ``hooks``: how often it has run collectives of its position in hooks.
     """
 
     rank: int
@@ -430,7 +385,7 @@ class Report:
 class Broken:
     """Communication failed in ``generation`` though no failure was announced.
 
-    ``unreachable``: ranks that the worker could not reach, if it was told to check its links (:class:`Regroup`).
+    ``unreachable``: ranks that the worker could not reach, if it had to check its links (:class:`Regroup`).
     """
 
     rank: int
@@ -441,13 +396,11 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Losses of micro-batches of ``step``, by global index.
+    """Losses of micro-batches of ``step`` by global index.
 
-    Sent before any gradient of the last of them.
-
-    ``outputs``: what hooks did with the outputs, by the same index, if there are such hooks; passed on unread.
-    ``generation``: the one in which all must have passed the step (:class:`Reached`); in others these do not count.
-    None: they count as they are.
+    Sent before any gradient of the last of them. ``outputs``: opaque records of hooks that saw outputs, by the same
+    index. ``generation``: the losses count only if all pass the step (:class:`Reached`) in this generation; None: they
+    count at once.
     """
 
     rank: int
@@ -459,12 +412,10 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Checksums of what a worker holds after a step, the same for its peers.
+    """Checksums of the state that a worker shares with its peers after a step.
 
-    Args:
-        sums: 16 bytes for each of "parameters" and "optimizer state".
-        interval: after how many steps it wants to check again, so that the checks cost little.
-        device: its device, by the name that its machine knows it by.
+    ``sums``: 16 bytes for each of "parameters" and "optimizer state". ``interval``: the steps until the check that it
+    wants next, so that checks cost little. ``device``: the name by which its machine knows it.
     """
 
     sums: Mapping[str, bytes]
@@ -474,13 +425,11 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Numbers that a worker holds after a step, by name, to be compared.
+    """Numbers of a worker after a step, by name, to be compared.
 
-    Args:
-        everywhere: equal on all workers, such as counters.
-        inputs: equal on all workers, and the gradients of the step depend on them, such as the samples.
-        stage: equal within a stage, such as options of the optimizer; not all workers need report the same names.
-        checked: checksums that are equal within a stage, after some steps.
+    ``everywhere``: equal on all workers, such as counters. ``inputs``: likewise, and the gradients of the step depend
+    on them, such as the samples. ``stage``: equal within a stage, such as optimizer options; not all workers need
+    report the same names. ``checked``: after some steps.
     """
 
     everywhere: Mapping[str, Number] = field(default_factory=dict)
@@ -493,13 +442,8 @@ class Facts:
 class Applied:
     """The worker has applied ``step``.
 
-    Args:
-        rank: the worker's rank.
-        step: the step.
-        operation_seconds: its mean time by kind of operation, without waiting, smoothed over steps.
-        step_seconds: the mean times in this step alone, of the kinds that occurred.
-        facts: values that must be equal elsewhere.
-        peak_bytes: the most memory that it has held so far; 0 if that is not known.
+    ``operation_seconds``: its mean time by kind of operation, without waiting, smoothed over steps. ``step_seconds``:
+    the means in this step alone. ``peak_bytes``: the most memory that it has held so far; 0 if unknown.
     """
 
     rank: int
@@ -521,10 +465,7 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Profile of a stage over ``steps`` steps, and of the link to the next stage.
-
-    0 without a link.
-    """
+    """Profile of a stage over ``steps`` steps and of its link to the next; 0: no link."""
 
     stage: StageProfile
     latency: float
@@ -534,12 +475,10 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The worker is REDUCED in ``step``; ``payload`` reaches all with the answer.
+    """The worker is REDUCED in ``step``; the answer brings the payloads of all stages.
 
-    The answer comes when all are.
-
-    Only if a stage must know something of the others before it steps, or the optimizer is not staggered. ``guesses``:
-    whether it steps before it knows that, on a guess that the answer may prove wrong.
+    Only if stages exchange facts before they step, or the optimizer is not staggered. The answer comes when all are
+    REDUCED. ``guesses``: it steps before that, on a guess that the answer may prove wrong.
     """
 
     rank: int
@@ -551,10 +490,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """A guess about ``step`` was wrong, as all reports show.
-
-    What was computed with it since is worthless, and the same workers connect again.
-    """
+    """A guess about ``step`` was wrong: drop its consequences and connect again."""
 
     rank: int
     generation: int
@@ -565,8 +501,7 @@ class Undo:
 class Arrive:
     """The worker's part of control collective ``number``; all must agree on ``name``.
 
-    With a ``generation`` the part counts only in that generation, and is recomputed in the next. ``begun``: the newest
-    step that the worker has begun.
+    With a ``generation`` the part counts only there and is recomputed in the next. ``begun``: the newest begun step.
     """
 
     rank: int
@@ -579,11 +514,10 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class StopWish:
-    """Whether the worker stops training at stop point ``point``
-    (:mod:`~lightning_recycle.control.protocol.control_collectives`).
+    """Whether the worker stops training at stop point ``point``.
 
-    If so, its ``trainer.should_stop`` is set there, and it waits to hear whether all stop (:class:`StopVerdict`). If
-    not, it is past the point, and answers :class:`StopRequested`.
+    If so, its ``trainer.should_stop`` is set there, and it waits for :class:`StopVerdict`. If not, it is past the
+    point, and answers :class:`StopRequested` (:mod:`~lightning_recycle.control.protocol.control_collectives`).
     """
 
     rank: int
@@ -595,18 +529,10 @@ class StopWish:
 class Raised:
     """An exception that a fault of the machine may explain; :class:`Judged` answers.
 
-    If the worker is to be evicted, its connection closes instead.
-
-    Args:
-        rank: the worker's rank.
-        generation: the generation that it has entered; it raises at most once in each.
-        step: the step whose work raised; -1 outside of steps.
-        operation: the operation, or outside of steps the place in the code. With the step it is the same on whatever
-            worker does that work.
-        summary: class and message, for people.
-        traceback: for people.
-        exact: whether this worker can do that work again with the same result.
-        sticky: whether the process cannot go on, whatever the cause: its device is lost to it.
+    If the worker is to be evicted, its connection closes instead. It raises at most once in a generation. ``step``: -1
+    outside of steps. ``operation``: the operation, or outside of steps the place in the code; with the step it is the
+    same on any worker that does this work. ``exact``: whether this worker can repeat the work with the same result.
+    ``sticky``: whether the process has lost its device and cannot go on.
     """
 
     rank: int
@@ -623,17 +549,9 @@ class Raised:
 class Disputed:
     """Recomputing micro-batch ``microbatch`` of peer ``other`` gave other bits.
 
-    Or the worker's own, twice, and it got other bits than at first. It goes on in a newer generation only, as nobody
-    may commit the step.
-
-    Args:
-        rank: the worker.
-        generation: the generation that it has entered.
-        step, microbatch: what it computed; the index in the global batch.
-        other: the peer, or the worker itself.
-        mine, theirs: the checksums of what it got, and of what the other had got, by the same names. Equal ones of the
-            worker itself are in question because of what they are.
-        device: the worker's device, by the name that its machine knows it by.
+    With the sender itself as ``other``: it got other bits twice than at first. It goes on in a newer generation only,
+    as the step may not be committed. ``microbatch``: index in the global batch. ``mine``, ``theirs``: the checksums of
+    both, by the same names; equal ones of the sender itself are in question for their values.
     """
 
     rank: int
@@ -650,9 +568,8 @@ class Disputed:
 class Voted:
     """The worker has computed a disputed micro-batch (:class:`Vote`), twice.
 
-    It goes on in a newer generation only.
-
-    ``sums``: what it got; ``varies``: the layer or the results that had other bits the second time, empty if none had.
+    It goes on in a newer generation only. ``varies``: the layer or results whose bits differed the second time; empty
+    if none.
     """
 
     rank: int
@@ -666,9 +583,8 @@ class Voted:
 class NotFinite:
     """A loss, or the gradient of a stage, is not finite.
 
-    The worker goes on in a newer generation only, as nobody may commit the step before it is known whose that is.
-
-    ``microbatch``: whose loss it is, the index in the global batch; -1 for a gradient.
+    The worker goes on in a newer generation only: the step may not be committed before the cause is known.
+    ``microbatch``: that of the loss, index in the global batch; -1 for a gradient.
     """
 
     rank: int
@@ -681,7 +597,7 @@ class NotFinite:
 class Incomparable:
     """Computations cannot be compared in this run, for ``cause``.
 
-    The worker gets other bits when it computes the same micro-batch twice, or cannot send what it computes with.
+    The worker gets other bits for the same micro-batch twice, or cannot send its inputs.
     """
 
     rank: int
@@ -692,7 +608,7 @@ class Incomparable:
 class Crash:
     """The worker ends with an exception.
 
-    ``fault`` tells an infrastructure failure, which peers survive, from the user's exception, which ends the run.
+    ``fault``: an infrastructure failure, which peers survive, not the user's exception, which ends the run.
     """
 
     rank: int
@@ -712,19 +628,12 @@ class LayoutWanted:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """Measurements of the layers of a worker, in their order.
+    """Measurements of a worker's layers, one value per layer, in their order.
 
-    Args:
-        cuts: the layout under which it has them.
-        first: the first of them.
-        seconds: of a forward, relative to each other.
-        output_bytes: of the output of one micro-batch.
-        parameter_bytes: of parameters, buffers and gradients.
-        optimizer_bytes: of the optimizer's state.
-        trains: whether it has parameters that are trained.
-        tied: of the whole model, groups of layers that share a weight.
-        whole: why stages cannot share a layer; empty if they can.
-        fixed: why they cannot go to another worker; empty if they can.
+    ``cuts``: the layout. ``first``: the index of its first layer. ``seconds``: of a forward, relative to each other.
+    ``output_bytes``: of one micro-batch. ``parameter_bytes``: of parameters, buffers and gradients. ``tied``: groups of
+    layers of the whole model that share a weight. ``whole``: why stages cannot share a layer, ``fixed``: why layers
+    cannot go to another worker; empty if they can.
     """
 
     cuts: Cuts
@@ -741,7 +650,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a worker has measured in its first steps, and not told before.
+    """Measurements of a worker's first steps that it has not sent before.
 
     ``footprint``: its memory. ``trial``: the cost of its split backwards.
     """
@@ -765,10 +674,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Request for values that workers of ``generation`` publish under ``keys``.
-
-    :class:`Found` answers.
-    """
+    """Request for the values under ``keys`` in ``generation``; :class:`Found` answers."""
 
     rank: int
     generation: int
@@ -779,43 +685,32 @@ class LookUp:
 class Returned:
     """First message of a worker that has lost its coordinator.
 
-    It has all that only this worker knows, for a coordinator that was started again
-    (:mod:`~lightning_recycle.control.journal`).
+    All that only this worker knows, for a restarted coordinator (:mod:`~lightning_recycle.control.journal`). Steps,
+    ranks and generations are -1 where there is none; messages that it has sent or received are kept as they were.
 
     Args:
-        rank: its position.
         pid, node, token, space: as in :class:`Hello`.
-        run: the run that it is in, see :class:`Enrolled`.
-        incarnation: that of its :class:`Assign`.
-        joining: whether the training had begun without it then.
-        wants: what its script wants, with the grid that it was told.
-        generation: the newest that was announced to it; -1 before the first.
-        roster, leader, moved: of that generation.
-        resumed: the newest generation in which it was told where all go on; -1 for none.
+        run: as in :class:`Enrolled`.
+        incarnation, joining: as in its :class:`Assign`.
+        wants: the request of its script, with the grid that it was assigned.
+        generation: the newest that was announced to it; ``roster``, ``leader`` and ``moved`` are of that one.
+        resumed: the newest generation whose :class:`Resume` it has; ``cuts``: the layout of that one.
         was_parked: whether it was parked since then.
-        cuts: the layout of that one.
-        applied: the newest step that it has applied, or got with its state; -1 for none.
-        joins_after: the step after which the newest generation gives it its state; -1 for none.
-        restored: the steps of the checkpoint that it goes on from; 0 without one.
+        applied: the newest step that it has applied, or got with its state.
+        joins_after: the step after which the newest generation gives it its state.
+        restored: the steps of the checkpoint that it resumed from; 0 without one.
         next_collective: the first control collective that it has no answer to.
-        facts: what it said of the newest steps that it applied, one after the other, the newest last.
-        losses: what it said of steps whose loss it was not told.
-        step_losses: the newest that it has received.
-        arrival: its part of a control collective that it waits for, whatever generations come.
+        facts: of the newest steps that it applied, in order.
+        losses: of steps whose mean loss it does not know.
+        arrival: its part of a pending control collective that outlives generations.
         answer: the newest answer to a control collective that others may lack.
-        known: what it was told of the newest commit, also by a recovery.
-        request: its wish to stop, if nobody has answered yet.
-        verdict: what it was told of wishes to stop, at the latest point.
-        raised: its exception, likewise.
-        confirm: its question whether it is a member, likewise.
-        save: the newest batch of background checkpoints that it has begun, unless it was told how that ended.
-        announced, saves_ended: what it said of that batch as its writer.
-        hook: that it has entered a hook together with its siblings, of which some may not know.
-        is_ready: whether it has said that it is set up and waits to be let in.
-        entered: whether it has said that it has got its state, if the training had begun without it.
-        leave: its wish to leave, if it has said so.
-        ends_run: whether it has said that all are to end.
-        measured: all that it has told of what it measured.
+        known: the newest commit, also by a recovery.
+        request, raised, confirm: those that have no answer yet.
+        verdict: that on the latest stop point.
+        save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
+        announced, saves_ended: of that batch, as its writer.
+        hook: that it has entered with its siblings, some of which may not know.
+        is_ready, entered, leave, ends_run, measured: the messages of that kind that it has sent.
     """
 
     rank: int
@@ -884,17 +779,11 @@ class Enrolled:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Tells a worker started by hand which position it takes.
+    """Assigns a position to a worker that was started by hand.
 
-    Args:
-        rank: the position.
-        incarnation: how many processes held it before.
-        joining: whether the training has begun.
-        grid: the grid of the run.
-        setup: what the launching process passes to it; None from a coordinator without one.
-        staggered: whether a stage may step before the others hold their gradients.
-        takes_results: whether somebody wants what workers deliver in the end.
-        members: the processes of each position of the grid.
+    ``incarnation``: the number of processes that held it before. ``joining``: whether the training has begun.
+    ``setup``: from the launching process; None without one. ``staggered``: whether a stage may step before the others
+    hold their gradients. ``takes_results``: whether the final results are wanted. ``members``: processes per position.
     """
 
     rank: int
@@ -911,7 +800,7 @@ class Assign:
 class Unfit:
     """Answer to a :class:`Hello` that cannot be in this run: ``why``, and a remedy.
 
-    ``late``: the run that it came for is over, and the others are at another entry point.
+    ``late``: its run is over, and the others are at another entry point.
     """
 
     why: str
@@ -920,9 +809,9 @@ class Unfit:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A change at a step boundary: report where you are, and begin no further step.
+    """A change at a step boundary: report the newest step, begin none until told.
 
-    Until told. ``number`` counts the pauses of the generation from 0.
+    ``number`` counts the pauses of the generation from 0.
     """
 
     generation: int
@@ -933,7 +822,7 @@ class Pause:
 class Boundary:
     """All stop at the beginning of ``step``, which none has begun: nothing is redone.
 
-    With a ``program`` nobody stops: all run that of another schedule from that step on, until the next generation.
+    With a ``program`` they do not stop: from that step on, until the next generation, they run this program.
     """
 
     generation: int
@@ -952,7 +841,7 @@ class Confirmed:
 class Judged:
     """Answer to :class:`Raised`: the exception is the user's ``own``, or work again.
 
-    In a generation newer than ``generation``, in which it was raised.
+    The work is repeated in a generation newer than ``generation``, that of the exception.
     """
 
     generation: int
@@ -961,10 +850,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """A worker asks to stop at ``point``: who goes on there is to say so.
-
-    At once, or when it comes there.
-    """
+    """A worker asks to stop at ``point``: workers that go on there must answer."""
 
     point: int
 
@@ -984,10 +870,10 @@ class StopVerdict:
 class Regroup:
     """Stop and report: ``generation`` begins, with the live ranks ``roster``.
 
-    A worker that is not in ``roster`` is parked: it stops, keeps what it holds, does not report, and waits for a
-    generation with it. ``leader`` speaks for the run. ``check_links``: communication broke though nobody died; before
-    you connect, check whom you can reach. ``unproven``: a step whose results may be wrong: drop what you hold of it; -1
-    for none. ``moved``: see :class:`~lightning_recycle.planning.grid.Positions`.
+    A worker outside of ``roster`` is parked: it stops, keeps its state, does not report, and waits for a generation
+    with it. ``leader`` speaks for the run. ``check_links``: communication broke without a death; check which workers
+    can be reached before connecting. ``unproven``: a step whose results may be wrong and are dropped; -1 for none.
+    ``moved``: see :class:`~lightning_recycle.planning.grid.Positions`.
     """
 
     generation: int
@@ -1000,9 +886,9 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Workers ``voters`` of a stage compute a disputed micro-batch again.
+    """Workers ``voters`` recompute a disputed micro-batch; :class:`Voted` answers.
 
-    They answer :class:`Voted`; ``recorder`` gives them the inputs.
+    ``recorder`` gives them the inputs.
     """
 
     recorder: int
@@ -1051,7 +937,7 @@ class Found:
 class HookEntered:
     """All members of a position are in a hook for the ``number``-th time.
 
-    They are :attr:`Milestone.IN_HOOK`: none of them stops before the hook is over, as long as all live.
+    All were :attr:`Milestone.IN_HOOK`: none of them stops before the hook is over, as long as all live.
     """
 
     generation: int
@@ -1060,11 +946,9 @@ class HookEntered:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All are REDUCED in ``step``: apply it.
+    """All are REDUCED in ``step``, or were before a loss: apply it once REDUCED.
 
-    Or all were before a loss: a worker that does the step again applies it as soon as it is REDUCED.
-
-    ``payloads``: one of each stage, by stage. ``guessed``: whether some have applied it already, on a guess.
+    ``payloads``: by stage. ``guessed``: whether some have applied it already, on a guess.
     """
 
     generation: int
@@ -1076,8 +960,8 @@ class Committed:
 class AfterStep(Enum):
     """Next action of all after a step.
 
-    ``GO_ON``: they go on. ``STOP``: they stop training early, as if ``trainer.should_stop`` were set on all. ``END``:
-    they save what is wanted, and the run ends.
+    ``STOP``: as if ``trainer.should_stop`` were set on all. ``END``: they save the wanted checkpoints, and the run
+    ends.
     """
 
     GO_ON = "go on"
@@ -1087,12 +971,11 @@ class AfterStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """Mean ``loss`` of ``step``, summed in the order of the micro-batches.
+    """Mean ``loss`` of ``step``, summed in micro-batch order; equal on all workers.
 
-    ``counters``: the run's counters so far (failures, seconds of recovery, ...), the same for all workers. ``outputs``:
-    those of all micro-batches, see :class:`Losses`. ``leader_applied``: the newest step that the leader has applied.
-    ``after_step``: the same for all workers. ``check_next``: whether the next step ends with a check of what they hold.
-    ``saves``: as of this moment, the same for all workers.
+    ``counters``: the run's counters so far (failures, seconds of recovery, ...). ``outputs``: of all micro-batches, see
+    :class:`Losses`. ``leader_applied``: the newest step that the leader has applied. ``check_next``: whether the next
+    step ends with a check of the workers' states. ``saves``: as of this moment.
     """
 
     step: int
@@ -1109,9 +992,8 @@ class StepLoss:
 class Answer:
     """Control collective ``number`` is complete: payloads by rank, the same for all.
 
-    Of the results, which stay with the coordinator, only whether each worker delivered some.
-
-    ``leader``: the rank that speaks for the run at that moment. ``saves``: as of that moment.
+    Of final results, which stay with the coordinator, only whether each worker delivered some. ``leader`` and
+    ``saves``: as of that moment.
     """
 
     number: int
@@ -1130,8 +1012,7 @@ class Alive:
 class StopReason(Enum):
     """Reason why a worker has to leave.
 
-    How the run ended, that it left at a step boundary, as it asked, or that it was lost: declared dead, or of another
-    run.
+    The run's outcome, its own request at a step boundary, or its loss: declared dead, or of another run.
     """
 
     FINISHED = "Finished"
@@ -1144,7 +1025,6 @@ class StopReason(Enum):
 
     @classmethod
     def of(cls, outcome: Any) -> StopReason:
-        """The reason that corresponds to an outcome of the run."""
         return cls(type(outcome).__name__)
 
 

@@ -1,47 +1,26 @@
 """Recovery: a new generation, from its start to the workers' actions. Pure.
 
-A *generation* begins when all workers have joined and whenever the roster changes: all live workers are told to stop
-(Regroup), report what they hold (Report), and go on together from one committed version (Resume). What counts in one
-generation only is in :class:`~lightning_recycle.control.protocol.state.Generation`, of which each begins with a new
-value. The coordinator calls :func:`decide`, each worker :func:`actions` and :func:`part_of`: a recovery is data, like
-a schedule.
+A *generation* begins when all have joined and with each change of the roster: all live workers stop (Regroup), report
+(Report), and go on from one committed version (Resume). Decision and actions are data.
 
-Within step t a worker is RUNNING, then REDUCED (it holds its stage's complete reduced gradient), then APPLIED: its
-parameters have version t+1, and it is RUNNING in step t+1. With the staggered optimizer stages apply at their own time,
-but step t+1 cannot be REDUCED anywhere before every worker has applied t: its micro-batches flow through all workers,
-and where one has none, its peers wait for it before they begin. So versions differ by at most one.
+In step t a worker is RUNNING, then REDUCED (it holds its stage's complete gradient), then APPLIED: RUNNING in t+1. No
+worker is REDUCED in t+1 before all have applied t, as its micro-batches flow through all and peers without any are
+waited for; so versions differ by at most one. A stage can reach the highest version among its workers, plus one if such
+a worker is REDUCED. The *committed* version v is the minimum over the stages: step v runs again. A stage that can reach
+v+1 is *ahead*: it computes forwards and input gradients for the others with its parameters of version v, but neither
+reduces nor steps, so its optimizer and hooks see each step once. Reduced gradients are dropped, before any worker has
+applied them, only with tied stages (:class:`Forget`), and by a worker itself where the checks of the step were not over
+(:mod:`~lightning_recycle.runtime.checks.verification`). Losses can die with a worker: a step without its loss is not
+committed, and stages that hold its gradient compute it again.
 
-A stage can reach the highest version among its workers, plus one if a worker of that version is REDUCED. The committed
-version v is the minimum over the stages: step v runs again. A stage that can reach v+1 is *ahead*: its part of step v
-is done. It computes the forward and the input gradients of step v for the others, with its parameters of version v,
-but neither reduces nor steps again, so its optimizer and Lightning's hooks see every step once. What was reduced is
-dropped in two cases only, before anybody has applied it: with tied stages (:class:`Forget`), and by the worker itself,
-before it reports, where a check of the step's computations was not over
-(:mod:`~lightning_recycle.runtime.checks.verification`).
+A version applied on a *guess* is unsettled until all contributions are known. Its worker is not REDUCED in the next
+step and sends no results of it, so nothing that follows from a guess is kept. If the decision does not commit the
+guessed step it is announced again, unless all contributions were known before the loss: then these settle it.
 
-A step whose loss is not known cannot be committed: losses travel apart from the gradients and can die with a worker.
-Where all stages hold the gradient of such a step, all are ahead, and compute it once more for its losses.
-
-A worker may apply a step on a *guess*: that it is what it will be when all stages have told each other of their
-gradients. Until they have, its newest version is unsettled. It does not REDUCE the next step, and tells nobody of
-losses or other results of it, so nothing that follows from a guess is ever kept. The decision needs not know of it: if
-it commits the guessed step, every stage holds the gradient of it and has told so. If it does not, because a stage has
-lost its gradient, the step stays a guess and is announced once more; unless all contributions to it were known before
-the loss, and another stage may have gone on from them: then it is settled by these.
-
-A worker that lacks a gradient which a peer holds adopts it. A worker keeps the gradient of a step until it begins the
-step after the next.
-
-The roster of a generation holds whole positions only. When a member of a position is lost, its siblings are *parked*:
-they leave the roster, but stay connected and keep what they hold. A parked worker hears the Regroup whose roster lacks
-it, stops, and waits. It goes on receiving losses, and answers to control collectives and early stops, and what it sent
-before counts: if it comes back, it has missed nothing. If a stage has no whole position left, parked workers of its
-columns are put together into one at once (:func:`assemble`); the reports of that generation show whether the others can
-go on from these. So a stage is lost only when one of its columns is. A parked worker that is two steps behind is
-released (:func:`release_outdated`), as no stage can go back more than a step; so is one that has missed what all did in
-one generation, such as a validation. New processes for it and its lost sibling enter together at a step boundary.
-
-Must not know: why a worker was lost.
+Rosters hold whole positions. Siblings of a lost member are *parked*: connected, with their state, and told of losses
+and answers. If a stage has no whole position left they are combined at once (:func:`assemble`), so a stage is lost only
+with one of its columns. A parked worker that is two steps behind, or missed what all did in one generation, such as a
+validation, is released (:func:`release_outdated`).
 """
 
 from __future__ import annotations
@@ -69,9 +48,7 @@ from lightning_recycle.errors import ReCycleError
 def begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> Next:
     """All live workers stop and report; the first generation begins once all joined.
 
-    Args:
-        state: before.
-        becomes: the layout that they then get ready for.
+    ``becomes``: the layout for which they then get ready.
     """
     if state.generation.number < 0 and state.roster.joined < state.roster.live:
         return state, ()
@@ -115,7 +92,7 @@ def _reachable(statuses: Mapping[int, WorkerStatus]) -> dict[int, int]:
 
 
 def committed_version(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> int:
-    """The version at which all can go on; the arguments are those of :func:`decide`."""
+    """The version at which all can go on; arguments as in :func:`decide`."""
     version = min(_reachable(statuses).values())
     return version if known_losses is None else min(version, known_losses)
 
@@ -123,9 +100,7 @@ def committed_version(statuses: Mapping[int, WorkerStatus], known_losses: int | 
 def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None) -> Decision:
     """The decision from the statuses of all survivors, at least one in each column.
 
-    Args:
-        statuses: what each survivor holds, by rank.
-        known_losses: the number of steps whose loss is known; by default all that are needed.
+    ``known_losses``: the number of steps whose loss is known; by default all that are needed.
 
     Raises:
         ReCycleError: for statuses that the commit protocol cannot produce. Going on would train on a mixture.
@@ -166,11 +141,7 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
 
 
 def park(state: MembershipState, rank: int) -> Next:
-    """``rank`` leaves the roster, and its siblings with it.
-
-    Those that have a state are parked. The others have nothing to keep: they have not got their state yet, or the
-    training has not begun.
-    """
+    """``rank`` and its siblings leave the roster; siblings with a state are parked."""
     siblings = state.positions.siblings(rank) & state.roster.live
     useless = siblings if state.generation.number < 0 else siblings & state.roster.joining
     cause = f"worker {state.name(rank)}, a member of the same position, was lost before it had its state"
@@ -178,13 +149,11 @@ def park(state: MembershipState, rank: int) -> Next:
 
 
 def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) -> Next:
-    """Puts a whole position of ``stage`` together from what is left of it.
+    """Combines workers left of ``stage`` into a whole position that holds its state.
 
-    Where no live position holds its state; changes nothing if one of its columns has no worker with a state, but those
-    of ``without``.
-
-    Of each column the worker that has applied most steps takes part, of these the one that was parked last. Workers
-    without a state, and those of ``without``, have to begin anew.
+    Where no live position does; changes nothing if a column has no worker with a state outside of ``without``. Of each
+    column the worker with most applied steps takes part, of these the one parked last. Workers without a state, and
+    those of ``without``, have to begin anew.
     """
     before, positions = state, state.positions
     left = {rank for rank in state.roster.live if state.stage_of(rank) == stage}
@@ -214,8 +183,8 @@ def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) 
 def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
     """State without workers that joined too late to go back with assembled ones.
 
-    Those are workers that have no state yet, or have not kept the parameters of the step that runs again. If a stage
-    has no others, parked ones take their places; unchanged if it has not enough of these.
+    They have no state yet, or lack the parameters of the step that runs again. In stages without others, parked workers
+    take their places; unchanged if there are too few.
     """
     version = committed_version(statuses, state.steps.summed)
     late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
@@ -238,7 +207,7 @@ def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStat
 
 
 def release_outdated(state: MembershipState) -> Next:
-    """Releases the parked workers whose state nobody can go back to any more."""
+    """Releases parked workers whose state no stage can go back to any more."""
     return release_parked(state, {rank for rank in state.roster.parked if _is_outdated(state, rank)})
 
 
@@ -279,7 +248,7 @@ class Settle:
 class Adopt:
     """The stage gets the reduced gradient of ``step`` from ``donor``.
 
-    With it a worker that ``lacks`` it is REDUCED.
+    A worker that ``lacks`` it is then REDUCED.
     """
 
     step: int
@@ -294,9 +263,9 @@ class AwaitPeers:
 
 @dataclass(frozen=True, slots=True)
 class CommitTogether:
-    """Commit ``step`` once more, with all.
+    """Commit ``step``, which no worker has applied, once more, with all.
 
-    No worker has applied it yet, another failure may leave a stage without it, and a run with commits has no shadow.
+    Another failure may leave a stage without it, and a run with commits has no shadow.
     """
 
     step: int
@@ -304,10 +273,9 @@ class CommitTogether:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the reduced gradient.
+    """Drop the reduced gradient, which no worker has applied.
 
-    A sum over tied stages can be made again only if all of them run the step again. No worker has applied it: all would
-    have committed it together.
+    A sum over tied stages can be made again only if all of them run the step again.
     """
 
 
@@ -330,18 +298,12 @@ def actions(
     tied: bool,
     settled: bool = False,
 ) -> tuple[Action, ...]:
-    """Actions of a worker in a new generation, before ``decision.version`` runs.
+    """A worker's actions in a connected generation, before ``decision.version`` runs.
 
-    In order, once the generation is connected.
-
-    Args:
-        rank: the worker's rank.
-        status: the status that it reported; its version is -1 if it joins.
-        decision: the coordinator's decision.
-        donors: for each rank that joins, the peer that gives it its state.
-        commits: whether stages commit a step together before they apply it.
-        tied: whether stages hold copies of one parameter, so that a step is REDUCED in all of them or in none.
-        settled: whether the contributions of all stages to step ``decision.version`` are known.
+    ``status``: as reported; its version is -1 if the worker joins. ``donors``: for each rank that joins, the peer that
+    gives it its state. ``commits``: whether stages commit a step together before they apply it. ``tied``: whether
+    stages hold copies of one parameter, so that a step is REDUCED in all of them or in none. ``settled``: whether all
+    contributions to step ``decision.version`` are known.
 
     Raises:
         ReCycleError: for a status from which the decision cannot be carried out.
@@ -387,16 +349,12 @@ def actions(
 class Part:
     """The part of a step that a worker does.
 
-    Args:
-        computes_weights: whether it computes weight gradients; one that is done with them runs only F and B, for the
-            others. If a member of its position is not, it computes them for that one's collectives, and drops them.
-        reduces: whether it reduces them.
-        buffers: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: a finished
-            result must not change, so a worker that is done writes to the other one.
-        applies: whether it steps its optimizer.
-        awaits_peers: whether it waits for its peers at the beginning. Nobody needs anything of a worker without
-            micro-batches, so the others could get two steps ahead of it; if the link to it was cut in the last
-            reduction, nobody could bring it there once its peers are gone.
+    ``computes_weights``: False for a worker that is done: it runs only F and B, for the others. If a member of its
+    position is not done, it computes weight gradients for that one's collectives, and drops them. ``buffers``: the step
+    whose gradient buffers it writes to. There are two sets, for even and odd steps: a finished result must not change,
+    so a worker that is done writes to the other one. ``awaits_peers``: whether it waits for its peers at the beginning:
+    they do not depend on a worker without micro-batches and could get two steps ahead of it; if its link was cut in the
+    last reduction, it could not catch up once its peers are gone.
     """
 
     computes_weights: bool
@@ -407,14 +365,10 @@ class Part:
 
 
 def part_of(step: int, version: int, reduced: bool, idle_peer: bool, siblings_done: bool = True) -> Part:
-    """The part of ``step`` that a worker does.
+    """The part of ``step`` of a worker that has applied ``version`` steps.
 
-    Args:
-        step: the step that all run.
-        version: the number of steps that the worker has applied.
-        reduced: whether it holds the complete reduced gradient of step ``version``.
-        idle_peer: whether the plan leaves a worker of its stage without micro-batches.
-        siblings_done: whether the columns of the other members of its position are done with the step.
+    ``reduced``: whether it is REDUCED in step ``version``. ``idle_peer``: whether the plan leaves a worker of its stage
+    without micro-batches. ``siblings_done``: whether the columns of the other members are done with the step.
     """
     done = step < version or reduced
     return Part(not (done and siblings_done), not done, step + 1 if done else step, step == version, idle_peer)

@@ -69,13 +69,9 @@ class MovePlanned:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """A better plan for the workers ``roster`` exists.
+    """A better plan for the workers ``roster``, and for no others.
 
-    Args:
-        roster: the ranks that the plan is for; others have no use for it.
-        schedule: the plan.
-        details: why it is better, for the record.
-        reconnects: whether it needs connections that these workers do not have.
+    ``details``: why it is better, for the record. ``reconnects``: whether these workers lack connections for it.
     """
 
     roster: tuple[int, ...]
@@ -86,12 +82,9 @@ class PlanReady:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReady:
-    """The workers ``roster`` do better with another layout.
+    """A better layout for the workers ``roster``, and for no others.
 
-    Args:
-        roster: the ranks that the layout is for; others have no use for it.
-        cuts: the layout.
-        details: why it is better, for the record.
+    ``details``: why it is better, for the record.
     """
 
     roster: tuple[int, ...]
@@ -202,20 +195,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every stage delivered its result: payloads by rank.
-
-    The reader takes each out, as it may be large.
-    """
+    """Every stage delivered its result: payloads by rank, taken out by the reader."""
 
     results: MutableMapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The workers ended at a step boundary, as :class:`EndWanted` asked.
-
-    Before the first step they end at once.
-    """
+    """The workers ended at a step boundary (:class:`EndWanted`), or before any step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +244,9 @@ Sums: TypeAlias = Mapping[str, bytes]
 class Dispute:
     """Different bits for one micro-batch, which peers compute once more.
 
-    Args:
-        step, microbatch: what it is about.
-        recorder: the worker that has the inputs, and got other bits than the one it checked.
-        accused: the one it checked.
-        claims: what both got at first, by rank.
-        votes: what each worker of the stage got when it was asked, and whether it got that twice.
-        devices: the devices of those that told them, by rank.
-        varies: what had other bits the second time, as the newest vote of that kind says.
+    ``recorder``: the worker that has the inputs, and got other bits than ``accused``, which it checked. ``claims``: the
+    first results of both, by rank. ``votes``: by rank, the result and whether it was the same twice. ``devices``: by
+    rank, as far as known. ``varies``: as in the newest vote with a second result that differed.
     """
 
     step: int
@@ -282,16 +264,15 @@ class Checks:
     """State of the checks of a run.
 
     Args:
-        policy: what follows for a culprit, one of :data:`POLICIES`.
+        policy: the response to a culprit, one of :data:`POLICIES`.
         every: steps between two checks; 0 for as many as the workers ask for.
-        checksums: those that were not compared yet: step -> rank -> checksums.
-        planned: the step after which workers check next, as far as it was decided; -1 if it was not.
-        agreed: the newest step after which all workers that told of it held the same bits as their peers; -1 for none.
-        dispute: the computation that two workers got different bits for, until it is decided who was wrong.
+        checksums: not compared yet: step -> rank -> checksums.
+        planned: the step after which workers check next; -1 if undecided.
+        agreed: the newest step after which all reporting workers held the same bits as their peers; -1 for none.
+        dispute: the undecided dispute.
         comparable: whether computations can be compared bit by bit in this run.
-        inspects: the step in which workers look where values begin that are not finite; -1 for none.
-        excused: the step up to which such values are the model's.
-        excuses: the number of such steps.
+        inspects: the step in which workers look for the origin of values that are not finite; -1 for none.
+        excused: the step up to which such values are the model's; ``excuses``: the number of such steps.
     """
 
     policy: str = "evict"
@@ -306,19 +287,18 @@ class Checks:
     excuses: int = 0
 
     def add(self, rank: int, step: int, checked: Checked) -> Checks:
-        """With the checksums of ``rank`` after ``step``."""
         of_step = {**self.checksums.get(step, {}), rank: checked}
         return replace(self, checksums={**self.checksums, step: of_step})
 
     def due(self, version: int) -> bool:
-        """Whether a check is over: all who take part have told, all applied ``version``."""
+        """Whether a check is over: all participants have reported and applied ``version``."""
         return bool(self.checksums) and min(self.checksums) < version
 
     def plan(self, step: int, summed: int, checked: Mapping[int, Checked]) -> Checks:
         """With the next check after that of ``step``.
 
-        The first step that can be announced to all before any of them is in it is the one after the next whose loss is
-        complete, ``summed``.
+        It is the step after the next whose loss is complete (``summed``) at the earliest: only that can be announced to
+        all workers before any of them is in it.
         """
         asked = max((one.interval for one in checked.values()), default=1)
         return replace(self, planned=max(step + (self.every or asked), summed + 1))
@@ -336,12 +316,8 @@ Pair: TypeAlias = tuple[int, int]
 class Remembered:
     """An exception that was raised.
 
-    Args:
-        rank: the worker that raised it.
-        generation: its generation then; a worker raises at most once in a generation.
-        stage: its stage.
-        place: the step (:data:`~.messages.OUTSIDE` of steps) and the operation.
-        version: the number of steps that all workers had applied then.
+    ``generation``: its worker's; a worker raises at most once in each. ``place``: the step (:data:`~.messages.OUTSIDE`
+    of steps) and the operation. ``version``: the number of steps that all workers had applied.
     """
 
     rank: int
@@ -370,22 +346,20 @@ class _Updatable:
 
 @dataclass(frozen=True)
 class Roster(_Updatable):
-    """Workers by position: who is in, who comes and who goes.
+    """Workers by position: present, entering and leaving.
 
     Args:
-        live: the ranks that are not lost.
         joined: the ranks that said hello, before the first generation.
-        leader: the rank that speaks for the run; it does not change while that worker lives.
+        leader: speaks for the run; unchanged while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
-        newcomers: for live or parked ranks that joined while the training was going on, the steps applied before that.
-        ready: ranks of workers that wait to be let in.
-        leaving: live ranks that want to leave.
-        ending: those of them after which the run may end: once all live ranks are among them, it does.
-        moves: for each rank that is to join, the live rank that leaves for it.
-        dismissed: by position, the steps after which newcomers were dismissed because they held other values.
+        newcomers: live or parked ranks that joined during the training -> steps applied before that.
+        ready: ranks of workers that wait to enter.
+        leaving: live ranks that want to leave; ``ending``: those that end the run once all live ranks are among them.
+        moves: rank that is to join -> live rank that leaves for it.
+        dismissed: position -> steps after which newcomers were dismissed for other values.
         causes: why workers were lost, by rank.
-        parked: what is left of positions that lost a member, outside of ``live``: for each rank, the number of steps
-            that it was known to have applied then (:mod:`~lightning_recycle.control.protocol.recovery`).
+        parked: survivors of broken positions, not ``live`` -> the steps that they were known to have applied
+            (:mod:`~lightning_recycle.control.protocol.recovery`).
         moved: the pipelines of ranks that hold another position than they were started for.
         assembled: live ranks that were parked, and have not gone on with the others since.
     """
@@ -407,7 +381,6 @@ class Roster(_Updatable):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The live ranks in order."""
         return tuple(sorted(self.live))
 
     @property
@@ -421,14 +394,12 @@ class Roster(_Updatable):
         return self.updated(parked={**self.parked, **versions}, newcomers={**self.newcomers, **parked})
 
     def without_parked(self, ranks: Collection[int]) -> Roster:
-        """The roster without the parked workers ``ranks``."""
         return self.updated(
             parked={rank: version for rank, version in self.parked.items() if rank not in ranks},
             newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
         )
 
     def without(self, ranks: Collection[int]) -> Roster:
-        """The roster without the workers ``ranks``."""
         return self.updated(
             live=self.live.difference(ranks),
             joined=self.joined.difference(ranks),
@@ -443,13 +414,10 @@ class Roster(_Updatable):
 
 @dataclass(frozen=True)
 class PauseState:
-    """Pause of the live workers at a step boundary, for a change there.
+    """Pause ``number`` of a generation, of live workers at a step boundary.
 
-    Args:
-        number: its number among the pauses of the generation.
-        begun: the newest step that each worker has begun, by rank, as far as known.
-        boundary: the step at whose beginning they stop, once all have answered.
-        arrived: the ranks that wait there.
+    ``begun``: by rank, the newest step begun. ``boundary``: the step at whose beginning they stop, once all have
+    answered. ``arrived``: the ranks that wait there.
     """
 
     number: int = 0
@@ -460,22 +428,19 @@ class PauseState:
 
 @dataclass(frozen=True)
 class Generation(_Updatable):
-    """Generation: all that counts in it only; each begins with a new one.
+    """All that counts in one generation only; each begins with a new value.
 
     Args:
-        number: its number; -1 before the first.
-        regrouping: whether it still waits for reports.
-        reports: the reports, by rank.
-        commits: the commits of the current step, by rank.
+        number: -1 before the first.
+        regrouping: whether reports are missing; ``reports``: by rank.
+        commits: of the current step, by rank.
         committed: the newest step whose commit was answered; -1 if there is none.
         passes: the ranks that have passed step :attr:`Steps.summed`.
         broken_pairs: live workers of which one reported that it cannot reach the other.
-        pause: the pause for a change at a step boundary, if one is under way.
-        pauses: how many earlier ones there were.
+        pause: the current pause; ``pauses``: the number of earlier ones.
         plan: what all are to run from a step boundary on.
-        becomes: the layout that all get ready for; empty if no layers move.
-        held: the ranks that have what they need of it.
-        hooks: by rank, how often it is about to have run collectives of its position in hooks.
+        becomes: the layout that all get ready for; empty if no layers move. ``held``: the ranks that are ready.
+        hooks: by rank, how often it has announced collectives of its position in hooks.
     """
 
     number: int = -1
@@ -505,15 +470,14 @@ class Steps(_Updatable):
         version: the number of steps that every live worker has applied.
         passed: all live workers of lower ranks have applied step ``version``.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
-        answered: step and payloads, by stage, of the newest commit that was answered.
-        facts: for steps that not every live worker has applied: step -> stage, or None for what must be the same on
-            all -> values by the rank that reported them; only the first of equal ones, while there are no newcomers.
-        losses: for steps that are not complete: step -> global micro-batch -> loss.
-        outputs: for the same steps: step -> global micro-batch -> what hooks did with its output.
+        answered: step and payloads, by stage, of the newest answered commit.
+        facts: for steps that not every live worker has applied: step -> stage, or None for facts that are equal on all
+            -> values by reporting rank; only the first of equal values, while there are no newcomers.
+        losses: for incomplete steps: step -> global micro-batch -> loss; ``outputs`` likewise: records of hooks.
         summed: the number of steps whose loss is known.
         unproven: the newest step with losses that count once all live workers have passed it, or that a worker with
-            wrong values has taken part in; -1 for none.
-        after_step: what all are to do after the next step whose losses become complete.
+            wrong values took part in; -1 for none.
+        after_step: the action of all after the next step whose losses become complete.
     """
 
     version: int = 0
@@ -530,14 +494,9 @@ class Steps(_Updatable):
 
 @dataclass(frozen=True, slots=True)
 class StopRound:
-    """A stop point at which some workers asked to stop training early
-    (:mod:`~lightning_recycle.control.protocol.control_collectives`).
+    """Stop point at which the ranks ``wanted`` asked to stop training early.
 
-    Args:
-        point: the stop point.
-        wanted: the ranks that asked.
-        is_over: whether they have been answered.
-        agreed: whether the answer was that all stop there.
+    ``is_over``: whether they were answered; ``agreed``: whether the answer was that all stop there.
     """
 
     point: int
@@ -550,10 +509,7 @@ class StopRound:
 class CollectivesState(_Updatable):
     """Control collectives, and the newest question for an early stop.
 
-    Args:
-        open: number -> rank -> contribution.
-        next: the lowest number that is not answered yet.
-        stop_round: the newest stop point at which some asked to stop.
+    ``open``: number -> rank -> contribution. ``next``: the lowest number that is not answered yet.
     """
 
     open: Mapping[int, Mapping[int, messages.Arrive]] = field(default_factory=dict)
@@ -563,12 +519,7 @@ class CollectivesState(_Updatable):
 
 @dataclass(frozen=True)
 class LayoutState(_Updatable):
-    """Layout of the layers.
-
-    Args:
-        cuts: the layout with which all train.
-        wanted: the one that all are to have from a step boundary on.
-    """
+    """Layout of the layers; ``wanted``: the next one, from a step boundary on."""
 
     cuts: messages.Cuts = ()
     wanted: LayoutReady | None = None
@@ -578,10 +529,8 @@ class LayoutState(_Updatable):
 class Faults(_Updatable):
     """Faults that may be a machine's, the network's or the user's.
 
-    Args:
-        retries: how often work that raised a suspected exception is run again.
-        raised: the suspected exceptions, the oldest first.
-        disturbances: regroups in a row without a loss or a commit.
+    ``retries``: how often work with a suspected exception runs again. ``raised``: oldest first. ``disturbances``:
+    regroups in a row without a loss or a commit.
     """
 
     retries: int = 1
@@ -594,19 +543,12 @@ _NONE: Mapping[int, Any] = {}  # one object, and of a type that the journal can 
 
 @dataclass(frozen=True)
 class SaveState(_Updatable):
-    """The newest batch of background checkpoints.
+    """The newest batch of checkpoints.
 
-    See :mod:`~lightning_recycle.control.protocol.control_collectives`.
-
-    Args:
-        batch: its number; -1 before the first.
-        version, writer, paths, weights_only, mid_step: as in
-            :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
-        announced: by index, the temporary paths of files that are whole.
-        ended: by index, the checkpoints that are over, with the reason if there is none.
-        unnamed: by index, those of the complete ones that the writer, which is lost, may not have named.
-        facts: measurements of the writer.
-        last: the batch before, if it is over: some workers may not have heard how it ended.
+    ``batch``: -1 before the first. ``announced``: by index, temporary paths of whole files. ``ended``: by index, the
+    finished checkpoints, with the reason if there is none. ``unnamed``: by index, complete files that their lost writer
+    may not have named. ``facts``: measurements of the writer. ``last``: the batch before, if it is over: some workers
+    may not know how it ended. Others: see :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
     """
 
     batch: int = -1
@@ -623,7 +565,7 @@ class SaveState(_Updatable):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known of each checkpoint whether there is one."""
+        """Whether the outcome of each checkpoint is known."""
         return len(self.ended) == len(self.paths)
 
 
@@ -643,22 +585,9 @@ class Standing(Enum):
 class MembershipState(_Updatable):
     """State of the coordinator, in parts.
 
-    Args:
-        grid: the positions.
-        roster: the workers.
-        generation: what counts in the current generation only.
-        steps: losses, commits and applied steps.
-        collectives: what workers agree on besides.
-        layout: where the layers are.
-        faults: exceptions and disturbances.
-        checks: the checks of what workers hold.
-        saves: the newest checkpoints that are written in the background.
-        has_resumed: whether a generation has been resumed. Before, code runs that only one worker runs, such as
-            ``prepare_data``.
-        returned: after a restart of the coordinator, until all live workers have returned or are lost: what each of
-            them holds, by rank; None otherwise.
-        outcome: how the run ended, once it has.
-        members: the processes of each position.
+    ``has_resumed``: whether a generation has been resumed; before, code runs that only one worker runs, such as
+    ``prepare_data``. ``returned``: after a restart of the coordinator, until all live workers have returned or are
+    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members``: processes per position.
     """
 
     grid: Grid
@@ -721,15 +650,12 @@ class MembershipState(_Updatable):
 
     @property
     def heard(self) -> tuple[int, ...]:
-        """Live and parked ranks in order, for what outlives generations."""
+        """Live and parked ranks in order: those that messages beyond generations reach."""
         parked = self.roster.parked
         return tuple(sorted(self.roster.live.union(parked))) if parked else self.roster.ranks
 
     def without(self, ranks: Collection[int], drop: Collection[int] = ()) -> MembershipState:
-        """The state without the positions of the workers ``ranks``.
-
-        Their siblings are parked, but for ``drop``.
-        """
+        """State without the positions of ``ranks``; parks siblings, except ``drop``."""
         gone = self.positions.all_members(ranks)
         siblings = (gone & self.roster.live).difference(ranks, drop)
         versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
@@ -742,7 +668,6 @@ class MembershipState(_Updatable):
 
     @property
     def positions(self) -> Positions:
-        """Which rank is which member of which position."""
         return Positions(self.grid, self.members, self.roster.moved)
 
     @property
@@ -751,7 +676,6 @@ class MembershipState(_Updatable):
 
     @property
     def columns(self) -> int:
-        """The number of columns: members of the stages."""
         return self.positions.columns
 
     def column_of(self, rank: int) -> int:
@@ -761,7 +685,6 @@ class MembershipState(_Updatable):
         return self.positions.stage(rank)
 
     def name(self, rank: int) -> str:
-        """The worker at ``rank`` in words."""
         return self.positions.name(rank)
 
     def place(self, rank: int) -> tuple[int, ...]:
@@ -819,11 +742,7 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
 
 
 def validate(before: MembershipState, state: MembershipState) -> None:
-    """Checks a state of a run that goes on, and the step to it.
-
-    Raises:
-        AssertionError: with the rule that does not hold.
-    """
+    """Raises AssertionError with the violated rule of a state, or of the step to it."""
     for part in (_roster_rules, _generation_rules, _step_rules, _agreement_rules):
         for rule, holds in part(state):
             assert holds, f"{rule}: {state}"

@@ -1,32 +1,21 @@
-"""Steps: losses, commits, equal values, and changes at step boundaries. Pure.
+"""Steps: losses, commits, equal values, changes at step boundaries. Pure.
 
-The losses of a step are collected by micro-batch, whoever computed them and however often. No worker applies a step
-before they are known to all; where workers check each other's computations that is not before all have passed the step
-in one generation, as a wrong result of one may be in those of all. A step counts as committed once every live worker
-has applied it; the facts that workers report of it are compared. Those who have been there longest are right, as
-the others had their state from them: if they agree, a newcomer that holds other values is dismissed. Any other
-difference ends the run. As long as there are newcomers, no worker applies a step before the one before has been
-compared, so what followed from wrong values is in no parameters but those of the worker that goes. Where stages must
-agree before they step (see Commit), they are answered once every live worker is REDUCED. If a guess was wrong with
-which workers had stepped (Undo), the same workers connect again; it counts as no trouble of the network.
+Losses are collected by micro-batch, however often computed. No worker applies a step before its losses are known; where
+workers check each other's computations, not before all have passed it in one generation. A step is committed once every
+live worker has applied it; then the reported facts are compared. The longest-serving workers are right if they agree: a
+newcomer that differs is dismissed; any other difference ends the run. While there are newcomers, no worker applies a
+step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) are answered
+once every live worker is REDUCED; after a wrong guess (Undo) the same workers connect again.
 
-A loss changes the roster at once, in the middle of a step. Everything else waits for a *step boundary*, so that nothing
-is redone: workers that are ready to join, workers that want to leave, moves to another stage. The live workers are
-asked where they are (Pause, Paused) and begin no further step; then they are told at which step to stop (Boundary); a
-new generation begins when all are there (Reached). A worker that joins gets the state of its stage from a peer
-in that generation; until then it holds nothing and does not count as a replica.
+A loss changes the roster at once, all else at a *step boundary*, so nothing is redone: workers report where they are
+(Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
+worker gets its stage's state; until then it is no replica. A plan for the same workers (PlanReady) comes with the
+Boundary and takes effect without a stop, unless it needs other connections. If a generation begins before, its own plan
+holds (Resume).
 
-Another plan for the same workers (PlanReady) also begins at a step boundary, but no worker stops there: the Boundary
-carries the plan, and each worker switches to it when it reaches that step. If a generation begins before, its own plan
-holds, which is the shell's business (Resume). A plan that needs other connections is such a generation's: all stop at
-the boundary and connect what is missing.
-
-A layout is the same for all pipelines, so a layer that goes to another stage goes to all workers of that stage. Each of
-them gets it from a worker of the stage that has it. That is a transaction in two generations, at a step boundary. In
-the first all hold what they have and get what they lack; nothing runs. When all of them have it
-(:class:`~lightning_recycle.control.protocol.messages.Milestone`) the layout is decided: the second generation has it,
-and workers drop what they no longer need. A loss in the first generation undoes the change, as everybody still has what
-it had. A loss after it undoes nothing, as everybody holds what it needs.
+A layout changes in two generations: in the first all keep their layers and get those they lack, and nothing runs; once
+all hold them (:class:`~lightning_recycle.control.protocol.messages.Milestone`) the second has the layout, and they drop
+the rest. A loss in the first undoes the change; after it, it undoes nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +64,7 @@ def settle_steps(state: MembershipState) -> Next:
 
 
 def on_restored(state: MembershipState, event: messages.Restored) -> Next:
-    """The training goes on from a checkpoint."""
+    """The training starts from a checkpoint."""
     if state.steps.applied or event.version <= state.steps.version:
         return state, ()
     return state.with_steps(version=event.version, passed=0, summed=event.version), ()
@@ -106,10 +95,7 @@ def on_passed(state: MembershipState, event: messages.Reached) -> Next:
 
 
 def forget_unproven(state: MembershipState) -> MembershipState:
-    """Drops losses of a step that runs again, as workers drop the rest of it.
-
-    Not all have passed it.
-    """
+    """Drops losses of a step that not all have passed, as workers drop the rest of it."""
     steps = state.steps
     if steps.unproven < steps.summed:
         return state
@@ -152,8 +138,7 @@ def _sum_up(state: MembershipState, step: int) -> Next:
 def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     """A worker has applied a step, which counts once all have.
 
-    Ends the run if the worker now differs from the others; while there are newcomers, they are compared when all have
-    applied it.
+    Ends the run if the worker differs from the others; while there are newcomers, all are compared at the end.
     """
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
@@ -197,9 +182,7 @@ def _with_facts(state: MembershipState, event: messages.Applied) -> Mapping[int 
 def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
     """Facts of the step with those of ``event``; the values in which they differ.
 
-    The names and values in which its worker differs from the first that reported them, empty if there are none. To
-    compare with one is enough, however many there are: the others were equal to it. Nearly always all that a worker
-    reports another one has reported, which is seen at once.
+    One comparison, with the first reporter, is enough: the others were equal to it.
     """
     reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
@@ -249,15 +232,11 @@ def _vote(state: MembershipState, step: int) -> Next:
 
 
 def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """The names whose values differ."""
     return [name for name in right.keys() & other.keys() if not _same(right[name], other[name])]
 
 
 def _same(a: float, b: float) -> bool:
-    """Equality of values: floats nearly, as libraries of machines differ.
-
-    Integers are counters and digests.
-    """
+    """Equality of values; of floats approximately, as libraries of machines differ."""
     return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-12)) or (a != a and b != b)
 
 
@@ -354,10 +333,9 @@ def pause_if_wanted(state: MembershipState) -> Next:
 
 
 def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
-    """Who enters and who leaves at the next step boundary.
+    """Workers that enter and that leave at the next step boundary.
 
-    Positions enter whole, and leave whole: the siblings of who leaves are parked. No stage is left without a position
-    that has its state.
+    Whole positions: siblings of a leaving worker are parked. No stage is left without a position that has its state.
     """
     roster = state.roster
     positions = state.positions
@@ -401,10 +379,7 @@ def _change_plan(state: MembershipState, plan: PlanReady, boundary: int) -> Next
 
 
 def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
-    """A worker waits at the boundary; when all do, a new generation begins there.
-
-    Those who enter and leave do so in it.
-    """
+    """A worker waits at the boundary; when all do, the next generation begins there."""
     pause, layout, plan = state.generation.pause, state.layout.wanted, state.generation.plan
     if pause is None or event.generation != state.generation.number or event.step != pause.boundary:
         return state, ()
@@ -429,10 +404,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
 
 
 def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:
-    """State in which workers ``enter`` are live and get their stage's state.
-
-    At ``step``.
-    """
+    """State in which ``enter`` are live at ``step``, to get their stage's state."""
     roster = state.roster
     roster = roster.updated(
         live=roster.live | enter,
@@ -474,10 +446,7 @@ def on_layout_ready(state: MembershipState, event: LayoutReady) -> Next:
 
 
 def on_layers_held(state: MembershipState, event: Reached) -> Next:
-    """A worker holds layers of the layout to come, which holds once all do.
-
-    Whoever is lost from then on.
-    """
+    """A worker holds the next layout, which takes effect once all do, losses or not."""
     becomes, wanted = state.generation.becomes, state.layout.wanted
     if not becomes or not state.generation.runs(event.generation):
         return state, ()
