@@ -1,13 +1,11 @@
 """Checkpoint files and folders: written in one piece, checked by their checksums.
 
-Contract: a checkpoint under its name is whole (:func:`damage` finds nothing), whenever its writers die; a write that
-fails leaves the previous checkpoint unchanged. A file is the zip archive that torch writes, whose directory has the
-size and the CRC-32 of each record. A folder is in torch's distributed format, with the names of Lightning's strategies:
-``state_dict``, and by reference to the same bytes ``model``; ``optimizer_0`` has states by names of parameters;
-everything but tensors is in ``meta.pt``; sizes and checksums are in ``manifest.json``, written last.
-
-torch.distributed.checkpoint coordinates writers through the default process group. Here its steps are called one by
-one, and their messages go through the control plane.
+Contract: a checkpoint under its name is whole (:func:`damage` finds nothing), whenever its writers die; a failed write
+leaves the previous checkpoint unchanged. A file is torch's zip archive, whose directory has size and CRC-32 of each
+record. A folder is in torch's distributed format, with the names of Lightning's strategies: ``state_dict``, and by
+reference to the same bytes ``model``; ``optimizer_0`` has states by names of parameters; all but tensors is in
+``meta.pt``; sizes and checksums are in ``manifest.json``, written last. Steps of torch.distributed.checkpoint are
+called one by one, as it has no process group here: messages go through the control plane.
 """
 
 from __future__ import annotations
@@ -101,12 +99,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Writes a checkpoint.
 
-        Args:
-            before_naming: called with its temporary path right before a file of this machine gets its name.
-            pace: how fast a file of this machine is written; as fast as possible by default.
+        ``before_naming``: called with its temporary path right before a local file gets its name. ``pace``: limits the
+        writing of a local file.
 
         Raises:
-            OSError: when the file system refuses; what was under ``path`` is then unchanged.
+            OSError: when the file system refuses; the file under ``path`` is then unchanged.
             TypeError: for ``storage_options``.
         """
         local = local_path(path)
@@ -129,8 +126,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 def save_with_checksums(value: Any, file: Any) -> None:
     """``torch.save`` with checksums of its records, even where they are switched off.
 
-    Raises:
-        OSError: when the file system refuses. (torch's writer raises an error of its own then.)
+    Raises OSError, not the error of torch's writer, when the file system refuses.
     """
     chosen = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
@@ -147,8 +143,7 @@ def save_with_checksums(value: Any, file: Any) -> None:
 def attempt(action: Callable[[], _T], path: str | os.PathLike[str], content: Any) -> _T | SaveFailure:
     """The result of ``action``, which writes ``content`` to ``path``.
 
-    Raises:
-        Exception: what ``action`` raises, if the file system is not the reason.
+    Raises its exception if the file system is not the reason.
     """
     try:
         return action()
@@ -175,7 +170,7 @@ _REMEDIES = {
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """The system's error that ``error`` is, or came from."""
+    """The OSError that ``error`` is or was caused by."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -201,11 +196,7 @@ def megabytes(number: float) -> str:
 
 
 def checksum(path: Path) -> Checksum:
-    """Size in bytes and CRC-32 of a file.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Size in bytes and CRC-32 of a file; raises OSError if it cannot be read."""
     size = value = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -215,20 +206,19 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Completes ``folder``, of which ``checksums`` has each file.
+    """Completes ``folder``, whose files have ``checksums``.
 
-    Raises:
-        OSError: when the file system refuses.
+    Raises OSError when the file system refuses.
     """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(checksums.items())}
     write_json(folder / _MANIFEST, {"version": _MANIFEST_VERSION, "files": files})
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:
-    """The damage of the checkpoint at ``path`` on this machine's file systems.
+    """The damage of the checkpoint at ``path``, a local file or folder; reads it all.
 
-    Reads all of it. Files in torch's old format and folders of other strategies of Lightning have no checksums, and a
-    program that writes files may have switched them off: there only completeness is checked.
+    Without checksums (torch's old format, other strategies' folders, checksums switched off) only completeness is
+    checked.
     """
     path = Path(path)
     try:
@@ -301,18 +291,10 @@ def save_sharded(
 ) -> SaveFailure | None:
     """Writes this worker's shard together with all others of ``group``.
 
-    Args:
-        shard: the state of this worker's stage, in nested dicts; of sharded tensors each member writes its own part.
-        rest: what does not belong to a stage.
-        before_naming: called by the leader right before the folder gets its name, with its temporary path if it is on
-            this machine.
-        pace: how fast this worker writes; as fast as possible by default.
-
-    Returns:
-        Why there is no checkpoint, as far as this worker knows; the leader does.
-
-    Raises:
-        Exception: what ``group`` raises where a worker is lost.
+    ``shard``: the state of this stage, in nested dicts; each member writes its own part of sharded tensors. ``rest``:
+    belongs to no stage. ``before_naming``: called by the leader right before the folder gets its name, with its
+    temporary path if it is local. Returns why there is no checkpoint, as far as this worker knows; the leader does.
+    Raises the exception of ``group`` where a worker is lost.
     """
     gather, upload, local = group.gather_all, None, local_path(path)
     if local is None:
@@ -339,12 +321,11 @@ class _Upload:
         self._files, self._folder = url_to_fs(url)
 
     def begin(self) -> None:
-        """What is in the folder is not complete any more."""
+        """Marks the content of the folder as incomplete."""
         if self._files.exists(manifest := f"{self._folder}/{_MANIFEST}"):
             self._files.rm_file(manifest)
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
-        """Copies files of ``folder``."""
         self._files.makedirs(self._folder, exist_ok=True)
         for name in names:
             self._files.put_file(str(folder / name), f"{self._folder}/{name}")
@@ -445,14 +426,10 @@ def _failure_in(gathered: Mapping[int, Any]) -> SaveFailure | None:
 def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reads a folder that :func:`save_sharded` or another strategy of Lightning wrote.
 
-    Args:
-        wanted: what to read, by keys such as ``state_dict.layers.0.weight``, or the beginning of several such as
-            ``optimizer_0.state.layers.0.weight``. Where the value is a DTensor, tensors of its shape become DTensors
-            with its placements, of which this process reads its shard only. Everything by default.
-
-    Returns:
-        The checkpoint as one device would have written it, with the wanted parts of ``state_dict`` and
-        ``optimizer_states``.
+    ``wanted``: by keys such as ``state_dict.layers.0.weight``, or their beginning such as
+    ``optimizer_0.state.layers.0.weight``; a DTensor as the value makes tensors of its shape DTensors with its
+    placements, read in shards. Everything by default. Returns the checkpoint as one device would have written it, with
+    the wanted parts of ``state_dict`` and ``optimizer_states``.
     """
     if local_path(path) is None:
         files, folder = url_to_fs(os.fspath(path))

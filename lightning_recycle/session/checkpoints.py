@@ -1,8 +1,8 @@
 """The state of the whole model from its stages, and back: checkpoints and results.
 
-A checkpoint holds no trace of the grid. One that is asked for in the middle of the end of a step is written at the next
-boundary (:mod:`~lightning_recycle.session.worker_snapshot`); only a user's own ``trainer.save_checkpoint``, which
-returns with the file, does not wait for it.
+A checkpoint holds no trace of the grid. One that is asked for within the end of a step is written at the next boundary
+(:mod:`~lightning_recycle.session.worker_snapshot`), except for a user's own ``trainer.save_checkpoint``, which returns
+with the file.
 """
 
 from __future__ import annotations
@@ -119,11 +119,9 @@ def _saves_in_background(context: WorkerContext) -> bool:
 class _StagePart:
     """One stage's part of a checkpoint.
 
-    Args:
-        is_whole: whether weights and states are those of the whole model, which each worker has.
-        weights: the state dict, and what else has a value by parameter, by their names in the checkpoint.
-        names: the names of each optimizer's parameters.
-        copies: as in :class:`Checkpoints`, when it was copied.
+    ``is_whole``: whether weights and states are those of the whole model, which each worker has. ``weights``: the state
+    dict and other values by parameter, by their names in the checkpoint. ``names``: of each optimizer's parameters.
+    ``copies``: as in :class:`Checkpoints`, when it was copied.
     """
 
     is_whole: bool
@@ -138,11 +136,9 @@ class _StagePart:
 class _Asked:
     """A checkpoint that was asked for, and is written at the next boundary.
 
-    Args:
-        content: returns Lightning's content as it was then, without what is in ``part``.
-        marks: of what may change until the boundary; None if no run can go on from the checkpoint.
-        part: of this stage, if this worker may have to write it.
-        is_new: whether it is known to replace nothing.
+    ``content``: Lightning's at that time, without that of ``part``. ``marks``: of state that may change until the
+    boundary; None if no run can resume from the checkpoint. ``part``: of this stage, if this worker may have to write
+    it. ``is_new``: whether it is known to replace nothing.
     """
 
     path: Any
@@ -160,18 +156,15 @@ def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[
 class Checkpoints(StageStates):
     """A worker's part in saving and loading the state of the whole model.
 
-    Subclasses know the callbacks that save: their actions, records and intervals.
-
-    Args:
-        reach: called with "checkpoint" and the step right before one is written.
-        actions: what follows from checkpoints, besides links and deletions; see :class:`SaveBatches`.
+    Subclasses know the callbacks that save: their actions, records and intervals. ``reach``: called with "checkpoint"
+    and the step right before one is written. ``actions``: consequences of checkpoints besides links and deletions; see
+    :class:`SaveBatches`.
 
     Attributes:
         weights: the callbacks that change weights.
-        saves: writes checkpoints.
-        completion: what completes the checkpoint that was loaded, until the training begins.
-        restored_objects: if the run begins again, the users' objects, from the checkpoint that was loaded.
-        restored_steps: the steps of the checkpoint that was loaded; randomness is numbered by the step.
+        completion: completes the loaded checkpoint, until the training begins.
+        restored_objects: if the run begins again, the users' objects, from the loaded checkpoint.
+        restored_steps: the steps of the loaded checkpoint; randomness is numbered by the step.
         stall_seconds: how long checkpoints have held up this worker so far, apart from collecting the state.
     """
 
@@ -221,15 +214,15 @@ class Checkpoints(StageStates):
         """Asks again for checkpoints that were given up because a worker was lost."""
 
     def records(self) -> dict[str, Any]:
-        """The records of the callbacks that save, with what they have asked for."""
+        """The records of the callbacks that save, with the checkpoints asked for."""
         return {}
 
     def interval_state(self) -> dict[str, float] | None:
-        """The state of what decides how often to save, for a checkpoint."""
+        """The state that decides how often to save, for a checkpoint."""
         return None
 
     def load_interval(self, state: Mapping[str, float] | None) -> None:
-        """Takes over what decides how often to save, from a checkpoint or a peer."""
+        """Takes over :meth:`interval_state` from a checkpoint or a peer."""
 
     def measured(self, stalled: float, writing: float) -> Any:
         """This worker's measurements; see :class:`SaveEvents`."""
@@ -241,7 +234,7 @@ class Checkpoints(StageStates):
 
     @property
     def in_background(self) -> bool:
-        """Whether the training goes on while checkpoints that are asked for now are written."""
+        """Whether training goes on while checkpoints that are asked for now are written."""
         return self._may_go_on and self.is_training
 
     @property
@@ -268,12 +261,12 @@ class Checkpoints(StageStates):
         return whole
 
     def _after_hooks(self, weights: Mapping[str, Any], before: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """The state dict of the whole model, if hooks have left ``weights`` here, and others elsewhere, of that
-        ``before``: each sees what belongs to one stage, such as averages. So the hooks on its stage decide about a
-        name, or where they have changed nothing at all, those on the leader.
+        """The state dict of the whole model after hooks, of that ``before`` them.
 
-        Raises:
-            UnsupportedFeatureError: if only the leader's hooks have taken out what belongs to another stage.
+        They have left ``weights`` here, and others elsewhere. Each hook sees the values of one stage, such as averages,
+        so the hooks on its stage decide about a name; where they changed nothing at all, those on the leader.
+
+        Raises UnsupportedFeatureError if only the leader's hooks have taken out a value of another stage.
         """
         own = set(self.module.state_dict())
         changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
@@ -335,7 +328,7 @@ class Checkpoints(StageStates):
         return boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
 
     def resume(self) -> Mapping[str, Any] | None:
-        """Restores at the beginning of training the state that Lightning has not.
+        """Restores, at the beginning of training, the state that Lightning has not.
 
         Returns the completion of the checkpoint, if it has one.
         """
@@ -351,7 +344,7 @@ class Checkpoints(StageStates):
         return completion
 
     def finish_boundary(self, completion: Mapping[str, Any]) -> None:
-        """After a restart, writes checkpoints asked for behind the one loaded.
+        """After a restart, writes checkpoints asked for behind the loaded one.
 
         At the same boundary, with the actions that were to follow: all workers were lost before.
         """
@@ -389,7 +382,7 @@ class Checkpoints(StageStates):
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the whole model's optimizer state.
 
-        Not in a worker that joins: the others train and cannot exchange parts with it; its donor has a newer one.
+        Not in a joining worker: the others train and cannot exchange parts with it; its donor has a newer one.
         """
         if self.collectives.client.joining:
             return
@@ -417,9 +410,8 @@ class Checkpoints(StageStates):
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """The leader writes, or one worker of each stage.
 
-        Raises:
-            CheckpointError: on all workers, if the file system refuses, and a checkpoint that is not written ends the
-                run, or is to be :meth:`noticed`. Otherwise the leader warns. In the background that comes later.
+        Raises CheckpointError on all workers, in the background later, if the file system refuses, and a checkpoint
+        that is not written ends the run, or is to be :meth:`noticed`. Otherwise the leader warns.
         """
         if self._joins:
             return
@@ -445,9 +437,10 @@ class Checkpoints(StageStates):
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Within the block checkpoints are asked for.
+        """Within the block checkpoints are only asked for.
 
-        They are written, and what follows is taken up, at the next boundary, or right after the block where none comes.
+        They are written, and their consequences taken up, at the next boundary, or right after the block where none
+        comes.
         """
         with self.saves.deferring():
             yield
@@ -463,7 +456,7 @@ class Checkpoints(StageStates):
         self._boundary = None
 
     def _write(self, boundary: Boundary | None) -> None:
-        """Writes what was asked for; ``boundary``: where the training is, if it is at one."""
+        """Writes checkpoints asked for; ``boundary``: where the training is, if at one."""
         asked, self._asked = self._asked, []
         with self._stalling():
             if asked:
@@ -479,7 +472,7 @@ class Checkpoints(StageStates):
             self.saves.await_originals()
 
     def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
-        """The part of what completes a checkpoint that all workers have in common."""
+        """The part of a checkpoint's completion that all workers have in common."""
         state = self.transfer.common_state()
         self.weights.join_states(state["callbacks"])
         follows = [
@@ -499,7 +492,7 @@ class Checkpoints(StageStates):
         }
 
     def _completion(self, marks: StateMarks | None) -> dict[str, Any] | None:
-        """This stage's part of what completes a checkpoint; no copy."""
+        """This stage's part of a checkpoint's completion; no copy."""
         if marks is None:
             return None
         changes, left = marks.changes(), self.transfer.left_gradients()
@@ -514,8 +507,8 @@ class Checkpoints(StageStates):
     def has(self, path: Any, list_folder: Callable[[str], Iterable[str]]) -> bool:
         """Whether there is something at ``path``, the same on all workers.
 
-        Where no worker waits for others, they know it from the names that the leader has seen in its folder once, and
-        from what was saved and removed since then.
+        Where no worker waits for others, they know it from the names that the leader has once seen in its folder, and
+        from later saves and removals.
         """
         folder, name = os.path.split(path)
         if folder not in self.saves.names:
@@ -588,7 +581,6 @@ class Checkpoints(StageStates):
             self._unwinding = before
 
     def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch) -> None:
-        """Writes a file of the whole model."""
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
         self.reach("checkpoint", batch.version)
         group.confirm()
@@ -602,7 +594,6 @@ class Checkpoints(StageStates):
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _shard(self, weights: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """This stage's part of a folder."""
         shard = {**weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizers)}}
         if self.stage > 0:  # these are the same for all stages
             same = ("param_groups", "others")
@@ -612,7 +603,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ saving while the training goes on
 
     def begin_batch(self) -> bool:
-        """Takes up what follows from the checkpoints before."""
+        """Takes up the consequences of the checkpoints before."""
         if self._joins:
             return False
         with self._stalling():
@@ -632,7 +623,7 @@ class Checkpoints(StageStates):
             self.saves.take_up()
 
     def complete(self) -> None:
-        """Waits for checkpoints that were asked for, and takes up what follows from them."""
+        """Waits for checkpoints that were asked for, and takes up their consequences."""
         self._write(self._boundary)
         with self._stalling():
             self.saves.complete()
@@ -650,7 +641,7 @@ class Checkpoints(StageStates):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The last epoch is over: checkpoints that were lost are saved."""
+        """Saves lost checkpoints after the last epoch."""
         with self.at_boundary(Boundary.EPOCH):
             with self.waited_for():
                 self.ask_again()
@@ -759,7 +750,7 @@ class Checkpoints(StageStates):
     def _written_by_stage(
         self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
     ) -> SaveFailure | None:
-        """Writes this stage's ``part`` of a folder, and by the leader the rest of the checkpoint."""
+        """Writes this stage's ``part`` of a folder; the leader also the rest."""
         group, checkpoint = batch.group, content()
 
         def before_naming(temporary: Path | None) -> None:
@@ -779,7 +770,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ beginning and end
 
     def begin_training(self) -> None:
-        """The training begins; until it ends, checkpoints may be written while it goes on."""
+        """The training begins: until its end checkpoints may be written meanwhile."""
         self.is_training = True
         if self._may_go_on:
             reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does

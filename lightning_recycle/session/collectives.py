@@ -1,7 +1,7 @@
 """A worker's context, and the collectives that Lightning asks a strategy for.
 
-Collectives go through the coordinator, which hides failures from them; there is no torch process group that they could
-use. They are for control, not for data: flags, metrics, the parts of a checkpoint.
+They go through the coordinator, which hides failures from them, as there is no torch process group; they are for
+control, not for data: flags, metrics, the parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch
 def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False) -> None:
     """Warns once if a step asks torch for a default process group.
 
-    Args:
-        of_members: whether the members of a position form one, for torch's sharded tensors. Others are answered that
-            there is none: what members hold, such as the state of a metric, is not to be summed over them.
+    ``of_members``: the members of a position form one, for torch's sharded tensors. Other callers are answered that
+    there is none: values of members, such as the state of a metric, are not to be summed over them.
     """
     known = getattr(dist.is_initialized, "watched", dist.is_initialized)
     warned = False
@@ -74,7 +73,7 @@ def watch_process_group(is_in_step: Callable[[], bool], of_members: bool = False
 
 
 class StageGroup(ABC):
-    """Workers that hold all stages between them: all of a run, or the holders of a checkpoint."""
+    """Workers that hold all stages between them: of a run, or of a checkpoint."""
 
     rank: int
     positions: Positions
@@ -125,12 +124,10 @@ class WorkerCollectives(StageGroup):
 
     @property
     def live_workers(self) -> tuple[int, ...]:
-        """The ranks of the live workers of the current generation."""
         return self.client.member.roster or tuple(range(self.positions.num_workers))
 
     @property
     def leader(self) -> int:
-        """Rank of the worker that speaks for the run."""
         known = self.client.member.leader
         if known >= 0:
             return known
@@ -139,13 +136,11 @@ class WorkerCollectives(StageGroup):
     @property
     @override
     def is_leader(self) -> bool:
-        """Whether this worker speaks for the run."""
         return not self.client.joining and self.rank == self.leader
 
     @property
     @override
     def is_column_leader(self) -> bool:
-        """Whether this worker speaks for its stage, or for its part of that."""
         return self.positions.column_leaders(self.live_workers)[self.positions.column(self.rank)] == self.rank
 
     # ------------------------------------------------------------------ collectives
@@ -154,10 +149,7 @@ class WorkerCollectives(StageGroup):
         """The values of the workers of each stage that read different data.
 
         By the number of their place in the grid by which data is divided; of the workers at this one's place of tensor
-        parallelism.
-
-        Raises:
-            UnsupportedFeatureError: in code that sees one micro-batch.
+        parallelism. Raises UnsupportedFeatureError in code that sees one micro-batch.
         """
         found, members, tensor = self.gather_all(name, value), self.positions.members, self._run.mesh_sizes[1]
         if members == 1:
@@ -172,8 +164,7 @@ class WorkerCollectives(StageGroup):
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all live workers, by rank.
 
-        Raises:
-            UnsupportedFeatureError: in code that sees one micro-batch.
+        Raises UnsupportedFeatureError in code that sees one micro-batch.
         """
         if self.is_in_step():
             raise UnsupportedFeatureError(
@@ -209,9 +200,9 @@ class WorkerCollectives(StageGroup):
     def reduce(self, tensor: Any, reduce_op: Any, keeps_shares: bool, keeps_lists: bool) -> Any:
         """The values of all live workers as one.
 
-        A sum of equal values is that value: it concerns the whole global batch, so each worker holds what under DDP the
-        sum over all processes would be. But if steps keep numbers in attributes, each pipeline has its share of them,
-        as under DDP, and the pipelines' values are added.
+        A sum of equal values is that value: it concerns the whole global batch, so each worker holds the sum that DDP
+        would have over all processes. But if steps keep numbers in attributes, each pipeline has its share of them, as
+        under DDP, and the pipelines' values are added.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -255,8 +246,7 @@ class WorkerCollectives(StageGroup):
     def by_leader(self, name: str, action: Callable[[], Any]) -> Any:
         """The result of ``action`` in the leader, on all workers.
 
-        Raises:
-            UnsupportedFeatureError: in a worker that is alone, as it is about to join.
+        Raises UnsupportedFeatureError in a joining worker, which is alone.
         """
         if self.client.joining:
             raise UnsupportedFeatureError(ALONE.format(what=f"It asks the leader for {name}"))
@@ -270,8 +260,7 @@ class WorkerCollectives(StageGroup):
     def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
         """One part per column, in order, on all workers. Asks again if a speaker dies.
 
-        Raises:
-            UnsupportedFeatureError: in a worker that is alone, as it is about to join, and there are other columns.
+        Raises UnsupportedFeatureError in a joining worker, which is alone, if there are other columns.
         """
         self.settle()
         if self.client.joining:
@@ -312,22 +301,19 @@ class WorkerContext:
 
     @property
     def grid(self) -> Grid:
-        """The grid of the run."""
         return self.run.grid
 
     @property
     def worker(self) -> Worker:
-        """This worker's position in the grid."""
         return self.collectives.worker
 
     @property
     def device(self) -> torch.device:
-        """The device that this worker computes on."""
         return self.trainer.strategy.root_device
 
     @property
     def device_name(self) -> str:
-        """The name of the device by which its machine knows it."""
+        """Name of the device on its machine."""
         return f"{self.device.type}:{self.place.device}"
 
     @property

@@ -3,12 +3,11 @@
 Where a run needs neither, a stage steps as soon as its own gradient is complete; otherwise all stages commit each step
 together. Speculative clipping: a stage steps as if nothing were clipped when that is likely, and learns the norm
 afterwards. If it was too large, the optimizer steps once more from where it was; learning rates that hooks changed
-since then stay. That is right only if no code changes gradients or parameters in a step, or looks at them between it
-and the next forward (:func:`may_speculate`).
+since then stay. That is right only if no code changes or sees gradients and parameters between them
+(:func:`may_speculate`).
 
-``16-mixed``: the plugin scales and skips steps as on one device, with a scaler on each worker. They stay alike because
-each decides from the same: whether the gradient of *any* stage overflowed. A step that is redone has the scale that it
-had.
+``16-mixed``: the plugin scales and skips steps as on one device; each worker's scaler decides by overflow in *any*
+stage, so all stay alike. A step that is redone has its old scale.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ from lightning_recycle.torch_internals import after_unscaling, foreach_mul, has_
 class CommitRequirements:
     """Facts about the gradients of all stages that each step needs.
 
-    Args:
-        norm: their norm.
-        overflow: whether one of them has an infinity or a NaN.
-        afterwards: whether it may be known after the step, which is corrected if need be.
+    ``overflow``: whether one of them has an infinity or a NaN. ``afterwards``: whether the facts may come after the
+    step, which is corrected if need be.
     """
 
     norm: bool
@@ -177,7 +174,6 @@ class OptimizerStep:
         self._before: list[OptimizerState] = []
 
     def tensors(self) -> Iterator[Tensor]:
-        """The copies that it keeps."""
         return (tensor for state in self._before for tensor in state.tensors())
 
     @staticmethod
@@ -194,8 +190,7 @@ class OptimizerStep:
     def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
         """Steps again with gradients multiplied by ``factor``.
 
-        Parameters are as they were; options such as learning rates are first what they were, and then what they are
-        now.
+        Parameters are as they were; options such as learning rates are first the old, and then the present ones.
         """
         for optimizer, before in zip(optimizers, self._before, strict=True):
             now = OptimizerState(optimizer, None, options_only=True)
@@ -207,10 +202,7 @@ class OptimizerStep:
 
 
 def _multiply_gradients(parameters: list[Tensor], factor: float) -> None:
-    """Gives ``parameters`` other gradients.
-
-    The old ones stay in their memory, as a peer may need them.
-    """
+    """Multiplies gradients into new memory, as a peer may need the old ones."""
     trained = [p for p in parameters if p.grad is not None]
     parts = foreach_mul([local_part(p.grad) for p in trained if p.grad is not None], factor)
     for parameter, part in zip(trained, parts, strict=True):
@@ -228,8 +220,7 @@ _parameter_names: Mapping[int, str] = {}
 def complete_norms(gather: _Gather | None, names: Mapping[int, str] | None = None) -> None:
     """From now on norms are those of all stages.
 
-    Args:
-        names: the names of this stage's parameters, by ``id``; those that are tied have the same.
+    ``names``: of this stage's parameters, by ``id``; tied ones have the same.
     """
     global _gather, _parameter_names
     _gather, _parameter_names = gather, names or {}

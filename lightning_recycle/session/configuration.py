@@ -61,8 +61,8 @@ class CheckpointOptions(OptionGroup):
             often workers fail in this run. None: it keeps its own.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
-            in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file.
-            A second signal ends the run at once.
+            in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
+            second signal ends the run at once.
         signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
         on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
             warning ("warn", and the training goes on) or ends the run ("raise", a
@@ -181,17 +181,15 @@ class Options(OptionGroup):
 
     @property
     def mesh_sizes(self) -> tuple[int, int]:
-        """The sizes of the mesh of a position, FSDP shards and tensor parallelism."""
+        """Sizes of the mesh of a position: FSDP shards, tensor parallelism."""
         return self.fsdp_size, self.tensor_parallel_size
 
     @property
     def members(self) -> int:
-        """The number of processes that hold a position."""
         return math.prod(self.mesh_sizes)
 
     @property
     def ray(self) -> RayEngine | None:
-        """The options of Ray, if it starts the workers."""
         if isinstance(self.engine, RayEngine):
             return self.engine
         return RayEngine() if self.engine == "ray" else None
@@ -202,9 +200,7 @@ class Options(OptionGroup):
         return self.ray is not None
 
     def choose_grid(self, num_workers: int, batch_size: int | None = None, can_be_cut: bool = True) -> Grid:
-        """The grid for ``num_workers`` devices.
-
-        See :meth:`~lightning_recycle.ReCycleStrategy.choose_grid`.
+        """The grid for ``num_workers`` devices; :meth:`~.ReCycleStrategy.choose_grid`.
 
         ``can_be_cut``: whether the model can have several stages.
         """
@@ -233,7 +229,7 @@ class Options(OptionGroup):
 
 
 class ResultRoute(Enum):
-    """How the result of a run comes home to the launching process.
+    """Route of a run's result to the launching process.
 
     A small one comes in messages through the coordinator. Of a large one, each stage on the same machine leaves its
     part in a file that is mapped into memory, without a second copy; elsewhere it stays, unless the user wants it.
@@ -246,11 +242,10 @@ class ResultRoute(Enum):
 
 @dataclass(frozen=True)
 class Gathering:
-    """The facts that decide on the way of the result.
+    """The facts that decide on the route of the result.
 
-    Args:
-        large_bytes: the size from which on a result is large.
-        folder: where they leave files for it then, to be made by the first that needs it; None if there is no place.
+    ``large_bytes``: the least size of a large result. ``folder``: for its files, made on first use; None without a
+    place.
     """
 
     wanted: Literal["auto"] | bool = "auto"
@@ -264,7 +259,7 @@ class Gathering:
         return self.wanted is not False and (self.local or self.wanted == "auto")
 
     def way(self, size: int) -> ResultRoute:
-        """How a result of ``size`` bytes comes home."""
+        """Route of a result of ``size`` bytes."""
         if self.wanted is False:
             return ResultRoute.STAYS
         if not self.depends_on_size or size < self.large_bytes:
@@ -280,15 +275,14 @@ class RunSetup:
         parts: the layers of each stage.
         batch_pipelines: the number of pipelines that the DataLoader's ``batch_size`` was meant for, as in
             :attr:`data_grid`.
-        outsiders: whether there may be workers whose process goes on afterwards: all workers then exchange the whole
-            model in the end.
+        outsiders: whether some workers' processes may go on afterwards: all workers then exchange the whole model at
+            the end.
         has_run: whether this Trainer has had workers before.
-        may_restart: whether it begins again from its newest checkpoint when a stage is lost; then checkpoints hold what
-            users keep in their objects.
-        restarts: whether it begins again, after the loss of a stage.
+        may_restart: whether it begins again from its newest checkpoint when a stage is lost; then checkpoints hold
+            users' objects. ``restarts``: whether it does so now.
         staggered: whether a stage steps before the others hold their gradients: the user's option, unless the stages
-            must know something of each other first.
-        mesh_sizes: the sizes of the mesh of a position, FSDP shards and tensor parallelism.
+            must exchange facts first.
+        mesh_sizes: of a position, FSDP shards and tensor parallelism.
         name: differs from that of any other run; its restarts keep it.
     """
 
@@ -309,7 +303,6 @@ class RunSetup:
 
     @property
     def positions(self) -> Positions:
-        """Which rank is which member of which position."""
         return Positions(self.grid, math.prod(self.mesh_sizes))
 
     @property
@@ -332,9 +325,7 @@ class RunSetup:
 class WorkerIdentity:
     """Identity of a worker in a run.
 
-    Args:
-        incarnation: 0 for the first process of its position, 1 for its replacement, ...
-        host: the address at which it exchanges data.
+    ``incarnation``: number of earlier processes at its position. ``host``: its address for data.
     """
 
     rank: int

@@ -1,26 +1,22 @@
-"""Values that steps and hooks change in the module, one for each slot, and which of them reach all workers.
+"""Values that steps and hooks change in the module, per slot, on all workers.
 
-Concept: a *slot* is the global index of a micro-batch (pipeline d, micro-batch m). What a training step or a layer's
-forward changes in the tree of the module (:mod:`~lightning_recycle.session.slot_values`) begins for each micro-batch as
-it was at the beginning of the step, and is taken back after it, so a step that runs again, anywhere, begins as it did.
-The changes travel with the record of the micro-batch. When the step is over, on every worker,
+Concept: a *slot* is the global index of a micro-batch. What a training step or forward changes in the module's tree
+(:mod:`~lightning_recycle.session.slot_values`) begins for each micro-batch as at the beginning of the step, and is
+taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
+micro-batch. After the step, on every worker,
 
-- items *appended* to a list or deque reach it in the order of the micro-batches: Lightning's idiom
-  ``self.outputs.append(...)``, ``torch.cat(self.outputs)``, ``self.outputs.clear()``;
-- what all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
-- a running statistic, as of BatchNorm, becomes the mean of what they leave;
-- what else they leave different has a value for each slot from then on, in place whenever a step runs on that slot: a
-  hidden state, a running mean of the loss. Other code sees that of the last slot; what it assigns holds for all slots.
+- items *appended* to a list or deque arrive in micro-batch order: Lightning's idiom ``self.outputs.append(...)``;
+- a value that all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
+- a running statistic, as of BatchNorm, becomes the mean of those that they leave;
+- any other value has one version per slot from then on, in place whenever a step runs on that slot: a hidden state.
+  Other code sees the last slot's; its assignments hold for all slots.
 
-Values that are too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error
-that names it. Large tensors of a step's graph, such as activations that a layer keeps for a hook, cannot be meant for
-the next step: they stay in place on their worker. The stages of a pipeline change values on their own; of the same
-place the last stage's counts.
+Values too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error that names
+it. Large tensors of a step's graph cannot be meant for the next step: they stay on their worker. Of a place that
+several stages change, the last stage's value counts. In evaluations appended items reach all workers; the rest is the
+worker's share, as under DDP, which the last stage has and the others take over.
 
-Hooks of an evaluation see outputs where they were computed, as under DDP: appended items reach all workers, the rest
-is the share of that worker. The last stage has it; the others take it over.
-
-Contract: the objects that the module refers to stay the same, only what they hold is written.
+Contract: the objects that the module refers to stay the same, only their contents are written.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Append:
-    """New items of the list at ``path``, packed; ``kind``: its class, should a worker have none."""
+    """New items of the list at ``path``, packed; ``kind``: its class."""
 
     path: Path
     kind: type[Any]
@@ -72,7 +68,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Change:
-    """The value that a micro-batch has left in a place: a digest, and the value, packed, if it travels."""
+    """A value left by a micro-batch: its digest and, if it travels, the packed value."""
 
     place: Place
     digest: bytes
@@ -86,7 +82,7 @@ Effect: TypeAlias = Append | Change
 
 @dataclass(frozen=True)
 class _SlotValue:
-    """A value of a slot: packed, or a tensor of this worker; neither if it is elsewhere."""
+    """A value of a slot: packed, or a tensor of this worker; neither if elsewhere."""
 
     digest: bytes = b""
     packed: bytes | None = None
@@ -107,7 +103,7 @@ the places that micro-batches left alike.
 
 @dataclass
 class MicrobatchEffects:
-    """What one micro-batch has changed, when its forward is over, and the record of the hooks that saw its output."""
+    """Changes by one micro-batch's forward, and the record of hooks on its output."""
 
     effects: list[Effect] = field(default_factory=list)
     record: bytes = b""
@@ -121,7 +117,6 @@ class MicrobatchEffects:
         return pickle.dumps([*(effect for effect in before if _target(effect) not in mine), *self.effects])
 
     def output(self, earlier: bytes) -> bytes:
-        """The record and all changes, for :func:`taken_apart`."""
         return put_together(taken_apart(self.record)[0], self.note(earlier))
 
 
@@ -137,7 +132,7 @@ def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
 
 
 def _belongs_to_graph(value: Any) -> bool:
-    """Whether it has tensors of a step's graph, more than a few: only that step can differentiate them."""
+    """Whether it has many tensors of a step's graph: only that step can use them."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
@@ -147,7 +142,7 @@ def _path_to(place: Place) -> Path:
 
 
 def _are_nested(one: Path, other: Path) -> bool:
-    """Whether one leads to a part of what the other leads to."""
+    """Whether one path leads to a part of the other's object."""
     return all(a is b or a == b for a, b in zip(one, other, strict=False))
 
 
@@ -156,19 +151,16 @@ def _target(effect: Effect) -> Any:
 
 
 class HookSideEffects:
-    """The side effects on ``module``.
+    """The side effects on ``module``, the user's.
 
-    Args:
-        module: the user's module.
-        alone: whether a step has one micro-batch in all; then there is nothing to put together.
-        microbatches: the number of micro-batches of a step.
+    ``alone``: whether a step has a single micro-batch; then there is nothing to combine. ``microbatches``: of a step.
 
     Attributes:
         names: the attributes whose lists steps have extended.
         keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
         changed: the attributes that they have changed.
         slots: the values of places by slot.
-        slot: the micro-batch whose training step is about to run, where that runs as a whole; None for other code.
+        slot: the micro-batch whose training step is about to run as a whole; None for other code.
     """
 
     def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
@@ -188,14 +180,14 @@ class HookSideEffects:
         self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
 
     def forget_values(self) -> None:
-        """Keeps nothing of the module, nor weak references to its weights, until it is looked at again."""
+        """Keeps nothing of the module, nor weak references to weights, until looked at."""
         self._tree = ValueTree(self._module, self._internal)
         self._shallow = ValueTree(self._module, self._internal, whole=False)
 
     # ------------------------------------------------------------------ a micro-batch in training
 
     def begin_step(self, step: int | None = None) -> None:
-        """A batch of training, with the number ``step``, or of an evaluation begins."""
+        """A batch of training, number ``step``, or of an evaluation begins."""
         self._at_batch, self._runs_again = None, False
         if step is not None:
             self._step, self._mine = step, {}
@@ -204,9 +196,9 @@ class HookSideEffects:
 
     @contextmanager
     def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> Iterator[MicrobatchEffects]:
-        """Runs a forward of ``slot``, with its values in place; lists what it has changed, and takes that back.
+        """Runs a forward of ``slot`` with its values; lists changes, and takes them back.
 
-        What it adds to running statistics is added to ``sums``, its part of the mean, if these have room for them.
+        Changes of running statistics are added to ``sums``, its part of the mean, if these have room for them.
         """
         made = MicrobatchEffects()
         if self._alone:
@@ -216,7 +208,6 @@ class HookSideEffects:
             yield made
 
     def statistics(self) -> list[Tensor]:
-        """The running statistics of the layers of this worker."""
         if self._alone:
             return []
         self._forget(self._tree.absorb())
@@ -224,7 +215,7 @@ class HookSideEffects:
 
     @contextmanager
     def again(self, slot: int) -> Iterator[None]:
-        """As :meth:`microbatch`, for a forward that is computed once more: it leaves nothing."""
+        """As :meth:`microbatch`, for a recomputed forward, which leaves nothing."""
         if self._alone:
             yield
             return
@@ -235,7 +226,7 @@ class HookSideEffects:
     def _watching(
         self, tree: ValueTree, slot: int, effects: list[Effect] | None, sums: Sequence[Tensor] = ()
     ) -> Iterator[None]:
-        """Adds what the block has changed to ``effects``, if it counts, and takes it back."""
+        """Adds the block's changes to ``effects``, if they count, and takes them back."""
         self._forget(tree.absorb())
         tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
         self._is_inside = tree is self._tree
@@ -257,7 +248,7 @@ class HookSideEffects:
         effects += self._effects(tree, [one for one in found if one.place not in places], slot)
 
     def _forget(self, changed: Iterable[Place]) -> None:
-        """Other code has changed these places: what they hold now holds for all slots."""
+        """Other code has changed these places: the values now hold for all slots."""
         for place in changed if self.slots else ():
             path = _path_to(place)
             for other in [other for other in self.slots if _are_nested(path, _path_to(other))]:
@@ -277,7 +268,6 @@ class HookSideEffects:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
     def _effects(self, tree: ValueTree, found: Sequence[Found], slot: int) -> list[Effect]:
-        """What must reach other workers."""
         effects: list[Effect] = []
         values: list[tuple[Change, Any]] = []
         for one in found:
@@ -310,7 +300,6 @@ class HookSideEffects:
         return effects
 
     def _append(self, one: Found, tree: ValueTree) -> Append:
-        """The new items of a list."""
         path, key = one.place
         is_deque = isinstance(tree.referent(path) if key == WHOLE else one.now, deque)
         packed = self._packed(one.place, one.items, tree)
@@ -333,7 +322,7 @@ class HookSideEffects:
 
     @contextmanager
     def noticed(self) -> Iterator[list[Effect]]:
-        """Runs a hook, or a step that runs as a whole; lists what must reach all workers, and takes that back."""
+        """Runs a hook or whole step; lists changes for all workers, and takes them back."""
         slot, self.slot = self.slot, None
         effects: list[Effect] = []
         if self._alone or self._is_inside:
@@ -377,15 +366,16 @@ class HookSideEffects:
         return True
 
     def run_again(self) -> None:
-        """The batch may run again: what its micro-batches have counted here would count twice."""
+        """The batch may run again: its micro-batches must not count twice here."""
         self._runs_again = True
 
     # ------------------------------------------------------------------ on every worker
 
     @torch.no_grad()
     def ends_step(self, sums: Sequence[Tensor] = ()) -> None:
-        """The step is over; what its micro-batches have changed, if anything, is repeated next. ``sums``: over all of
-        them, of what they have added to statistics.
+        """The step is over; :meth:`repeat` follows if micro-batches changed anything.
+
+        ``sums``: of their contributions to statistics.
         """
         self._ended, self._before = self._step, ({}, dict(self.slots))
         for place, added in zip(list(self._tree.statistics), sums, strict=False):
@@ -433,7 +423,7 @@ class HookSideEffects:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     def _take(self, place: Place, by_slot: Mapping[int, Change]) -> None:
-        """Takes over what the micro-batches have left in ``place``."""
+        """Takes over the values that the micro-batches have left in ``place``."""
         tree, slots, has_place = self._tree, range(self._microbatches), self._tree.has(place)
         found = {}
         for slot, change in by_slot.items():
@@ -474,7 +464,7 @@ class HookSideEffects:
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
-        """Within the block values are those with which ``step``, the one before the current one, has begun."""
+        """In the block values are those at the start of ``step``, the one before this."""
         if self._ended != step:
             yield
             return
@@ -495,7 +485,7 @@ class HookSideEffects:
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
     def shares(self) -> dict[str, bytes]:
-        """What hooks of evaluations have changed, packed, by the name of the attribute, if it is not large."""
+        """Packed small changes by hooks of evaluations, by attribute."""
         found = {}
         for name in self.changed - self.names - self._views():
             if not self._shallow.has(self._place(name)):
@@ -512,7 +502,7 @@ class HookSideEffects:
         return ("", "buffers" if name in dict(self._module.named_buffers(recurse=False)) else ""), name
 
     def _views(self) -> set[str]:
-        """The attributes that lie in the memory of parameters of this stage."""
+        """Attributes in the memory of parameters of this stage."""
         weights = {memory_address(parameter) for parameter in self._module.parameters()} - {0}
         tensors = {name: value for name, value in vars(self._module).items() if isinstance(value, Tensor)}
         return {name for name, value in tensors.items() if memory_address(value) in weights}
@@ -528,12 +518,11 @@ class HookSideEffects:
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> SideEffectState:
-        """For a worker that joins, which has the module's attributes from elsewhere."""
+        """For a joining worker, which has the module's attributes from elsewhere."""
         self._forget(self._tree.absorb())
         return sorted(self.names), sorted(self.changed), dict(self.slots), set(self._alike)
 
     def load_state(self, state: SideEffectState) -> None:
-        """Restores what :meth:`state` returned."""
         names, changed, slots, alike = state
         self.names.update(names)
         self.changed.update(changed)

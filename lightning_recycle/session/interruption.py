@@ -1,7 +1,7 @@
 """Early ends of a run: signals and ``trainer.should_stop``.
 
-A signal handler runs amid a collective or a recovery, so it can neither save a checkpoint nor wait for others. It
-leaves a note, which the heartbeat takes to the coordinator; the run ends after a step whose answer says so.
+A signal handler runs amid a collective or a recovery, so it can neither save nor wait. It leaves a note for the
+heartbeat; the run ends after a step whose answer says so.
 
 =========================  ==========================================  ===========================================
 the signal                 in a job that SLURM may run again            elsewhere
@@ -12,10 +12,8 @@ the one for requeueing     the run ends with a checkpoint, and then     Lightnin
                            the job is requeued
 =========================  ==========================================  ===========================================
 
-SIGTERM alone never requeues: it is also what ``scancel`` and the time limit send.
-
-``trainer.should_stop`` may be set on all workers at the same place, or on one alone, say by its own clock. Where all
-set it, they stop there; else after one of the next steps
+SIGTERM alone never requeues: ``scancel`` and the time limit send it, too. Workers that all set ``trainer.should_stop``
+at one place stop there; if only some do, all stop after one of the next steps
 (:mod:`~lightning_recycle.control.protocol.control_collectives`).
 """
 
@@ -42,10 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """The signals of one worker, from the moment on when Lightning listens to any.
+    """Signals of one worker, from the moment on when Lightning listens to any.
 
-    Attributes:
-        resumes: whether SLURM may run this job again, so that what is saved will be resumed from.
+    ``resumes``: whether SLURM may run this job again, resuming from its checkpoint.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -62,7 +59,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._leave)
 
     def release(self) -> None:
-        """This worker's Trainer is that of the launching process again."""
+        """Releases the signals: this worker's Trainer is the launching process's again."""
         self._handlers.release()
 
     def _leave(self, *_: Any) -> None:
@@ -84,8 +81,7 @@ class Preemption:
 class StopRequests:
     """This worker's part in stopping early.
 
-    Attributes:
-        agreed: whether all have agreed to stop. Lightning may still have to go on, to ``min_steps`` or ``min_epochs``.
+    ``agreed``: all have agreed to stop; Lightning may still go on, to ``min_steps`` or ``min_epochs``.
     """
 
     def __init__(self, context: WorkerContext) -> None:

@@ -87,11 +87,9 @@ _FINAL = {  # of the Trainer's parts, by path: what a run changes besides settin
 class TrainerState:
     """A Trainer's state in ``fit`` outside of users' objects and optimizers.
 
-    Args:
-        results: the values that were logged in this epoch and in the newest validation.
-        settings: of the Trainer's parts, by path: public settings, such as ``gradient_clip_val``, which callbacks may
-            change, and attributes that are in no state dict.
-        callbacks: the state dicts of callbacks whose attributes belong to their process.
+    ``results``: values logged in this epoch and in the newest validation. ``settings``: of the Trainer's parts, by
+    path: public ones, such as ``gradient_clip_val``, which callbacks may change, and attributes in no state dict.
+    ``callbacks``: state dicts of those whose attributes belong to their process.
     """
 
     loops: dict[str, Any]
@@ -101,7 +99,6 @@ class TrainerState:
 
     @classmethod
     def of(cls, trainer: pl.Trainer, is_wanted: Callable[[Any], bool]) -> TrainerState:
-        """The state of ``trainer``."""
         keys = {c.state_key for c in trainer.callbacks if is_wanted(c)}  # type: ignore[attr-defined]
         states = call._call_callbacks_state_dict(trainer) if keys else {}
         return cls(
@@ -126,10 +123,7 @@ class TrainerState:
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any], same_run: bool) -> TrainerState:
-        """The state of which ``data`` is.
-
-        Another run than the ``same_run`` may have other settings.
-        """
+        """Inverse of :meth:`as_data`; another run than ``same_run`` keeps its settings."""
         results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
         settings = {
             path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}
@@ -143,7 +137,6 @@ class TrainerState:
         trainer.fit_loop._combined_loader_states_to_load = []
 
     def load(self, trainer: pl.Trainer) -> None:
-        """Restores the rest."""
         reduce, module, device = trainer.strategy.reduce, trainer.lightning_module, trainer.strategy.root_device
         for path, logged in zip(_RESULTS, self.results, strict=True):
             results = attrgetter(path)(trainer)._results
@@ -277,8 +270,7 @@ class ReturnedLoaders(CombinedLoader):
 class _Requested:
     """The loaders of a hook, called on use: its needs may exist in workers only.
 
-    It is called without Lightning's ``_request_dataloader``, which patches DataLoader meanwhile, and for good if the
-    hook raises.
+    Without Lightning's ``_request_dataloader``, which patches DataLoader, for good if the hook raises.
     """
 
     def __init__(self, source: DataLoaderSource) -> None:
@@ -328,7 +320,6 @@ _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 
 
 def _as_data(logged: _ResultMetric) -> dict[str, Any]:
-    """A value that was logged, as plain data."""
     meta = {field.name: getattr(logged.meta, field.name) for field in fields(_Metadata)}
     sync = meta.pop("_sync")
     meta["reduce_fx"] = next(name for name, function in _REDUCTIONS.items() if function is meta["reduce_fx"])
@@ -353,10 +344,10 @@ _move = _ResultMetric.to
 
 
 def spare_moves() -> None:
-    """Lets this process move the metric of a logged value only to another device.
+    """Moves metrics of logged values only to other devices.
 
-    Lightning moves it to the device of each value, tensor by tensor, also when it is there: two thirds of the time that
-    ``self.log`` takes, and a part of every step.
+    Lightning moves each to the device of each value, tensor by tensor, also when it is there: two thirds of the time of
+    ``self.log``, and a part of every step.
     """
     _ResultMetric.to = _move_elsewhere  # type: ignore[assignment, method-assign]
 
@@ -373,7 +364,7 @@ stage_grad_norm = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_
 
 
 def replace_grad_norm(function: Callable[..., Any] | None) -> None:
-    """Replaces the code of ``grad_norm``, which users' modules hold; with None it is Lightning's again."""
+    """Replaces the code of ``grad_norm``, held by users' modules; None restores it."""
     grad_norm.__code__ = (function or stage_grad_norm).__code__
 
 
@@ -399,7 +390,7 @@ def combined_loaders(loop: Any) -> tuple[Any, Any]:
 def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
     """Makes a loop of :func:`fit_loops` read ``given`` loaders instead of its own.
 
-    If none are given the user is asked, as in the epoch in which the loop has asked last.
+    Without any the user is asked, as in the epoch in which the loop has asked last.
     """
     loop = fit_loops(trainer)[name]
     source, epoch = loop._data_source, getattr(loop, f"_last_{name}_dl_reload_epoch")
@@ -426,8 +417,9 @@ def transfer_batch(module: pl.LightningModule, batch: Any, device: Any, dataload
 
 
 def lower_on(plugin: Precision, device: torch.device) -> None:
-    """Has mixed precision lower what runs on ``device``, and scale its loss: for some kinds Lightning assumes another,
-    where a scaler does nothing.
+    """Has mixed precision lower operations on ``device``, and scale its loss.
+
+    For some kinds of device Lightning assumes another, where a scaler does nothing.
     """
     if isinstance(plugin, MixedPrecision) and plugin.device != device.type:
         plugin.device = device.type
@@ -527,7 +519,6 @@ class SignalHandlers:
             self._handlers["_sigterm_notifier_fn"] = terminate
 
     def release(self) -> None:
-        """The handlers are Lightning's again."""
         for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn"):
             self._handlers.pop(name, None)
 

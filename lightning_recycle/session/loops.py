@@ -2,8 +2,7 @@
 
 Everything around a step (progress, hooks, schedulers, loggers, checkpoints) stays Lightning's, in its order. All hooks
 concern the whole global batch: ``on_before_backward`` and ``on_after_backward`` come with its mean loss when its
-gradient is complete. A worker that joins goes through the same loops, and waits before its first epoch until it is let
-in.
+gradient is complete. A joining worker goes through the same loops, and waits before its first epoch until it may enter.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _run_step(
 ) -> tuple[torch.Tensor, Any]:
     """Runs a step, and logs in place of ``training_step``, where Lightning allows it.
 
-    Returns the loss, and what that returned.
+    Returns its loss and its output.
     """
     runner, profiler = _runner(trainer), trainer.profiler  # type: ignore[attr-defined]
     with profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.training_step"):
@@ -124,10 +123,7 @@ def _run_step(
 
 
 class PipelineEpochLoop(_TrainingEpochLoop):
-    """The epoch loop.
-
-    It keeps its parent's attribute names, which are keys in checkpoints.
-    """
+    """The epoch loop; its parent's attribute names are keys in checkpoints."""
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
@@ -197,7 +193,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @override
     def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        """The batch is all that is needed here."""
+        """Only the batch is needed here."""
         kwargs["batch"] = batch
         return kwargs
 
@@ -230,10 +226,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
 
 class PipelineFitLoop(_FitLoop):
-    """The fit loop.
-
-    It keeps its parent's attribute names, which are keys in checkpoints.
-    """
+    """The fit loop; its parent's attribute names are keys in checkpoints."""
 
     runner: TrainingSteps
     _has_started = False
@@ -346,8 +339,8 @@ class PipelineFitLoop(_FitLoop):
     def find_places(self) -> None:
         """Moves a stream to its place in the state that this loop has loaded.
 
-        Of data with addresses it is the state of the sampler; one that a single device's loader left in a checkpoint
-        is left alone.
+        Of data with addresses it is the state of the sampler; that of a single device's loader in a checkpoint stays
+        unused.
         """
         states, self._combined_loader_states_to_load = self._combined_loader_states_to_load, []
         assert self._combined_loader is not None
@@ -410,8 +403,8 @@ class PipelineFitLoop(_FitLoop):
 def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
     """Calls ``hook`` on all workers before hooks at the end of an epoch.
 
-    Such as ``on_train_epoch_end`` and ``on_validation_epoch_end``, which may then log means over an epoch without
-    ``batch_size``: Lightning cannot see it in a batch that is an address. It takes the place of an earlier run's.
+    Those may then log means over an epoch without ``batch_size``: Lightning cannot see it in a batch that is an
+    address. Replaces the adaptation of an earlier run.
     """
     connector = trainer._logger_connector
     start, reached = type(connector).on_batch_start, type(connector).epoch_end_reached

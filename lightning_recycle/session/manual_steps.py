@@ -2,7 +2,7 @@
 
 A worker runs the user's ``training_step`` for each of its micro-batches, in turns
 (:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a state of its own. They meet at each backward pass,
-whose gradients are averaged over all micro-batches of all workers, as under DDP; and at each step of an optimizer or
+whose gradients are averaged over all micro-batches of all workers, as under DDP, and at each step of an optimizer or
 scheduler, which is done once.
 
 Contract: ``loss.backward()`` is the same as ``self.manual_backward(loss)``; ``torch.autograd.grad`` is local. Closures
@@ -62,7 +62,7 @@ class ManualSteps:
     ) -> list[tuple[float, bytes]]:
         """Runs the step for the micro-batches of this worker.
 
-        Returns of each its loss (NaN if it has none), and what must reach all workers.
+        Returns the loss of each (NaN if it has none), and its effects for all workers.
         """
         self._exchange, self._way = exchange, way
         self._counted = [microbatch.counts for microbatch in microbatches]
@@ -89,7 +89,7 @@ class ManualSteps:
         return done
 
     def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
-        """The step on one micro-batch; what is of a thread is entered here."""
+        """The step on one micro-batch; state of its thread is entered here."""
         device = self._context.device
         enter_device(device)
         with self._context.forward_context(), seeded_everything() as reseed, layer_randomness(device) as generator:

@@ -1,17 +1,15 @@
-"""State of a worker before a manual step, and of each of its micro-batches within the step.
+"""State of a worker before a manual step, and of each micro-batch within it.
 
-A step that steps optimizers itself cannot be redone from its parameters alone, and an optimizer's step cannot be
-computed back. So :class:`ManualStepState` copies everything before each step: parameters, buffers, gradients that were
-left, the optimizers' states and options, schedulers, Lightning's counters, the state of callbacks whose hooks run
-within a step, and what the cells of the module's tree hold (:mod:`~lightning_recycle.session.slot_values`). The copies
-are made in the same memory every time: as much as the parameters and the optimizers' states take.
+A step that steps optimizers itself cannot be redone from its parameters, nor computed back. So :class:`ManualStepState`
+copies all before each step, into the same memory: parameters, buffers, remaining gradients, optimizers, schedulers,
+Lightning's counters, callbacks with hooks in a step, and the module's tree
+(:mod:`~lightning_recycle.session.slot_values`).
 
-Under DDP the training steps of two micro-batches run in two processes. When one worker has both, they run in turns
-(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a :class:`MicrobatchState` of its own: gradients,
-values in the module's tree, metrics, options of the optimizers, and the generators of random numbers are those that
-this micro-batch has left. The states begin alike; an optimizer's step, which is done together, is done in the first one
-and copied to the others. So each may clip its gradients, toggle an optimizer, or average weights in its step, without
-doing it twice. The price is a copy of parameters, buffers and gradients for each further micro-batch of a worker.
+Micro-batches that would have two processes under DDP run in turns on one worker
+(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in its :class:`MicrobatchState`: gradients, values in the
+tree, metrics, optimizer options and generators. States begin alike; an optimizer's step is done in the first one and
+copied to the others. So each may clip its gradients, toggle an optimizer or average weights, at the price of a copy of
+parameters, buffers and gradients for each further micro-batch.
 """
 
 from __future__ import annotations
@@ -48,11 +46,8 @@ _COPIED_BYTES = 256 * 1024  # of a tensor that is no weight: larger ones, such a
 class _ProcessState:
     """A part of the state of the process.
 
-    Args:
-        get: returns its value.
-        put: makes that the value.
-        copy: copies a value for another micro-batch.
-        stays: whether the value that the first micro-batch leaves is there after the step.
+    ``put``: makes a value the current one. ``copy``: for another micro-batch. ``stays``: whether the first
+    micro-batch's value is there after the step.
     """
 
     get: Callable[[], Any]
@@ -76,8 +71,6 @@ def _fields(owners: Sequence[Any], *names: str) -> _ProcessState:
 
 
 def _options(groups: Sequence[dict[str, Any]]) -> _ProcessState:
-    """The options of the optimizers' groups."""
-
     def put(values: list[dict[str, Any]]) -> None:
         for group, options in zip(groups, values, strict=True):
             group.update(options)
@@ -116,12 +109,12 @@ def _generators(device: torch.device) -> _ProcessState:
 
 
 def _values(tree: ValueTree) -> _ProcessState:
-    """What the user's code may change in the module's tree; of tensors which, not what is in them."""
+    """Mutable values in the module's tree; of tensors their identity, not content."""
     return _ProcessState(tree.contents, tree.restore, lambda value: value)
 
 
 def _internals(module: pl.LightningModule) -> _ProcessState:
-    """Attributes of the module that are not the user's, such as what is recorded."""
+    """Attributes of the module that are not the user's, such as recorded values."""
 
     def put(value: dict[str, Any]) -> None:
         for name in _INTERNALS - value.keys():
@@ -140,13 +133,8 @@ _INTERNALS = INTERNAL_ATTRIBUTES - {*MODULE_TABLES, "_trainer", "training"}
 class MicrobatchState:
     """A context in which the process is as one micro-batch has left it.
 
-    Args:
-        module: the module in training.
-        tree: its values.
-        optimizers: its optimizers.
-        device: the device that it computes on.
-        metrics: returns the metrics that are recorded.
-        first: whether it takes the state over as it is.
+    ``tree``: the values of ``module``. ``metrics``: returns the recorded metrics. ``first``: whether it takes the state
+    over unchanged.
     """
 
     def __init__(
@@ -191,7 +179,7 @@ class MicrobatchState:
 
     @torch.no_grad()
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Takes over ``parameters`` and the options of the optimizers from the state that is entered."""
+        """Takes ``parameters`` and optimizer options from the state that is entered."""
         wanted = set(map(id, parameters))
         for tensor, (data,) in zip(self._tensors, self._values["tensors"], strict=True):
             if id(tensor) in wanted:
@@ -207,7 +195,6 @@ class MicrobatchState:
 
 
 def _cloned(value: Any) -> Any:
-    """``value`` with copies of its tensors."""
     return tree_map_only(Tensor, Tensor.clone, value)
 
 
@@ -217,11 +204,7 @@ _HOOKS_OF_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimiz
 
 
 class ManualStepState:
-    """The state of ``trainer`` and its module before a step.
-
-    Attributes:
-        tree: the values of the module.
-    """
+    """The state of ``trainer`` and its module, with values ``tree``, before a step."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -234,7 +217,7 @@ class ManualStepState:
         self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
 
     def forget_values(self) -> None:
-        """Keeps no values of the module, such as weak references to its weights, until the next step."""
+        """Keeps no values of the module, nor weak references to weights, until a step."""
         self.tree = ValueTree(self._trainer.lightning_module)
         self._values: list[tuple[Any, Any]] = []
 

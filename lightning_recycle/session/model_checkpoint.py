@@ -1,12 +1,11 @@
 """ModelCheckpoint on a worker: checkpoints count once they are complete.
 
-ModelCheckpoint records a new checkpoint as the best or the last one before it is written, and then deletes the one that
-it replaces. Here it asks for the checkpoint, and the record and the deletion follow when that is complete; if it could
-not be written, nothing follows. All workers do the same, because all know of the outcome.
+ModelCheckpoint records a new checkpoint before it is written, and then deletes the one that it replaces. Here it asks
+for the checkpoint, and record and deletion follow when that is complete, on all workers, which all know the outcome.
 
 The interval by steps is Young's formula: saving every sqrt(2 cost mtbf) seconds loses the least time, ``mtbf`` being
 the mean time between failures, and the cost the time for which a checkpoint holds up training. Each start from a
-checkpoint counts as a failure, too. All workers follow the same facts.
+checkpoint counts as a failure, too.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ _OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
 
 
 class ModelCheckpointSaves(Checkpoints):
-    """:class:`Checkpoints` that know the Trainer's ModelCheckpoint callbacks, some methods of which are replaced.
+    """:class:`Checkpoints` with the Trainer's ModelCheckpoint callbacks.
 
-    Attributes:
-        interval: decides how often to save, if callbacks do not.
+    Some methods of these are replaced. ``interval``: decides how often to save, if callbacks do not.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class ModelCheckpointSaves(Checkpoints):
 
     @override
     def ask_again(self) -> None:
-        """Saves again what was given up, except for callbacks that have saved after this step."""
+        """Saves again what was given up, except for callbacks that have saved since."""
         trainer = self.context.trainer
         given_up, self.saves.given_up = self.saves.given_up, ()
         calls = [call for call in given_up if self._callbacks[call[0]]._last_global_step_saved != trainer.global_step]
@@ -166,7 +164,7 @@ class ModelCheckpointSaves(Checkpoints):
                 log.info("From now on a checkpoint is saved every %d steps: %s.", steps, why)
 
     def _save_every(self, steps: int) -> bool:
-        """Changes the interval of callbacks that save by steps; whether that changes anything."""
+        """Changes the interval of callbacks that save by steps; returns whether it did."""
         changed = False
         for callback in self._callbacks:
             now = callback._every_n_train_steps
@@ -191,7 +189,7 @@ def leave_saves_alone(trainer: pl.Trainer) -> None:
 
 
 class _Methods:
-    """The methods of one callback in a run. No public hook comes between its decisions and its files."""
+    """The methods of one callback in a run, as no public hook precedes its files."""
 
     def __init__(self, callback: ModelCheckpoint, number: int, checkpoints: ModelCheckpointSaves) -> None:
         self._callback, self._number, self._checkpoints = callback, number, checkpoints
@@ -204,7 +202,6 @@ class _Methods:
         )
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """What stands for the methods, by name."""
         found: dict[str, Callable[..., Any]] = {name: partial(self._save, name) for name in _SAVES}
         found |= {"_link_checkpoint": self._link, "state_dict": self._state_dict}
         if not self._writes_itself:
@@ -293,11 +290,8 @@ _WORKER_HOURS_PER_FAILURE = 50_700.0
 class SaveFacts:
     """A worker's measurements, in seconds.
 
-    Args:
-        stalled: for which the checkpoint has held up training.
-        writing: that it took to be written meanwhile.
-        step: from one step to the next, with all that comes between them.
-        trained: of training, in runs before this one, too.
+    ``stalled``: of training, by the checkpoint. ``writing``: in the meantime. ``step``: from one step to the next, with
+    all between. ``trained``: of training, in earlier runs, too.
     """
 
     stalled: float
@@ -320,10 +314,9 @@ def steps_between_saves(facts: SaveFacts, workers: int) -> tuple[int, str]:
 
 
 class SaveInterval:
-    """A worker's view of what decides on the interval of the run's checkpoints.
+    """A worker's view of the interval between the run's checkpoints.
 
-    Attributes:
-        steps: the interval; 0 if it is that of the callbacks.
+    ``steps``: the interval; 0 if it is that of the callbacks.
     """
 
     def __init__(self, count: Callable[[], float]) -> None:
@@ -333,7 +326,6 @@ class SaveInterval:
         self._failures, self._trained = 0.0, 0.0  # before this worker began, less what ``count`` was then
 
     def begin(self, step: int) -> None:
-        """The training of this worker begins with ``step``."""
         self._began, self._first_step = time.monotonic(), step
 
     def state(self) -> dict[str, float]:

@@ -1,12 +1,11 @@
 """Attributes and hooks of a user's object that are carried to another process.
 
 Concept: an object of plain attributes is carried as these, a module with its parameters, buffers and submodules. torch
-keeps hooks in *tables*, dicts from a number to a function, and a handle removes a hook by its table and
-number. A table also holds hooks of this package, which belong to the process and are left alone. The attributes that
-users give to a parameter are a table, too.
+keeps hooks in *tables*, dicts from a number to a function; a handle removes a hook by table and number. Hooks of this
+package in a table belong to the process and are left alone. Users' attributes of a parameter are a table, too.
 
 Contract: tables are changed in place, so handles stay valid. Numbers count up in each process; :func:`number_hooks`
-gives each worker a range of numbers, so that hooks of a donor and of its replacement never have the same number.
+gives each worker a range, so that hooks of a donor and of its replacement never have the same number.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def table_of(owner: Any, key: TableKey) -> dict[Any, Any]:
 
 
 def hooks_of(owner: Any) -> HookTables:
-    """The hooks that users registered on ``owner``, a module or an optimizer; only tables that have any."""
+    """Non-empty tables of hooks that users registered on a module or an optimizer."""
     filled = [(key, table) for key, table in tables_of(owner) if table]
     ours = _ours(table for _, table in filled)
     found = {key: {number: hook for number, hook in table.items() if number not in ours} for key, table in filled}
@@ -95,7 +94,7 @@ def put_hooks(owner: Any, hooks: Mapping[TableKey, Mapping[Any, Any]]) -> None:
 
 
 def _ours(tables: Iterable[Mapping[Any, Any]]) -> set[int]:
-    """The numbers of the hooks that belong to the process: of this package, and of layers sharded over its mesh."""
+    """Numbers of hooks that belong to the process: this package's, and of sharding."""
     return {
         number
         for table in tables
@@ -115,7 +114,7 @@ def origin(function: Any) -> str:
 
 
 def is_local(function: FunctionType) -> bool:
-    """Whether a function of the user's travels with its variables and defaults; others are found by their names."""
+    """Whether a user's function travels with its variables and defaults, not by name."""
     return "<" in function.__qualname__ and origin(function).partition(".")[0] not in _FRAMEWORKS
 
 
@@ -132,7 +131,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def is_weight(path: str) -> bool:
-    """Whether the object at ``path`` is a parameter or buffer, which change by ``.data``, too: no version shows it."""
+    """Whether it is a parameter or buffer: ``.data`` changes them without a version."""
     return "._parameters[" in path or "._buffers[" in path
 
 
@@ -161,7 +160,7 @@ def class_of(node: Any) -> type[Any]:
 
 
 def is_node(value: Any) -> bool:
-    """Whether ``value`` is an object of attributes, which can be written into another one of its class."""
+    """Whether ``value`` is an object of attributes, writable into one of its class."""
     kind = type(value)
     if isinstance(value, _VALUES) or not _is_python(kind) or not (hasattr(value, "__dict__") or slots_of(kind)):
         return False
@@ -176,12 +175,12 @@ def is_node(value: Any) -> bool:
 
 
 def _is_python(kind: type[Any]) -> bool:
-    """Whether objects of ``kind`` have nothing but attributes: no base of it is written in C."""
+    """Whether objects of ``kind`` have only attributes: no base of it is written in C."""
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
 
 
 def is_own(value: Any) -> bool:
-    """Whether ``value`` is part of its process: an object of this package, a bar on its terminal."""
+    """Whether ``value`` is part of its process: this package's, or a terminal's bar."""
     own = type(value).__module__.startswith("lightning_recycle.") and not isinstance(value, type)
     shows = any(base.__module__.partition(".")[0] in _SHOWING for base in type(value).__mro__)
     return isinstance(value, AbsentLayer) or shows or (own and not isinstance(value, nn.Module))
@@ -198,12 +197,12 @@ def _as_names(slots: Any) -> Sequence[str]:
 
 
 def vars_of(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` that lie in a dict; those of slots are not among them."""
+    """The attributes of ``owner`` that lie in a dict, not in slots."""
     return getattr(owner, "__dict__", {})
 
 
 def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
-    """The attributes of ``owner`` that are carried, but not methods that a framework has replaced on the object itself.
+    """Carried attributes of ``owner``, without methods replaced by frameworks.
 
     ``whole``: with parameters, buffers and submodules.
     """
@@ -221,7 +220,7 @@ def attributes_of(owner: Any, whole: bool = True) -> dict[str, Any]:
 
 
 def _is_wrapped(kind: type[Any], name: str, value: Any) -> bool:
-    """Whether ``value`` is what a framework has put in the place of a method of ``kind``."""
+    """Whether ``value`` is a framework's replacement of a method of ``kind``."""
     is_method = callable(value) and callable(getattr(kind, name, None))
     return is_method and origin(value).partition(".")[0] in _FRAMEWORKS
 
@@ -248,8 +247,5 @@ _OF_LIGHTNING_MODULES = INTERNAL_ATTRIBUTES - {*_MODULE_CONTENTS}
 
 
 def is_bound_to_process(callback: Any) -> bool:
-    """Whether the attributes of a callback belong to its process: its state dict is carried, no more.
-
-    It shows or measures something there.
-    """
+    """Whether a callback's attributes belong to its process: the state dict travels."""
     return isinstance(callback, (ProgressBar, Timer)) or is_own(callback)

@@ -1,11 +1,10 @@
 """The graph of the user's objects, carried from one process to another.
 
 Both processes have the same *roots* (the module, callbacks, the data module, DataLoaders). Every object with plain
-attributes that is reached from them is a *node*, named by the path that leads to it. A pack holds the attributes of all
-nodes, in one pickle: references between nodes are paths, tensors are listed beside it, and *anchors* (the Trainer,
-loggers) are names for the receiver's own. The receiver writes the attributes into the nodes, lists, dicts, tensors,
-generators and variables of local functions that it has, and makes only what it lacks, so references to its objects stay
-valid.
+attributes that is reached from them is a *node*, named by its path. A pack holds the attributes of all nodes in one
+pickle: references between nodes are paths, tensors are listed beside it, and *anchors* (the Trainer, loggers) are names
+for the receiver's own. The receiver writes into its own nodes, lists, dicts, tensors, generators and variables of local
+functions, and makes only what it lacks, so references to its objects stay valid.
 
 Contract: the sender's objects are not changed. Objects that cannot be pickled stay behind, and the receiver keeps its
 own. A tensor or array of over a megabyte that has not changed since the run began is not sent.
@@ -111,24 +110,24 @@ class LargeData:
             self._signs[path] = _sign(value)
 
     def unchanged(self) -> dict[int, Path]:
-        """The paths that the data had, by the id of what has not changed since."""
+        """Original paths of unchanged data, by id."""
         if self._values:
             self._reader.join()
         return {id(value): path for path, value in self._values.items() if _sign(value) == self._signs[path]}
 
 
 class ObjectGraph:
-    """The objects that are reached from ``roots``, as they are when it is made.
+    """The objects that are reached from ``roots`` when it is made.
 
     Args:
         roots: the objects that both processes have, by name.
         anchors: objects that are not carried, by name, unless they are roots.
-        whole: whether modules are whole in both processes: with parameters, buffers, and submodules that are no roots;
-            and LightningModules that are no roots, such as copies.
+        whole: whether modules are whole in both processes: with parameters, buffers, and submodules and
+            LightningModules (such as copies) that are no roots.
         skipped: paths of attributes that stay behind.
         bound: further classes of objects that belong to their process, and stay behind.
         optimizers: whether optimizers and schedulers are carried, with their states; otherwise they belong to their
-            process, too, and only hooks of those that are roots are carried.
+            process, too, and only hooks of roots are carried.
 
     Attributes:
         large: tensors and arrays of over a megabyte, by path, other than parameters and buffers of modules.
@@ -178,7 +177,6 @@ class ObjectGraph:
                 waiting += [(f"{path}[{key!r}]", item) for key, item in reversed(list(items))]
 
     def nodes_of(self, *kinds: type[Any]) -> dict[Path, Any]:
-        """The nodes of these classes, by path."""
         return {path: node for path, node in self._nodes.items() if isinstance(node, kinds)}
 
     def _state(self, path: Path, node: Any) -> dict[str, Any]:
@@ -212,8 +210,7 @@ class ObjectGraph:
     def pack(self, same: Mapping[int, Path] = MappingProxyType({})) -> ObjectPack:
         """The state of all nodes; tensors are not copied.
 
-        Args:
-            same: the names of tensors and arrays that the receiver has, by id; they are not sent.
+        ``same``: paths of tensors and arrays that the receiver has, by id; they are not sent.
         """
         states = {path: self._state(path, node) for path, node in self._nodes.items()}
         stays: dict[Path, set[str]] = {}
@@ -257,13 +254,9 @@ class ObjectGraph:
     # ------------------------------------------------------------------ the receiver
 
     def update(self, packed: ObjectPack, device: torch.device, large: Mapping[Path, Any] | None = None) -> None:
-        """Makes the nodes of this process what they are in the sender's.
+        """Makes the nodes of this process equal to the sender's.
 
-        Args:
-            large: the tensors and arrays of this process that were not sent, by name.
-
-        Raises:
-            ReCycleError: if this process lacks data that was not sent.
+        ``large``: this process's tensors and arrays that were not sent, by path. Raises ReCycleError if one is missing.
         """
         loader = _GraphUnpickler(self, packed, large or {}, device)
         states, stays = loader.load()
@@ -454,14 +447,12 @@ class _Update:
         return self._overwritten(old, new)
 
     def sharded(self, old: Any, new: Any) -> Any:
-        """A DTensor: its part is copied."""
         if old is None or old.shape != new.shape or old.dtype != new.dtype or old.placements != new.placements:
             self.claim(new, new)
             return new
         return self._overwritten(old, new)
 
     def _overwritten(self, old: Tensor, new: Tensor) -> Tensor:
-        """``old`` with the values of ``new``."""
         self.claim(old, new)
         with torch.no_grad():
             local_part(old).copy_(local_part(new))  # its version shows that it has changed since the run began
@@ -613,7 +604,7 @@ def weights_by_name(module: pl.LightningModule) -> dict[Path, Tensor]:
 
 
 def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict[Path, Tensor]:
-    """The substitutes for weights that were left out of a pack: those of ``module``.
+    """Substitutes from ``module`` for weights that were left out of a pack.
 
     Where it has none of that name and shape, those of ``state``.
     """
@@ -625,8 +616,7 @@ def weights_for(module: pl.LightningModule, state: Mapping[str, Tensor]) -> dict
 def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> ObjectGraph:
     """The graph of module, callbacks, data module, DataLoaders and hooks.
 
-    Args:
-        training: for peers, which have the same layers: what takes optimizers and schedulers with it.
+    ``training``: carries optimizers and schedulers, for peers with the same layers.
     """
     loops = fit_loops(trainer)
     loaders = {f"{name} loader {i}": value for name in loops for i, value in _numbered(loops[name]).items()}
@@ -645,10 +635,8 @@ def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> Ob
 class TrainingParts:
     """The parts of a Trainer that hooks may replace, as one object.
 
-    Attributes:
-        loaders: of training and validation, once they were read, the user's loaders as they were given, and how they
-            are combined.
-        streams: which of the two read streams.
+    ``loaders``: of training and validation, once read: the user's, and how they are combined. ``streams``: which of the
+    two read streams.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -666,7 +654,6 @@ class TrainingParts:
         strategy.lr_scheduler_configs = self.schedulers
 
     def read_loaders(self, trainer: pl.Trainer) -> None:
-        """Lets the loops of ``trainer`` read the loaders."""
         for name, given in self.loaders.items():
             read_loaders(trainer, name, None if name in self.streams else given)
 
@@ -676,12 +663,11 @@ def _as_given(loaders: Any, mode: Any) -> tuple[Any, Any]:
 
 
 def _numbered(loop: Any) -> dict[str, Any]:
-    """The user's loaders in a loop."""
     return {str(i): loader.dataloader for i, loader in enumerate(loaders_of(loop)) if isinstance(loader, StepLoader)}
 
 
 class CallbackList:
-    """The callbacks of a Trainer, as an object that has them."""
+    """The callbacks of a Trainer, as one object."""
 
     def __init__(self, callbacks: list[Any]) -> None:
         self.callbacks = callbacks

@@ -1,8 +1,7 @@
 """State dicts of optimizers: joined from stages, split for stages, rewound.
 
-A checkpoint is that of a single device: one optimizer over all parameters. In a file the optimizer's state names
-parameters by number, counted through the groups and, within a group, in the order in which one device has them; in a
-folder by their names in the module.
+A checkpoint is that of a single device: one optimizer over all parameters. A file numbers parameters through the groups
+and, within a group, in the order of one device; a folder has their names in the module.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ def not_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn
 
 
 def complete_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of ``optimizer``.
+    """The state dict of ``optimizer``, without parameters that hooks took out.
 
-    Torch's fails at states of parameters that a hook has taken out of its groups, which are dropped.
+    torch's own fails at states of parameters that are in no group any more.
     """
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in grouped]:
@@ -94,10 +93,7 @@ def complete_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses an optimizer with a parameter that ``module``'s stage lacks.
-
-    Raises UnsupportedFeatureError.
-    """
+    """Refuses an optimizer with a parameter that ``module``'s stage lacks."""
     names = {id(parameter) for parameter in module.parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         raise UnsupportedFeatureError(
@@ -112,10 +108,8 @@ def merge_optimizer_states(
 ) -> dict[str, Any]:
     """Joins the stages' optimizer states into that of one optimizer over all layers.
 
-    Args:
-        parts: one state dict per stage, with the same number of parameter groups.
-        names: the parameters' names, by stage, group and position.
-        copies: the copies, which are left out, as one device has the parameter once.
+    ``parts``: per stage, with the same number of groups. ``names``: of parameters, by stage, group and position.
+    ``copies``: left out, as one device has the parameter once.
 
     Raises:
         ConfigurationError: if the stages have different numbers of groups, or values under a key of no parameter.
@@ -177,10 +171,8 @@ def _alike(one: Any, other: Any) -> bool:
 def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]:
     """The names of all layers' parameters by group, in an order true to all stages.
 
-    Arguments as in :func:`merge_optimizer_states`.
-
-    Stages that have copies under one name show what lies between two of them, as the layers between an embedding and a
-    head that the first and the last stage hold. Otherwise an earlier stage comes first.
+    Arguments as in :func:`merge_optimizer_states`. Copies under one name in several stages show the layers between
+    them, as between an embedding and a head. Otherwise an earlier stage comes first.
     """
     merged = []
     for group in range(len(names[0])):
@@ -213,7 +205,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
-    """All items once."""
+    """All items once, in an order true to all parts if there is one."""
     places = [{item: place for place, item in enumerate(part)} for part in parts]
     nexts = [0] * len(parts)
     found: dict[str, None] = {}
@@ -235,10 +227,9 @@ def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
 def stage_optimizer_state(
     part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The state dict of ``stage``'s optimizer, with names in place of numbers.
+    """State dict of ``stage``'s optimizer by names; ``others``: of no parameter.
 
-    Arguments as in :func:`merge_optimizer_states`. The groups are those of the whole model; entries of no parameter are
-    ``others``.
+    Arguments as in :func:`merge_optimizer_states`. The groups are those of the whole model.
     """
     mine = [name for group in names[stage] for name in group]
     old = [index for group in part["param_groups"] for index in group["params"]]
@@ -256,9 +247,7 @@ def stage_optimizer_state(
 def split_optimizer_state(
     whole: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The part of ``whole`` that belongs to ``stage``.
-
-    The inverse of :func:`merge_optimizer_states`, same arguments.
+    """The part of ``whole`` for ``stage``; inverts :func:`merge_optimizer_states`.
 
     Raises:
         ConfigurationError: if a group does not have as many parameters as the stages together.
@@ -293,10 +282,9 @@ def split_optimizer_state(
 
 
 class StageStates:
-    """The states of a worker's stage, joined with those of the others, or cut out of the whole model's.
+    """States of a worker's stage, joined with the others' or cut out of the whole.
 
-    Args:
-        copies: for the stage and the name of each tied parameter that another stage owns, the owner's name.
+    ``copies``: for the stage and the name of each tied parameter that another stage owns, the owner's name.
     """
 
     def __init__(self, context: WorkerContext, parts: ModelParts, copies: Copies) -> None:
@@ -335,7 +323,7 @@ class StageStates:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole model's optimizer state, parameters numbered in the order of layers.
 
-        Where checkpoints get the stages' states one by one, that of the stage; its numbers follow.
+        Where checkpoints get the stages' states one by one, the stage's own, numbered later.
         """
         optimizer = plain_optimizer(optimizer)
         if self.by_stage:
@@ -346,7 +334,7 @@ class StageStates:
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
     def own_optimizer_state(self, whole: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
-        """This stage's part of the whole model's optimizer state, and the names of its parameters."""
+        """This stage's part of the whole model's optimizer state, with parameter names."""
         names = self.collectives.gather_stages("names of parameters", lambda: group_names(self.module, optimizer))
         return split_optimizer_state(whole, names, self.copies, self.stage), names[self.stage]
 
@@ -355,11 +343,7 @@ class StageStates:
 
 
 class OptimizerState:
-    """The state of one optimizer; the memory of ``old`` is used again.
-
-    Args:
-        options_only: whether only the options of its groups are kept.
-    """
+    """State of one optimizer, or of its options only; reuses the memory of ``old``."""
 
     def __init__(self, optimizer: Optimizer, old: OptimizerState | None, options_only: bool = False) -> None:
         self._optimizer = optimizer
@@ -370,7 +354,6 @@ class OptimizerState:
         self._options = [copied({k: v for k, v in group.items() if k != "params"}) for group, _ in self._groups]
 
     def tensors(self) -> list[Tensor]:
-        """The copies that it keeps."""
         return [leaf for leaf in tree_leaves(list(self._states.values())) if isinstance(leaf, Tensor)]
 
     def rewind(self) -> None:
@@ -407,8 +390,7 @@ def copied(value: Any, old: Any = None) -> Any:
 def _on_shards(optimizer: Optimizer) -> Iterator[None]:
     """Gives ``optimizer`` shards instead of sharded parameters within the block.
 
-    Where its arithmetic is the same on them: without the dispatch of DTensors (a step of AdamW with 28 parameters: 1.9
-    instead of 6.3 ms).
+    Where its arithmetic is the same: without the dispatch of DTensors (AdamW, 28 parameters: 1.9 instead of 6.3 ms).
     """
     groups, state = optimizer.param_groups, optimizer.state
     wholes = [group["params"] for group in groups]

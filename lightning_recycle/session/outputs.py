@@ -2,12 +2,9 @@
 
 The user's hooks (``on_validation_output`` and the like) see the output of one micro-batch, on one worker. Calls of
 ``self.log``, gains of torchmetrics objects and side effects on other attributes are *recorded* there, travel through
-the coordinator, and are *replayed* on all workers in the order of the micro-batches. So every worker holds the complete
-metrics, and callbacks decide alike. Logged values are combined by ``reduce_fx``, metric states by their
-``dist_reduce_fx``.
-
-Metrics are found wherever the module, the callbacks and the data module lead to. Others, such as globals, count one
-worker's micro-batches: their ``compute()`` is refused.
+the coordinator, and are *replayed* on all workers in the order of the micro-batches, so callbacks decide alike. Logged
+values are combined by ``reduce_fx``, metric states by their ``dist_reduce_fx``. Metrics outside of module, callbacks
+and data module count one worker's micro-batches: their ``compute()`` is refused.
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ class _Number:
 class LoggerCall:
     """A call of a logger's experiment, such as ``add_image``.
 
-    Args:
-        path: attributes and (keys,) that lead from the experiment to what is called.
+    ``path``: attributes and (keys,) that lead from the experiment to the called method.
     """
 
     logger: int
@@ -67,10 +63,8 @@ class LoggerCall:
 class Recording:
     """Record of a hook that saw the output of one micro-batch.
 
-    Args:
-        logs: (name, value, keyword arguments) of each ``self.log``.
-        metrics: the gains of each metric: its states after this micro-batch alone, by path.
-        changes: side effects on other attributes of the module that reach all workers.
+    ``logs``: (name, value, keyword arguments) of each ``self.log``. ``metrics``: by path, states after this micro-batch
+    alone. ``changes``: side effects on other attributes of the module that reach all workers.
     """
 
     samples: int = 0
@@ -86,9 +80,8 @@ _EMPTY = Recording()
 class OutputRecorder:
     """Records and replays for ``module``.
 
-    Args:
-        shared: whether several workers run the hooks.
-        on_logger_call: receives, on every worker, the calls of the first micro-batch of a step that has any.
+    ``shared``: whether several workers run the hooks. ``on_logger_call``: receives, on every worker, the calls of the
+    first micro-batch of a step that has any.
     """
 
     def __init__(
@@ -106,12 +99,11 @@ class OutputRecorder:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The metrics whose gains are recorded."""
         self._follow_metrics()
         return list(self._metrics.values())
 
     def metrics_by_path(self) -> dict[str, Metric]:
-        """The same, by their names in the module, or the paths that lead to them."""
+        """The recorded metrics, by their names in the module or paths."""
         self._follow_metrics()
         return dict(self._metrics)
 
@@ -224,7 +216,7 @@ class OutputRecorder:
     def repeat_changes(self, records: Mapping[int, bytes], on_step: bool) -> None:
         """Repeats the changes of a step's micro-batches to the module.
 
-        Arguments as for :meth:`replay`, before which it is called in training: hooks within the step see it.
+        Arguments as for :meth:`replay`; in training it is called before that: hooks within the step see the changes.
         """
         parts = self._parsed(records)
         self.side_effects.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
@@ -237,14 +229,10 @@ class OutputRecorder:
         return self._newest[1]
 
     def replay(self, records: Mapping[int, bytes], on_step: bool) -> StepOutputs:
-        """Repeats on this worker what the hooks did with the outputs of a whole step.
+        """Repeats the hooks' effects for the outputs of a whole step; returns results.
 
-        Args:
-            records: what :meth:`record` returned, by global micro-batch.
-            on_step: whether values are logged for the step by default.
-
-        Returns:
-            What the hooks returned.
+        ``records``: of :meth:`record`, by global micro-batch. ``on_step``: whether values are logged for the step by
+        default.
         """
         if not on_step:
             self.repeat_changes(records, on_step)
@@ -320,24 +308,18 @@ class StepOutputs:
         """All values as one.
 
         Numbers averaged over the samples, tensors and lists one after another, mappings and tuples item by item,
-        anything else as a list of all. A micro-batch that returned None has no part in it.
-
-        Args:
-            divisions: how the loaders have divided the batch, as
-                :meth:`~lightning_recycle.data.steps.StepSource.divisions`: the rows of tensors and the items of lists
-                that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
+        anything else as a list of all. A micro-batch that returned None has no part in it. ``divisions``: of the batch
+        by its loaders (:meth:`~lightning_recycle.data.steps.StepSource.divisions`): rows of tensors and items of lists
+        that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
         """
         some = [index for index, value in enumerate(self.values) if value is not None]
         samples = [self.samples[index] for index in some]
         return _joined([self.values[index] for index in some], samples, _of(some, divisions))
 
     def predicted(self, alone: bool) -> Any:
-        """All values as one prediction.
+        """All values as one prediction: as :meth:`joined`, but numbers and None are kept.
 
-        As in :meth:`joined`, but numbers are kept, one after another, and so is None.
-
-        Args:
-            alone: whether batches have one micro-batch in all: then the prediction is what that returned.
+        ``alone``: whether batches have a single micro-batch: then its result is the prediction.
         """
         return self.values[0] if alone else _joined(self.values, None)
 
@@ -369,14 +351,13 @@ def _joined(parts: Sequence[Any], samples: Sequence[int] | None, divisions: Sequ
 def _item(
     parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]], key: Any
 ) -> Any:
-    """The items of ``parts`` under ``key``, of those that have it."""
+    """The items of ``parts`` under ``key``, where there are any."""
     having = [index for index, part in enumerate(parts) if key in part]
     weights = samples and [samples[index] for index in having]
     return _joined([parts[index][key] for index in having], weights, _of(having, divisions))
 
 
 def _of(indices: Sequence[int], divisions: Sequence[Sequence[range]]) -> list[list[range]]:
-    """``divisions`` of some of the micro-batches."""
     return [[places[index] for index in indices] for places in divisions]
 
 
@@ -384,11 +365,8 @@ def _order_of_batch(parts: Sequence[Any], divisions: Sequence[Sequence[range]]) 
     """The indices that bring the rows of all ``parts`` into the batch's order.
 
     A sample may have several rows, the same number of each. With several loaders only one row per sample shows to which
-    of them the rows belong. Places that several parts have, as each pipeline trains on the same batches, are taken of
-    the first.
-
-    Returns:
-        None if that is their order already, or the rows do not belong to samples.
+    of them the rows belong. Of places that several parts have, as pipelines train on the same batches, the first part's
+    count. None if that is their order already, or the rows do not belong to samples.
     """
     lengths = [len(part) for part in parts]
     for places in divisions:
@@ -500,7 +478,6 @@ def _state_names(metric: Metric) -> tuple[str, ...]:
 
 
 def _has_gained(metric: Metric) -> bool:
-    """Whether ``metric`` was updated since its reset."""
     if isinstance(metric, Running):
         return bool(metric._num_vals_seen)
     if isinstance(metric, WrapperMetric):

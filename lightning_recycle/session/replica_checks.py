@@ -1,8 +1,8 @@
 """Comparison of replicas: counters, options, checksums of applied steps, inputs.
 
-The parameters and optimizer states of a stage's workers are the same bits, since they step with the same reduced
-gradient; checksums are compared now and then, after the same steps on all workers. Buffers are not compared. Copies of
-a parameter on several stages are compared at the end of each epoch and evaluation: a hook that goes through
+Parameters and optimizer states of a stage's workers are the same bits, since they step with the same reduced gradient;
+checksums are compared now and then, after the same steps on all workers. Buffers are not compared. Copies of a
+parameter on several stages are compared at the end of each epoch and evaluation: a hook that goes through
 ``self.parameters()`` finds those of one stage, and may pair them wrongly.
 """
 
@@ -61,8 +61,7 @@ def _in(owner: Any) -> Iterator[Any]:
 class StateChecks:
     """The checks of one worker.
 
-    Args:
-        every: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
+    ``every``: steps between two checks; 0 for never, None for as few that they take a thousandth of the time.
     """
 
     def __init__(self, device: str, every: int | None, clock: Any = time.perf_counter) -> None:
@@ -72,11 +71,9 @@ class StateChecks:
         self._seconds = math.inf  # that one takes, at best
 
     def announce(self, step: int) -> None:
-        """All check after ``step``."""
         self._due.add(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether this worker reports its checksums after ``step``."""
         return self._every != 0 and step in self._due
 
     def check(self, step: int, module: nn.Module, optimizers: Iterable[Optimizer]) -> Checked:
@@ -90,13 +87,12 @@ class StateChecks:
         return Checked(sums, interval, self._device)
 
     def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
-        """The checksums of what the workers of a stage have in common."""
         if self._every == 0:
             return {}
         return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
 
     def _interval(self, step: int, now: float) -> int:
-        """After how many steps it wants to check again."""
+        """Steps until the check that it wants next."""
         if self._every is not None:
             return self._every
         if self._last is None or step <= self._last[0]:
@@ -119,7 +115,7 @@ def sums_of_copies(ties: StageTies, parameters: Mapping[str, Tensor]) -> dict[st
 def copies_differ(sums: Iterable[tuple[int, Mapping[str, bytes]]]) -> str:
     """Warns of copies that differ between stages, in words; empty if all are equal.
 
-    What differs within a stage has another cause, and is left to :class:`StateChecks`.
+    Differences within a stage have another cause, and are left to :class:`StateChecks`.
     """
     found: dict[str, dict[int, set[bytes]]] = {}
     for stage, own in sums:

@@ -1,13 +1,12 @@
-"""Lightning's callbacks and loggers that report on a run, on a worker that has one stage of it.
+"""Lightning's callbacks and loggers that report on a run, on one stage's worker.
 
-Where one stage of the model, or a batch that all workers share, would make a callback report something else than on one
-device, it is given what it expects. When a worker becomes the leader, callbacks that only the leader shows go on where
-the old leader's were.
+Callbacks get what they expect of one device where a stage or a shared batch would mislead them. On a new leader, those
+that only the leader shows go on where the old leader's were.
 
-Only the leader's loggers write. All others keep the rows until the leader has applied a later step, after its loggers
-have flushed; a new leader writes what it still keeps. At most the rows of the newest two steps can be written twice; in
-files of ``CSVLogger`` and TensorBoard they are recognised. A step may run several times: its calls of
-``logger.experiment`` are recorded, and those of one micro-batch are made once, when the step is applied.
+Only the leader's loggers write. The others keep the rows until the leader has applied a later step, after its loggers
+have flushed; a new leader writes the rest. At most the rows of the newest two steps can be written twice; in files of
+``CSVLogger`` and TensorBoard they are recognised. Calls of ``logger.experiment`` in a step, which may run again, are
+recorded, and those of one micro-batch are made once, when the step is applied.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
 
 
 def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
-    """The batches that are over in what is under way in ``stage``; none if nothing is."""
+    """The finished batches of the current epoch or evaluation; 0 outside of these."""
     if stage == RunningStage.TRAINING:
         return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
     if stage != trainer.state.stage:
@@ -199,8 +198,8 @@ def show_cursor(trainer: pl.Trainer) -> None:
 def show_progress_bar(trainer: pl.Trainer, dataloader_idx: int = 0) -> None:
     """Continues the progress bar of the old leader on a new one.
 
-    The bar of a worker that is not the leader is disabled: it has seen all hooks and shown nothing. The hooks that
-    begin what is under way are called again.
+    The bar of other workers is disabled: it has seen all hooks and shown nothing. Hooks that begin current work run
+    again.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if bar is None:
@@ -267,7 +266,6 @@ class LogRelay:
         self._log_hyperparams[index](*args, **kwargs)  # Lightning's own does nothing except on the leader
 
     def take_over(self) -> None:
-        """Writes what the previous leader had not written."""
         known = [_keep_file(logger) for logger in self._loggers]
         for index, (args, kwargs) in self._hyperparams.items():
             self._log_hyperparams[index](*args, **kwargs)
@@ -336,7 +334,7 @@ def _call(logger: Logger, call: LoggerCall) -> None:
 
 
 def keep_files(loggers: Iterable[Logger]) -> None:
-    """Lets loggers that another process used before append to what they wrote."""
+    """Lets loggers that another process used before append to their files."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _keep_file(logger)
@@ -385,8 +383,8 @@ def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
 def _keep_file(logger: Logger) -> _Cells:
     """Makes a logger append to its file, and returns the cells in it.
 
-    A CSV logger deletes the previous leader's rows on its first use, and a writer from the launching process, which has
-    used it, does not know the columns.
+    A CSV logger deletes the previous leader's rows on its first use; a writer that the launching process used does not
+    know the columns.
     """
     if isinstance(logger, TensorBoardLogger):
         return _cells_on_board(logger)

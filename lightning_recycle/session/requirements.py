@@ -44,8 +44,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bool) -> None:
     """Refuses settings of the Trainer that the strategy cannot honour.
 
-    Raises:
-        ConfigurationError: if the Trainer has no device for this worker.
+    Raises ConfigurationError if the Trainer has no device for this worker.
     """
     precision = trainer.precision
     if precision not in _PRECISIONS:
@@ -92,10 +91,7 @@ def _check_finders(trainer: pl.Trainer) -> None:
 
 
 def check_members(trainer: pl.Trainer, options: Options) -> None:
-    """Refuses features that positions of several processes lack.
-
-    Raises UnsupportedFeatureError.
-    """
+    """Refuses features that positions of several processes lack."""
     recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
@@ -118,11 +114,7 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
 
 
 def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool) -> None:
-    """Looks at what ``configure_model`` has made for the members of a position.
-
-    Raises:
-        UnsupportedFeatureError: for FSDP2 where it cannot be interrupted.
-    """
+    """Refuses a ``fully_shard()`` that steps cannot use or redo."""
     name, tensor = type(module).__name__, sizes[1]
     sharded = list(fully_sharded_modules(module.modules()))
     if sharded and not can_be_reset():
@@ -143,7 +135,7 @@ def check_shards(module: pl.LightningModule, sizes: tuple[int, int], warns: bool
 
 
 def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str], bool], shards: int) -> None:
-    """Looks at what FSDP2 has made of the layers of this stage.
+    """Checks FSDP2's result on the layers of this stage.
 
     Raises:
         ConfigurationError: for parameters that the members of a position would train apart.
@@ -202,10 +194,7 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:
-    """Refuses data that cannot be addressed.
-
-    Raises UnsupportedFeatureError or ConfigurationError.
-    """
+    """Refuses data without addresses."""
     found = loaders_in(loaders)
     for loader in found:
         check_dataloader(loader, microbatches)
@@ -240,8 +229,6 @@ def check_loss(module: pl.LightningModule) -> None:
 
 def check_graphs(module: pl.LightningModule, stages: int) -> None:
     """Refuses pipeline layers that torch replays from one CUDA graph.
-
-    Raises UnsupportedFeatureError.
 
     Such a graph has one set of activations. In a pipeline the next micro-batch goes forward before the previous one has
     come back, and its gradients would be those of other activations, without an error.
@@ -282,9 +269,9 @@ def several_optimizers_refused(module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_optimizers(optimizers: list[Optimizer], several: bool = False) -> None:
-    """Refuses a module without optimizer, or with several unless they may be.
+    """Refuses a module without optimizer, with several unless they may be, or sparse.
 
-    Raises ConfigurationError; Lightning itself refuses several.
+    Raises ConfigurationError or UnsupportedFeatureError.
     """
     if not optimizers or (len(optimizers) > 1 and not several) or not optimizers[0].param_groups:
         raise ConfigurationError(

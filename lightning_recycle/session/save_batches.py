@@ -1,13 +1,12 @@
-"""Checkpoints of one step boundary, written together while the training goes on or waits.
+"""Checkpoints of one step boundary, written while the training goes on or waits.
 
-All checkpoints of a boundary are a *batch*. One worker of each stage, its *holder*, has a part in it: a thread of each
-holder writes, and the holders exchange messages. One of them is the *writer*, which gives each checkpoint its name once
-the coordinator knows that it is whole. The next batch, and the end of the training, wait for it. How it ended comes
-with a message that all workers have (:mod:`~lightning_recycle.control.protocol.control_collectives`), so all carry out
-the actions that follow at the same place of their program.
-
-If the training goes on, holders copy their stage's state at the boundary, and what is lost with a holder is asked for
-again by the callbacks. If all wait for the batch, there are no copies, and it begins again with other holders.
+They are a *batch*. One worker of each stage, its *holder*, writes a part in a thread; holders exchange messages. One of
+them is the *writer*, which names each checkpoint once the coordinator knows that it is whole. The next batch, and the
+end of the training, wait for it. The outcome comes with a message that all workers have
+(:mod:`~lightning_recycle.control.protocol.control_collectives`), so all carry out the actions that follow at the same
+place of their program. If the training goes on, holders copy their stage's state at the boundary, and checkpoints lost
+with a holder are asked for again by the callbacks. If all wait, there are no copies, and the batch begins again with
+other holders.
 
 Contract: no wait of a thread outlives the worker that it waits for; an error in a thread becomes the outcome of its
 checkpoint.
@@ -59,15 +58,9 @@ _LOW_PRIORITY = 10  # of a thread, as for nice: on a busy machine a writer with 
 class StateCopies:
     """Copies of the tensors of one step boundary, on the CPU.
 
-    Memory of copies that are not needed any more is used again. Large tensors that only STEP writes are copied after
-    the boundary, piece by piece, by the thread that writes them, and at the latest by the training before its next
-    STEP.
-
-    Args:
-        old: the copies of an earlier boundary, which are not read any more.
-
-    Attributes:
-        are_originals: whether there is no memory for copies: then they are the tensors themselves.
+    Memory of the unused copies ``old`` of an earlier boundary is used again. Large tensors that only STEP writes are
+    copied after the boundary, piece by piece, by the thread that writes them, and at the latest by the training before
+    its next STEP. ``are_originals``: there is no memory for copies: they are the tensors themselves.
     """
 
     def __init__(self, old: StateCopies | None = None) -> None:
@@ -86,7 +79,7 @@ class StateCopies:
         return copies
 
     def limit(self, needed: int, free: float) -> bool:
-        """Whether copies of ``needed`` bytes in all fit into ``free`` ones more."""
+        """Whether copies of ``needed`` bytes in all fit into ``free`` bytes of new memory."""
         there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
         self.are_originals = needed - there > free
         if self.are_originals:
@@ -96,11 +89,9 @@ class StateCopies:
     def take(self, value: Any, place: tuple[Any, ...] = (), until_step: bool = False) -> Any:
         """A copy of ``value``.
 
-        A tensor that was copied already, and not written since, has the same copy.
-
-        Args:
-            place: the place of ``value`` in the state, where its copy was at an earlier boundary.
-            until_step: whether nothing writes large tensors before the next STEP, so that :meth:`finish` copies them.
+        A tensor that was copied already, and not written since, has the same copy. ``place``: of ``value`` in the
+        state, where its copy was at an earlier boundary. ``until_step``: whether nothing writes large tensors before
+        the next STEP, so that :meth:`finish` copies them.
         """
         if isinstance(value, Tensor):
             return self._copy(value, place, until_step)
@@ -111,9 +102,9 @@ class StateCopies:
         return deepcopy(value)
 
     def finish(self) -> bool:
-        """Makes the copies that are left, together with the other thread.
+        """Makes the remaining copies, together with the other thread.
 
-        Returns when all are made, and whether they are of the boundary: whether no original was written before.
+        Returns when all are made, and whether they are of the boundary: no original was written before.
         """
         while True:
             with self._changed:
@@ -134,7 +125,7 @@ class StateCopies:
                     self._changed.notify_all()
 
     def forget_originals(self) -> None:
-        """The boundary is over: what is copied from now on is of another one."""
+        """The boundary is over: later copies are of another one."""
         self._made.clear()
 
     def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
@@ -171,11 +162,9 @@ class GivenUp(Exception):
 class HolderGroup(StageGroup):
     """Messages between the holders of one batch, from their threads.
 
-    Args:
-        ranks: the holder of each column; the first one of the last stage is the writer.
-        since: a generation in which they were alive.
-        request: which checkpoint of the batch is being written.
-        is_wanted: whether all others still wait for the batch.
+    ``ranks``: the holder of each column; the first one of the last stage is the writer. ``since``: a generation in
+    which they were alive. ``request``: the index of the checkpoint that is being written. ``is_wanted``: whether all
+    others still wait for the batch.
     """
 
     client: ControlClient
@@ -196,22 +185,16 @@ class HolderGroup(StageGroup):
     @property
     @override
     def is_leader(self) -> bool:
-        """Whether this worker is the writer."""
         return self.rank == self.writer
 
     @property
     @override
     def is_column_leader(self) -> bool:
-        """Whether this worker has a part of the state."""
         return self.rank in self.ranks
 
     @override
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all holders, by rank.
-
-        Raises:
-            GivenUp: if one is lost.
-        """
+        """The values of all holders, by rank; raises GivenUp if one is lost."""
         others = [rank for rank in self.ranks if rank != self.rank]
         self._messages += 1
         question, answer = f"{name} {self._messages}", f"answer {self._messages}"
@@ -243,9 +226,9 @@ class HolderGroup(StageGroup):
             raise
 
     def receive(self, rank: int, path: Any) -> Any:
-        """The value that ``rank`` sends.
+        """The value that ``rank`` sends, its tensors in a nameless file beside ``path``.
 
-        Its tensors lie in a nameless file beside ``path``, or in TMPDIR if that is not on this machine.
+        Or in TMPDIR if that is not on this machine.
         """
         spool = temporary_path(local_path(path) or Path(tempfile.gettempdir()) / "part")
         spool.parent.mkdir(parents=True, exist_ok=True)
@@ -267,12 +250,9 @@ class HolderGroup(StageGroup):
                 self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
 
     def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may go on.
+        """Returns if this worker may go on; raises GivenUp if it is not wanted any more.
 
-        With ``temporary``, where the whole file is, announces it: from then on it counts.
-
-        Raises:
-            GivenUp: if it is not wanted any more.
+        ``temporary``: the path of the whole file, which is announced: from then on it counts.
         """
         self._check()
         if temporary is None:
@@ -285,7 +265,6 @@ class HolderGroup(StageGroup):
             raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
 
     def end(self) -> None:
-        """Nothing is taken any more."""
         self.is_wanted = False
         self.client.forget_parcels(self.number)
 
@@ -352,9 +331,8 @@ class _Pieces(io.RawIOBase):
 class SaveRequest:
     """One checkpoint of a batch.
 
-    Args:
-        write: writes it together with the other holders; None if this worker can have no part in it.
-        error: an exception of the user's code, such as of an object that cannot be pickled.
+    ``write``: writes it together with the other holders; None if this worker can have no part in it. ``error``: an
+    exception of the user's code, such as of an object that cannot be pickled.
     """
 
     path: str
@@ -367,12 +345,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class Action:
-    """What follows when checkpoints are complete, on all workers.
-
-    Args:
-        name: the name by which :class:`SaveBatches` has it.
-        paths: the checkpoints of the batch on which it depends.
-    """
+    """Action ``name`` of all workers once the checkpoints ``paths`` are complete."""
 
     name: str
     paths: tuple[str, ...]
@@ -380,7 +353,7 @@ class Action:
 
 
 def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., None]]) -> None:
-    """Carries out those of ``actions`` that are ``known``, on files, at the end of a run or after it."""
+    """Carries out ``known`` actions on files, at the end of a run or after it."""
     for action in actions:
         if action.name in known:
             try:
@@ -393,10 +366,8 @@ def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., No
 class Batch:
     """The checkpoints of one step boundary.
 
-    Args:
-        waits: whether all workers wait for it.
-        ended: called in the writer's thread when it is done with a checkpoint: its index, why there is none, and for
-            how many seconds the thread has written.
+    ``waits``: whether all workers wait for it. ``ended``: called in the writer's thread after each checkpoint with its
+    index, why there is none, and for how many seconds the thread has written.
     """
 
     version: int
@@ -420,7 +391,6 @@ class Batch:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this worker is writing."""
         return self.is_sealed and not self.is_written
 
     def _run(self) -> None:
@@ -451,12 +421,12 @@ class Batch:
 
     @staticmethod
     def _yield() -> None:
-        """From now on this thread has a low priority."""
+        """Gives this thread a low priority."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)  # on Linux: of this thread
 
     def raise_error(self) -> None:
-        """Raises what the user's code has raised in the thread."""
+        """Raises the exception of the user's code in the thread."""
         for error in [request.error for request in self.requests if request.error is not None]:
             raise error
 
@@ -467,11 +437,7 @@ def _given_up(path: str, why: str) -> SaveFailure:
 
 @dataclass
 class PendingBatch:
-    """A batch that has begun and whose outcome is not known yet.
-
-    Args:
-        new: those of them that replace nothing.
-    """
+    """A batch without known outcome yet; ``new``: its paths that replace nothing."""
 
     number: int
     version: int
@@ -484,10 +450,8 @@ class PendingBatch:
 class CommonState:
     """State of background checkpoints that all workers have in common.
 
-    Args:
-        given_up: what is to be asked for again at the next boundary.
-        unnamed: temporary paths and names of whole files whose writer was lost.
-        names: of folders with checkpoints, the names in them.
+    ``given_up``: to be asked for again at the next boundary. ``unnamed``: temporary paths and names of whole files
+    whose writer was lost. ``names``: of the checkpoints in each known folder.
     """
 
     status: SaveStatus
@@ -504,10 +468,10 @@ class SaveEvents:
 
     Args:
         stalled: returns for how many seconds checkpoints have held up this worker so far.
-        measure: returns what this worker has measured, if a batch has just held it up for so many seconds, and its
-            thread has written for so many while the training went on.
-        follow: called on all workers with what the writer of a batch has measured.
-        failed: called on all workers with why checkpoints were not written.
+        measure: returns this worker's measurements, given the seconds for which a batch held it up, and those that its
+            thread has written during the training.
+        follow: called on all workers with the measurements of a batch's writer.
+        failed: called on all workers with the reasons of missing checkpoints.
         discard: called on the leader with the path of a new checkpoint that was given up.
     """
 
@@ -521,16 +485,11 @@ class SaveEvents:
 class SaveBatches:
     """This worker's part in the checkpoints of a run, batch by batch.
 
-    Args:
-        actions: what follows from checkpoints once their outcome is known, by name; called on all workers with why a
-            checkpoint is not complete, or None, and :attr:`Action.arguments`.
-        by_writer: the actions that the writer carries out where a run ends before all know the outcome.
-        events: what is called when batches begin and end.
-
-    Attributes:
-        pending: the batch that has begun and whose outcome is not known; the same on all workers.
-        given_up: what is to be asked for again at the next boundary; the same on all workers.
-        names: of folders with checkpoints, the names in them; the same on all workers.
+    ``actions``: consequences of checkpoints, by name; called on all workers with why a checkpoint is not complete, or
+    None, and :attr:`Action.arguments`. ``by_writer``: those that the writer carries out where a run ends before all
+    know the outcome. The same on all workers: ``pending``: the batch that has begun and has no known outcome;
+    ``given_up``: checkpoints to be asked for again at the next boundary; ``names``: of the checkpoints in each known
+    folder.
     """
 
     def __init__(
@@ -556,12 +515,12 @@ class SaveBatches:
 
     @property
     def noted(self) -> list[Action]:
-        """What follows from the checkpoints that were asked for."""
+        """Consequences of the checkpoints that were asked for."""
         return [] if self.batch is None or self.batch.is_sealed else self.batch.actions
 
     @property
     def is_deferring(self) -> bool:
-        """Whether what follows from checkpoints is noted now."""
+        """Whether consequences of checkpoints are noted, not carried out."""
         return bool(self._deferred)
 
     @contextlib.contextmanager
@@ -577,7 +536,6 @@ class SaveBatches:
             self.noted.extend(Action(name, tuple(paths), arguments) for name, arguments in actions)
 
     def asked(self, path: str) -> None:
-        """A checkpoint at ``path`` is asked for."""
         for paths, _ in self._deferred:
             paths.append(path)
 
@@ -622,9 +580,9 @@ class SaveBatches:
         return HolderGroup(self._client, self._collectives.positions, number, version, *holders, pace)
 
     def seal(self, mid_step: bool) -> None:
-        """What was asked for since :meth:`begin` is written from now on.
+        """Begins to write the checkpoints asked for since :meth:`begin`; all call it.
 
-        All call it; ``mid_step``: before the end of the step.
+        ``mid_step``: before the end of the step.
         """
         batch = self.batch
         if batch is None or batch.is_sealed:
@@ -654,7 +612,6 @@ class SaveBatches:
             self._old_copies = batch.copies
 
     def _ended(self, index: int, failure: SaveFailure | None, seconds: float) -> None:
-        """Called in the thread of the writer, which is done with a checkpoint."""
         batch = self.batch
         assert batch is not None
         facts = pack(self._events.measure(*((seconds, 0.0) if batch.waits else (0.0, seconds))))
@@ -665,18 +622,17 @@ class SaveBatches:
     # ------------------------------------------------------------------ the batch before
 
     def finish_copies(self) -> None:
-        """STEP is about to write what is still to be copied."""
+        """Finishes the copies before STEP writes the tensors."""
         if self.batch is not None:
             self.batch.copies.finish()
 
     def take_up(self) -> None:
-        """Carries out a batch's actions after the step whose losses came with its outcome."""
+        """Carries out a batch's actions after the step that came with its outcome."""
         if self.batch is not None:
             self.batch.raise_error()
         self._hear()
 
     def state(self) -> CommonState:
-        """The state that all workers have in common."""
         pending, status = self.pending, self._client.member.saves
         if pending is not None:
             actions = (replace(action, arguments=to_cpu(action.arguments)) for action in pending.actions)
@@ -684,13 +640,13 @@ class SaveBatches:
         return CommonState(status, self._batches, pending, to_cpu(self.given_up), self._unnamed, self.names)
 
     def enter(self, state: CommonState) -> None:
-        """This worker enters a running training; ``state``: of its donor."""
+        """This worker enters a running training, with the ``state`` of its donor."""
         self._client.member.saves = state.status
         self._batches, self.pending, self.given_up = state.batches, state.pending, state.given_up
         self._unnamed, self.names = state.unnamed, dict(state.names)
 
     def complete(self) -> None:
-        """Waits for the batch, and takes up what follows from it; all workers call it."""
+        """Waits for the batch, and takes up its consequences; all workers call it."""
         self._agree(None)
 
     def await_originals(self) -> None:
@@ -745,7 +701,7 @@ class SaveBatches:
                 return
 
     def _hear(self) -> None:
-        """Takes up what follows from the batch, if the newest status says how it ended."""
+        """Takes up the batch's consequences, if the newest status has its outcome."""
         status, pending = self._client.member.saves, self.pending
         if pending is None or status.batch != pending.number:
             return
@@ -771,7 +727,7 @@ class SaveBatches:
             self._events.follow(unpack(status.facts))
 
     def _begin_again(self, batch: Batch, failed: Mapping[str, SaveFailure]) -> bool:
-        """Begins with what was given up, if anything was, as workers were lost."""
+        """Begins with checkpoints given up for lost workers, if there are any."""
         batch.refusals |= {path: why for path, why in failed.items() if why.is_refusal}
         requests = [request for request in batch.requests if request.path in failed.keys() - batch.refusals.keys()]
         if requests:

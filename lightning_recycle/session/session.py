@@ -1,7 +1,4 @@
-"""One worker under Lightning: set up, run, and released.
-
-It is created once the process knows its place; the stage of the model exists from Lightning's ``strategy.setup()`` on.
-"""
+"""One worker under Lightning: setup, run, release."""
 
 from __future__ import annotations
 
@@ -52,13 +49,13 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One worker.
+    """One worker; its stage exists from Lightning's ``strategy.setup()`` on.
 
     Attributes:
         mesh: that of this worker's position, if it has several members.
         callbacks: the Trainer's callbacks when this worker began.
         at_point: called with a point of the run ("setup", "recovery", "checkpoint", "end") and the step.
-        node_rank: the number of this machine; that of the leader, when the run began, is 0. 0 in a replacement.
+        node_rank: the number of this machine; 0 for that of the first leader, and in a replacement.
         local_rank: the number of its device; while data is prepared, 0 in the worker that does that for its machine.
     """
 
@@ -83,7 +80,7 @@ class Session:
 
     @property
     def steps(self) -> TrainingSteps:
-        """The training steps; like the next ones there from :meth:`setup` on."""
+        """The training steps; like the next properties there from :meth:`setup` on."""
         if self._steps is None:
             raise AttributeError("This worker has no stage of the model before setup().")
         return self._steps
@@ -105,7 +102,7 @@ class Session:
         return self.steps.checkpoints
 
     def leave(self) -> None:
-        """Releases the process, which becomes the launching process of the next run."""
+        """Releases the process, which is then the launching process of the next run."""
         complete_norms(None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
         leave_saves_alone(self.trainer)
@@ -113,7 +110,6 @@ class Session:
         restore_class(self.module)
 
     def reach(self, point: str, step: int) -> None:
-        """Calls the hooks :attr:`at_point`."""
         for hook in self.at_point:
             hook(point, step)
 
@@ -197,13 +193,11 @@ class Session:
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether the training does not wait for checkpoints that are asked for now."""
         return self._steps is not None and self.checkpoints.in_background
 
     # ------------------------------------------------------------------ training
 
     def move_layers(self, sizes: Sequence[float]) -> None:
-        """Asks for a layout in which the stages have that many layers."""
         layers = None if self._steps is None else self._steps.layers
         if layers is None:
             raise ConfigurationError(
@@ -218,7 +212,7 @@ class Session:
         self.collectives.barrier("end of training")
 
     def close(self) -> None:
-        """The module may leave its device: no data is read any more, and nobody refers to its weights."""
+        """Stops reading data and drops references to weights, which may then move."""
         self.loaders.close()
         if self._steps is not None:
             self._steps.recorder.side_effects.forget_values()
@@ -244,7 +238,6 @@ class Session:
             side_effects.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """The values of all workers as one; see :meth:`WorkerCollectives.reduce`."""
         shares = lists = False
         if self._steps is not None:
             side_effects = self._steps.recorder.side_effects
@@ -254,10 +247,7 @@ class Session:
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, kind: str, step: tuple[Any, ...]) -> Any:
-        """Runs a batch through the pipelines.
-
-        Returns what the user's code returned for it, on every worker.
-        """
+        """Runs a batch through the pipelines; returns its result on every worker."""
         handle: StepHandle = step[0]
         if handle.index == 0:
             self.loaders.compare(handle.loader.loaders)
@@ -273,7 +263,6 @@ class Session:
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
-        """The output of the whole model."""
         if self._whole_forward is None:
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
@@ -323,12 +312,9 @@ class WholeForward:
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """The output of the whole model, on every worker.
 
-        Args:
-            inputs: what the first of the parts that run takes, and is the target for the last one.
-
-        Raises:
-            UnsupportedFeatureError: in code that sees one micro-batch, and while this worker is about to join.
-            ConfigurationError: if workers were given different inputs.
+        ``inputs``: of the first of the parts that run, and the target of the last one. Raises UnsupportedFeatureError
+        in code that sees one micro-batch and in a joining worker, ConfigurationError if workers were given different
+        inputs.
         """
         self._refuse_here()
         number = self._meet(inputs)

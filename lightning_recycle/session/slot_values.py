@@ -1,15 +1,15 @@
-"""The values in a module's tree that code changes: found by comparison, taken back, and put in place.
+"""Values in a module's tree that code changes: compared, taken back, put in place.
 
 Concept: the tree is made of *cells*, objects that hold values: the tables of each module (attributes, buffers,
 parameters, children), and in them dicts, lists, deques, sets, arrays, generators of random numbers, and objects of
 plain attributes. A *place* is a cell and a key in it, or the whole cell where its order counts. A :class:`ValueTree`
 knows what each cell holds before a block of the user's code; afterwards it compares, by identity, plain values by
-equality. Cells are written in place, so whoever else refers to one sees the same.
+equality. Cells are written in place, so all that refer to one see the same.
 
 A tensor is a value, not a cell: backward may need the very one that a forward has left. So a tensor that blocks write
-has a copy in its places while a block runs, and comes back to them. Which are written shows in the first steps after a
-tensor was found, when all have copies and are compared; from then on the others are looked at by the number of writes
-that autograd counts, and small ones bit by bit. *Trained* parameters may not be written at all.
+has a copy in its places while a block runs, and comes back to them. In the first steps after a tensor was found it has
+a copy and is compared; later autograd's number of writes shows changes, and of small tensors the bits. *Trained*
+parameters may not be written at all.
 
 Must not know: steps, slots, workers.
 """
@@ -68,7 +68,7 @@ WHOLE = "<whole>"
 
 
 class Absent(Enum):
-    """The value of a place that holds nothing; the same object in all processes."""
+    """Value of a place that holds nothing; the same object in all processes."""
 
     ABSENT = "absent"
 
@@ -97,7 +97,7 @@ _COMPARED_BYTES = 4096  # of a tensor that is compared each time; others in turn
 
 
 class _Kind(NamedTuple):
-    """How a cell without keys is read, written and compared with what was read."""
+    """How a cell without keys is read, written and compared with an earlier reading."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
@@ -144,7 +144,6 @@ _KINDS: tuple[tuple[type[Any], _Kind], ...] = (
 
 
 def _kind_of(value: Any) -> _Kind | None:
-    """How ``value`` is read as a whole; None if it is no such cell."""
     if isinstance(value, np.ndarray) and (value.dtype.hasobject or not value.flags.writeable):
         return None
     return next((kind for base, kind in _KINDS if isinstance(value, base)), None)
@@ -165,7 +164,7 @@ class _Whole:
         self.content = self.kind.read(self.holder)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, value before, value now) of what is not as in ``content``."""
+        """(key, value before, value now) of differences to ``content``."""
         yield WHOLE, self.content, self.kind.read(self.holder)
 
     def put(self, key: Any, value: Any) -> None:
@@ -186,7 +185,7 @@ class _Whole:
 
 
 class _Table:
-    """A cell of values by key: a dict, or the attributes of an object; ``known``: all of them, hidden ones as well."""
+    """A cell of values by key (dict, attributes); ``known``: all, hidden ones, too."""
 
     def __init__(self, path: Path, holder: Any, hidden: frozenset[str] = frozenset()) -> None:
         self.path, self.holder, self._hidden = path, holder, hidden
@@ -251,8 +250,9 @@ def name_of(place: Place) -> str:
 
 @dataclass
 class Found:
-    """A place that holds something else than before; ``items``: those that a list has more than before, at its end, or
-    None if that is not all.
+    """A place with another value than before.
+
+    ``items``: the new ones at the end of a list; None for other changes.
     """
 
     place: Place
@@ -277,16 +277,10 @@ def _takes_items(value: Any) -> bool:
 class _Held:
     """A tensor that is not trained.
 
-    Args:
-        tensor: the tensor.
-        places: the cells and keys that hold it.
-        is_fixed: whether it is in a tuple there, which cannot hold another one.
-        version: the number of writes to it that were counted.
-        left: the steps in which it is still compared.
-        is_written: whether a block has written it.
-        is_shared: whether others are views of its memory.
-        copy: of it, equal when a block begins.
-        running: what is in its places while a block runs.
+    ``places``: the cells and keys that hold it. ``version``: counted writes. ``left``: steps in which it is still
+    compared. ``is_written``: whether a block has written it. ``is_fixed``: whether it is in a tuple there, which cannot
+    hold another one. ``is_shared``: whether others are views of its memory. ``copy``: equal when a block begins.
+    ``running``: in its places while a block runs.
     """
 
     tensor: Tensor
@@ -305,7 +299,7 @@ class _Held:
         return cell.path, key
 
     def note(self) -> None:
-        """What it is now is what it was."""
+        """Makes the present state the one to compare with."""
         self.version, self.copy = _mark(self.tensor), None
 
 
@@ -333,7 +327,7 @@ def _clone(held: _Held, storages: dict[int, Any]) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal; of NaN the bits count."""
+    """Equality; of NaN the bits count."""
     if one.dtype != other.dtype or one.device != other.device or one.shape != other.shape:
         return False
     return torch.equal(one, other) or (one.is_floating_point() and checksum([one]) == checksum([other]))
@@ -345,13 +339,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 class ValueTree:
     """The values of ``module``.
 
-    Args:
-        module: the user's module.
-        internal: names of attributes of the module itself that are not the user's.
-        whole: whether it is the tree of all submodules; else the attributes and buffers of the module itself.
-
-    Attributes:
-        statistics: the running statistics of layers that normalise.
+    ``internal``: names of attributes of the module itself that are not the user's. ``whole``: the tree of all
+    submodules; else the attributes and buffers of the module itself. ``statistics``: running statistics of normalising
+    layers.
     """
 
     def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), whole: bool = True) -> None:
@@ -436,7 +426,7 @@ class ValueTree:
         self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
     def _modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose values are looked at, each once."""
+        """All modules of the tree, each once."""
         seen.add(id(module))
         yield prefix, module
         for name, child in modules_of(module).items() if self._whole else ():
@@ -483,7 +473,7 @@ class ValueTree:
 
     @torch.no_grad()
     def put(self, place: Place, value: Any) -> None:
-        """Makes ``value`` that of a place. A tensor that is there is written, if it can be."""
+        """Makes ``value`` that of a place; writes into the tensor there if possible."""
         cell, key = self._cells[place[0]], place[1]
         old = cell.get(key)
         held = self._held.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
@@ -500,10 +490,9 @@ class ValueTree:
             self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
     def reference(self, value: Any) -> Path | None:
-        """The path of a module or a cell, which other workers have as well; None of all other objects.
+        """Path of a module or cell, which other workers have as well; None of all else.
 
-        Raises:
-            TypeError: for a module that is not in the tree.
+        Raises TypeError for a module that is not in the tree.
         """
         path = self._paths.get(id(value))
         if path and self.referent(path) is value:
@@ -513,13 +502,12 @@ class ValueTree:
         return None
 
     def referent(self, path: Path) -> Any:
-        """The object with that path."""
         return self._module.get_submodule(path[0]) if len(path) == 1 else self._cells[path].holder
 
     # ------------------------------------------------------------------ a block of the user's code
 
     def absorb(self) -> list[Place]:
-        """What other code has changed since, holds; returns where. Called before a block."""
+        """Accepts changes by other code; returns their places. Called before a block."""
         changed, self._noted = self._noted, []
         unlike = self._unlike()
         is_moved, self._is_moved = self._is_moved or bool(unlike), False
@@ -546,7 +534,7 @@ class ValueTree:
         return changed
 
     def _unlike(self) -> list[_Cell]:
-        """The cells that hold something else than they did."""
+        """The cells that have changed."""
         found = [cell for cell in self._few if not cell.is_same()]
         if not self._known:
             self._known = [*chain.from_iterable(cell.known for cell in self._many)]
@@ -569,9 +557,9 @@ class ValueTree:
 
     @torch.no_grad()
     def begin(self, values: Mapping[Place, Any]) -> None:
-        """A block begins, with ``values`` in their places; :meth:`absorb` was called before.
+        """A block begins, with ``values`` by place; :meth:`absorb` was called before.
 
-        ``values``: by place; :meth:`end` tells what has become of each.
+        :meth:`end` returns the fate of each.
         """
         self._touched, self._given = [], list(values)
         replaced: set[int] = set()
@@ -606,8 +594,9 @@ class ValueTree:
 
     @torch.no_grad()
     def end(self) -> list[Found]:
-        """The block is over: what it has changed, and what it has made of the values that it was given. All places
-        hold again what they held before :meth:`begin`.
+        """The block is over: its changes, and the state of each given value.
+
+        All places hold again what they held before :meth:`begin`.
         """
         changed, found = self._changes()
         for place in self._given:
@@ -635,7 +624,7 @@ class ValueTree:
                 self._rewrite(held, held.copy)
 
     def look(self, stays: Callable[[Found], bool]) -> list[Found]:
-        """What other code has changed since :meth:`absorb`; what ``stays`` does, the rest is taken back."""
+        """Changes by other code since :meth:`absorb`; undoes those that ``stays`` denies."""
         changed, found = self._changes()
         for cell, key, before, _ in changed:
             if not stays(found[cell.path, key]):
@@ -668,7 +657,7 @@ class ValueTree:
         return Found((cell.path, key), before, now, items)
 
     def _write_of(self, held: _Held) -> Found | None:
-        """What the block has written into a tensor."""
+        """The block's change of a tensor."""
         running, held.running = held.running, None
         if running is not None:
             places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
@@ -712,12 +701,11 @@ class ValueTree:
         return [held.tensor for held in self._held.values() if held.version >= 0]
 
     def contents(self) -> list[tuple[Any, Any]]:
-        """What the cells hold, for :meth:`restore`."""
+        """Contents of the cells, for :meth:`restore`."""
         self.absorb()
         return [(cell, cell.content) for cell in self._cells.values()]
 
     def restore(self, contents: list[tuple[Any, Any]]) -> None:
-        """The cells hold again what :meth:`contents` returned."""
         for cell, content in contents:
             if cell.content is not content or not cell.is_same():
                 cell.content, cell.known = content, []

@@ -1,9 +1,9 @@
-"""The layers of a worker's stage: built, run by an executor, measured, and moved during a run.
+"""The layers of a worker's stage: built, run by an executor, measured, and moved.
 
-A layer travels as the module that it is, with parameters and buffers, the optimizers' states of its parameters, and
-gradients that count for later steps. The optimizers stay the objects that they are, so schedulers, hooks and callbacks
-that know them do not notice; only the parameters in their groups change, in the order of one device. State that
-callbacks keep by layer does not travel: where there is any, layers stay (:func:`why_layers_stay`).
+A layer travels as its module, with parameters and buffers, the optimizers' states of its parameters, and gradients that
+count for later steps. The optimizers stay the same objects, so schedulers, hooks and callbacks do not notice; only the
+parameters in their groups change, in the order of one device. State that callbacks keep by layer does not travel: where
+there is any, layers stay (:func:`why_layers_stay`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def build_layers(context: WorkerContext, parts: ModelParts) -> None:
 
 
 def _check_shapes(module: nn.Module) -> None:
-    """Raises UnsupportedFeatureError for a lazy layer that has not seen its input; a move may end its laziness."""
+    """Refuses a lazy layer that has not seen its input; a move may end its laziness."""
     lazy = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise UnsupportedFeatureError(
@@ -125,7 +125,6 @@ class StageBuilder:
     def bundle(
         self, cuts: Cuts, ties: StageTies, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> StageBundle:
-        """The bundle of this worker's parts under the layout ``cuts``."""
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
         owned = held_ranges(cuts)[stage]
@@ -168,7 +167,7 @@ class StageBuilder:
     def _among(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
     ) -> tuple[Sequence[nn.Module], int]:
-        """Those of ``modules`` that a micro-batch runs here under the layout ``cuts``."""
+        """The ``modules`` that a micro-batch runs here under the layout ``cuts``."""
         grid, stage = self._context.grid, self._context.worker.stage
         bounds = [math.floor(bound) for bound in cuts]
         if microbatch is not None:
@@ -179,7 +178,7 @@ class StageBuilder:
     def layers(
         self, left: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
     ) -> StageLayers | None:
-        """The layers of this worker, if they may move."""
+        """The layers of this worker if they may move, else None."""
         context = self._context
         if not context.fitting or self._by_itself or context.grid.stages == 1 or context.mesh is not None:
             return None
@@ -195,9 +194,8 @@ class StageBuilder:
     ) -> Executor:
         """The executor of a module that trains by the schedule.
 
-        Args:
-            presumes: whether a gradient of that norm is not clipped.
-            held: returns the tensors that stay from step to step.
+        ``presumes``: whether a gradient of that norm is not clipped. ``held``: returns the tensors that stay from step
+        to step.
         """
         context, options = self._context, self._context.options
         needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
@@ -245,7 +243,6 @@ class StageBuilder:
     def _common(
         self, bundle: StageBundle, callbacks: ExecutorCallbacks
     ) -> tuple[Worker, Grid, ControlClient, Communicator, StageBundle, ExecutorCallbacks]:
-        """The arguments that both executors have."""
         context, rank = self._context, self._context.place.rank
         communicator = Communicator(
             rank,
@@ -265,12 +262,10 @@ class StageBuilder:
 def _materialize(module: nn.Module, device: torch.device, seed: int, is_elsewhere: Callable[[str], bool]) -> None:
     """Gives tensors of ``module`` on the meta device memory on ``device``, and values.
 
-    As in Lightning's strategies, the ``reset_parameters()`` of the module that has them draws the values; for whole
-    tensors, one module after the other, of which each worker keeps its part. So they do not depend on the grid, and no
-    worker ever holds more of the weights than its own part and one module.
-
-    Args:
-        is_elsewhere: whether a parameter or buffer, by its name, belongs to another stage.
+    As in Lightning's strategies, the ``reset_parameters()`` of the owning module draws the values; for whole tensors,
+    one module after the other, of which each worker keeps its part. So they do not depend on the grid, and no worker
+    holds more than its own part and one module. ``is_elsewhere``: whether a parameter or buffer, by its name, belongs
+    to another stage.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     wanted = {id(tensor) for name, tensor in named if tensor.is_meta and not is_elsewhere(name)}
@@ -373,12 +368,9 @@ def _flat(value: Any) -> Iterable[Any]:
 class _Given:
     """Layers on their way to another worker.
 
-    Args:
-        skeleton: ``(layers, states, gradients)`` without the tensors: the modules by index, the states of each
-            optimizer, and gradients by name of the parameter.
-        kinds: of each whether it is a parameter, whether it requires a gradient, and whether it is on the device.
-        names: the names of the parameters of that stage, by optimizer and group. A parameter that several layers share
-            has several.
+    ``skeleton``: ``(layers, states, gradients)`` without the tensors: modules by index, states by optimizer, gradients
+    by parameter. ``kinds``: whether each tensor is a parameter, requires a gradient, is on the device. ``names``: of
+    that stage's parameters, by optimizer and group, several of one that layers share.
     """
 
     stage: int
@@ -398,17 +390,16 @@ class _LayerMeter:
         self._started = 0.0
 
     def watch(self, layer: nn.Module) -> None:
-        """Begins to measure."""
         self._handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
 
     def end(self) -> None:
-        """The layer is as it was."""
+        """Restores the layer."""
         for handle in self._handles:
             handle.remove()
 
     @property
     def seconds(self) -> float:
-        """Of a forward, the median."""
+        """The median seconds of a forward."""
         return float(statistics.median(self._seconds or [0.0]))
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
@@ -429,9 +420,8 @@ def _wait_for(inputs: Any) -> None:
 class StageLayers:
     """The layers that this worker has.
 
-    Args:
-        hold: what runs the parts of this stage under a layout, given the weights that stages share, and the
-            gradients that come with layers of others.
+    ``hold``: runs the parts of this stage under a layout, given the weights that stages share, and the gradients that
+    come with moved layers.
     """
 
     def __init__(
@@ -453,7 +443,6 @@ class StageLayers:
 
     @property
     def owned(self) -> range:
-        """The parts that this worker has."""
         return held_ranges(self.cuts)[self._stage]
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
@@ -461,10 +450,9 @@ class StageLayers:
         return shared | {tie.stages for tie in self._parts.ties(held_ranges(cuts))}
 
     def layout_of(self, sizes: Sequence[float]) -> Cuts:
-        """The layout in which the stages have that many layers.
+        """The layout in which the stages have ``sizes`` layers.
 
-        Raises:
-            ConfigurationError: if there is none, or layers cannot move.
+        Raises ConfigurationError if there is none, or layers cannot move.
         """
         cuts = (0, *(rounded(bound) for bound in accumulate(sizes)))
         if not is_layout(cuts, len(self.cuts) - 1) or cuts[-1] != self.cuts[-1]:
@@ -489,7 +477,6 @@ class StageLayers:
         return cuts
 
     def _state_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Of the optimizers' states of ``parameters``."""
         optimizers = self._trainer.optimizers
         return tensor_bytes([optimizer.state.get(p) for p in parameters for optimizer in optimizers])
 

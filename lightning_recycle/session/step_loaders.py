@@ -1,7 +1,6 @@
 """Sources of the steps that one worker runs, made from the user's DataLoaders.
 
-A worker reads the micro-batches of its schedule, by address. The user's hooks that convert and move a batch run on what
-it reads.
+A worker reads the micro-batches of its schedule by address; the user's hooks convert and move them.
 """
 
 from __future__ import annotations
@@ -92,27 +91,24 @@ class StepLoaders:
         return loader
 
     def keep_for_training(self, loaders: Sequence[StepLoader]) -> None:
-        """Closes training loaders other than ``loaders``, with what they have read ahead."""
+        """Closes training loaders other than ``loaders``, with their data read ahead."""
         for old in [loader for loader in self._loaders if not loader.evaluation and loader not in loaders]:
             old.close()
             self._loaders.remove(old)
 
     def reseed(self, seed: int) -> None:
-        """Makes ``seed`` the seed of the run for all of them."""
         for loader in self._loaders:
             loader.reseed(seed)
 
     def compare(self, loaders: Sequence[StepLoader]) -> None:
-        """Before the first step of an epoch: all workers must be about to read the same.
+        """Raises ConfigurationError unless all workers are about to read the same.
 
-        Raises:
-            ConfigurationError: on all workers, if they are not.
+        On all workers, before the first step of an epoch.
         """
         if self._context.run.data_grid.num_workers > 1 and any(facts := [loader.facts() for loader in loaders]):
             compare(self._context.collectives.gather("data", facts).values())
 
     def close(self) -> None:
-        """Ends the reading of all of them."""
         for loader in self._loaders:
             loader.close()
 

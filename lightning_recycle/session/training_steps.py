@@ -1,8 +1,7 @@
 """Training steps of one worker: run by Lightning's loops and an executor.
 
-Lightning's loops (:mod:`~lightning_recycle.session.loops`) call some of its methods. The executor calls those of
-:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`, for what only Lightning and the
-user's module know.
+The loops (:mod:`~lightning_recycle.session.loops`) and the executor
+(:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`) call its methods.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ log = logging.getLogger(__name__)
 class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
-    Attributes:
-        ties: the parameters that stages share.
-        layers: the layers of this worker, if they may move.
-        manual: runs the steps of a module that optimizes by itself; None for others.
-        first_batch: the number of batches that the Trainer had trained on before this run.
+    ``ties``: the parameters that stages share. ``layers``: None if they may not move. ``manual``: None without manual
+    optimization. ``first_batch``: the number of batches that the Trainer had trained on before this run.
     """
 
     _handle: StepHandle  # of the current step
@@ -156,7 +152,6 @@ class TrainingSteps:
 
     @property
     def seed(self) -> int:
-        """The seed of the run."""
         return self._context.seed
 
     def resume_seed(self, seed: int) -> None:
@@ -176,11 +171,10 @@ class TrainingSteps:
         self.checkpoints.weights.prune_by(seed)
 
     def agree_to_stop(self, place: StopPlace) -> None:
-        """Sets ``trainer.should_stop`` here as on all other workers."""
         self._stop_requests.agree(place, self.executor.version, self._after_step)
 
     def enter_training(self) -> None:
-        """Enters the first epoch; a joining worker waits until it is let in."""
+        """Enters the first epoch; a joining worker waits until it may enter."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         begun = batches_so_far(self._trainer)
         self.first_batch = begun.completed
@@ -241,10 +235,9 @@ class TrainingSteps:
         return self.executor.runner.gradients.held()
 
     def _follow_parameters(self) -> None:
-        """The parameters are those that the module and its optimizer have now.
+        """Follows a change of the module's or optimizer's parameters.
 
-        Raises:
-            UnsupportedFeatureError: if they have, with several stages.
+        Raises UnsupportedFeatureError for a change with several stages.
         """
         if self.parts.optimizes_itself:
             return
@@ -268,7 +261,7 @@ class TrainingSteps:
         self.executor.settle_newest()
 
     def at_boundary(self, boundary: Boundary) -> None:
-        """The step is over as far as ``boundary``: what was to be saved in it is written."""
+        """The step is over up to ``boundary``: its checkpoints are written."""
         with self.checkpoints.at_boundary(boundary):
             if ends_step(self._trainer):
                 self.checkpoints.ask_again()
@@ -276,10 +269,7 @@ class TrainingSteps:
                 self._ending.end(self._trainer)
 
     def _ends_after_batch(self) -> bool:
-        """Whether the run ends after this batch.
-
-        Not between batches whose gradients one step takes together.
-        """
+        """Whether the run ends after this batch, never amid batches of one step."""
         return self._after_step is AfterStep.END and ends_step(self._trainer)
 
     def as_loss(self, value: float) -> Tensor:
@@ -310,7 +300,7 @@ class TrainingSteps:
         return self.record(self.parts.record_training, output, target, samples)
 
     def record(self, record: Callable[..., bytes], output: Any, target: Any, samples: int) -> bytes:
-        """Records what the user's code does with an output, as in a step on one device."""
+        """Records the user's code on an output, as in a step on one device."""
         with self._context.forward_context():
             return record(self.recorder, output, target, samples)
 
@@ -486,11 +476,7 @@ class SaveAndEnd:
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """The counters of a step.
-
-    Args:
-        batch: the number of its batch in the epoch, counted from 1.
-    """
+    """The counters of a step; ``batch``: in the epoch, counted from 1."""
 
     steps: int
     epoch: int
@@ -498,13 +484,12 @@ class ProgressSnapshot:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> ProgressSnapshot:
-        """The moment of the step that the loops of ``trainer`` are in."""
+        """The snapshot of the step that the loops of ``trainer`` are in."""
         loop = trainer.fit_loop
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         return cls(steps.completed, loop.epoch_progress.current.completed, loop.epoch_loop.batch_progress.current.ready)
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Sets the counters of ``trainer``."""
         loop = trainer.fit_loop
         loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = self.steps
         loop.epoch_progress.current.completed = self.epoch
@@ -512,7 +497,7 @@ class ProgressSnapshot:
 
     @contextmanager
     def again(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Within the block the counters of ``trainer`` are those of this moment."""
+        """Within the block the counters of ``trainer`` are those of this snapshot."""
         now = ProgressSnapshot.of(trainer)
         self.restore(trainer)
         try:

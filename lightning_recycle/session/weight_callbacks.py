@@ -1,10 +1,9 @@
 """Lightning's callbacks that change weights: averages, finetuning, pruning.
 
-Averages are elementwise, so each worker lets the callback average the layers of its stage; a checkpoint gets the
-averages of all stages, under the names of one device. A custom ``multi_avg_fn`` sees the parameters of one stage.
-Finetuning runs on every worker for the layers of its stage; all stages have the same groups, if need be empty ones.
-Pruning needs the whole model, so one stage; a process that did not see it done takes the form of a state dict before it
-loads that.
+Averages are elementwise, so each worker averages its stage; a checkpoint gets those of all stages, under the names of
+one device. A custom ``multi_avg_fn`` sees the parameters of one stage. Finetuning runs on every worker for its stage;
+all stages have the same groups, empty ones if need be. Pruning needs the whole model, so one stage; a process that did
+not see it done takes the form of a state dict before it loads that.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging | StochasticWeightAv
 
 
 def await_stage(trainer: pl.Trainer) -> None:
-    """Postpones the ``setup`` of averages, which Lightning calls, to :func:`enter_stage`."""
+    """Postpones the ``setup`` of averages by Lightning to :func:`enter_stage`."""
     for callback in _averaging(trainer):
         callback.setup = _do_nothing  # type: ignore[method-assign]
 
@@ -64,8 +63,7 @@ def await_stage(trainer: pl.Trainer) -> None:
 def enter_stage(trainer: pl.Trainer, module: pl.LightningModule, was_built: bool) -> None:
     """Sets up averages when the layers of this stage have their first values.
 
-    Args:
-        was_built: whether these layers were there when ``setup`` froze some.
+    ``was_built``: whether these layers were there when ``setup`` froze some.
     """
     assert trainer.state.fn is not None
     for finetuning in _callbacks_of(trainer, BaseFinetuning) if not was_built else ():
@@ -78,7 +76,7 @@ def enter_stage(trainer: pl.Trainer, module: pl.LightningModule, was_built: bool
 
 
 class WeightCallbacks:
-    """The callbacks of a worker's Trainer that change weights, with states of the whole model.
+    """A worker's callbacks that change weights, with states of the whole model.
 
     The groups of all stages stay alike, and pruning draws from (``seed``, step).
     """
@@ -102,7 +100,6 @@ class WeightCallbacks:
         self.prune_by(seed)
 
     def prune_by(self, seed: int) -> None:
-        """Makes ``seed`` that of pruning."""
         for callback in _callbacks_of(self._trainer, ModelPruning):
             run = partial(type(callback)._run_pruning, callback)
             vars(callback)["_run_pruning"] = partial(_seeded, run, self._trainer, seed)
@@ -208,8 +205,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
     """Refuses StochasticWeightAveraging of a model with BatchNorm.
 
-    Raises UnsupportedFeatureError. It ends with a pass over the data that computes running statistics, and those are
-    not the same on all workers.
+    It ends with a pass over the data that computes running statistics, which are not the same on all workers.
     """
     if not _callbacks_of(trainer, StochasticWeightAveraging):
         return
@@ -224,8 +220,8 @@ def check_weight_averaging(trainer: pl.Trainer, parts: ModelParts) -> None:
 def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs: list[LRSchedulerConfig]) -> None:
     """Makes the schedule of StochasticWeightAveraging, if that has begun.
 
-    For the launching process, where the callbacks have the attributes that they had in the workers. The optimizer gets
-    options of the schedule, and loads its state afterwards.
+    For the launching process, where callbacks have their attributes from the workers. The optimizer gets options of the
+    schedule, and loads its state afterwards.
     """
     for callback in _callbacks_of(trainer, StochasticWeightAveraging):
         if callback._initialized:
@@ -246,10 +242,7 @@ def swap_schedules(trainer: pl.Trainer, optimizers: Sequence[Optimizer], configs
 
 
 def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its state.
-
-    Until the epoch that begins the averaging (again), what was read from a checkpoint is its state.
-    """
+    """Its state; until the epoch that begins averaging (again), the checkpoint's."""
     state = state_dict()
     if not callback._initialized:
         state |= {"n_averaged": callback._init_n_averaged, "scheduler_state": callback._scheduler_state}
@@ -284,8 +277,7 @@ def load_parameter_groups(
 ) -> None:
     """Makes groups of these parameters, as callbacks may have changed them.
 
-    Raises:
-        ConfigurationError: if ``module`` lacks one of them.
+    Raises ConfigurationError if ``module`` lacks one of them.
     """
     parameters = parameters_by_name(module)
     if missing := [name for of_one in groups for group in of_one for name in group if name not in parameters]:
@@ -305,10 +297,7 @@ _ORIGINAL, _MASK = "_orig", "_mask"
 
 
 def check_pruning(trainer: pl.Trainer, stages: int) -> None:
-    """Refuses a callback that would prune a stage as if it were the model.
-
-    Raises UnsupportedFeatureError.
-    """
+    """Refuses a callback that would prune a stage as if it were the model."""
     if stages > 1 and _callbacks_of(trainer, ModelPruning):
         raise UnsupportedFeatureError(
             "strategy='recycle' supports the callback ModelPruning with one stage only: it needs the whole"

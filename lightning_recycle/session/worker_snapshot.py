@@ -1,13 +1,13 @@
 """A worker's state at a step boundary, for replacements and checkpoints.
 
-A donor takes a :class:`WorkerSnapshot` while it waits at the beginning of a step, after its first hooks. The worker
-that joins restores it twice: it rewinds to right before that batch and begins it itself, and at the point where the
-donor waits it takes over the donor's whole state, so nothing that those hooks logged or changed counts twice.
+A donor takes a :class:`WorkerSnapshot` while it waits at the beginning of a step, after its first hooks. The joining
+worker restores it twice: it rewinds to right before that batch and begins it itself, and at the point where the donor
+waits it takes over the donor's whole state, so nothing that those hooks logged or changed counts twice.
 
-Lightning saves in the middle of the end of a step: its checkpoint lacks later hooks, schedulers that follow a metric,
-sums of means over the epoch, and the callbacks' records of this save. So a checkpoint is asked for there, and
-*completed* at the next :class:`Boundary`: under one key it gets the rest of the state, as plain data, of which only
-objects and values by layer depend on the grid. Lightning's keys stay what one device would have written.
+Lightning saves amid the end of a step: its checkpoint lacks later hooks, schedulers that follow a metric, sums of means
+over the epoch, and the callbacks' records of this save. So a checkpoint is asked for there, and *completed* at the next
+:class:`Boundary` with the rest of the state under one key, as plain data, of which only objects and values by layer
+depend on the grid. Lightning's keys stay those of one device.
 """
 
 from __future__ import annotations
@@ -59,14 +59,11 @@ log = logging.getLogger(__name__)
 class WorkerSnapshot:
     """The state of one stage, and the state common to all workers.
 
-    Args:
-        objects: the module of the stage, callbacks, data module, DataLoaders, optimizers and schedulers, with all that
-            they hold.
-        orders: of each loader of training and validation, the orders of its samples and the state of its sampler.
-        hooks: how often the donor has run collectives of its position in hooks.
-        gradients: those that parameters hold, by name, if anything may see them; the parts of sharded ones.
-        generators: the states of the generators from which hooks draw.
-        values: the values by which a copy is recognised, by name.
+    ``objects``: the module, callbacks, data module, DataLoaders, optimizers and schedulers, with their contents.
+    ``orders``: of each loader of training and validation, the orders of its samples and the state of its sampler.
+    ``hooks``: how often the donor has run collectives of its position in hooks. ``gradients``: by name, if anything may
+    see them; of sharded ones the parts. ``generators``: those from which hooks draw. ``values``: recognise a copy, by
+    name.
     """
 
     objects: ObjectPack
@@ -87,9 +84,8 @@ class WorkerSnapshot:
 class StateTransfer:
     """Transfer of a worker's state to and from peers, and of objects to checkpoints.
 
-    Args:
-        left_gradients: returns gradients that count for later steps, or that hooks may see.
-        describe: returns the values by which a copy of this worker is recognised, by name.
+    ``left_gradients``: returns gradients that count for later steps, or that hooks may see. ``describe``: returns the
+    values by which a copy of this worker is recognised, by name.
     """
 
     def __init__(
@@ -111,14 +107,13 @@ class StateTransfer:
         self._joined_with: WorkerSnapshot | None = None
 
     def begin_training(self, restored: ObjectPack | None) -> None:
-        """Before the first step."""
         if restored is not None:
             self.load_objects(restored, {})
         if self._context.grid.lanes > 1 or self._context.run.may_restart:
             self._note_objects()
 
     def _note_objects(self) -> None:
-        """Notes large data as it is now, and warns of objects that cannot be carried."""
+        """Notes the present large data, and warns of objects that cannot be carried."""
         self._large_data = LargeData(user_graph(self._trainer).large)
         graph = user_graph(self._trainer, TrainingParts(self._trainer))
         if self._context.collectives.is_leader and (stays := graph.unpicklable()):
@@ -165,7 +160,6 @@ class StateTransfer:
         return user_graph(self._trainer).pack({**self._large_data.unchanged(), **weights}).on_cpu()
 
     def load_objects(self, objects: ObjectPack, state: Mapping[str, Tensor]) -> None:
-        """The user's objects become what they were."""
         graph, device = user_graph(self._trainer), self._context.device
         given = {name: tensor.to(device) for name, tensor in state.items()}
         graph.update(objects, device, {**graph.large, **weights_for(self._module, given)})
@@ -227,7 +221,7 @@ class StateTransfer:
     def complete(self) -> CommonState | None:
         """Takes over the donor's state at the point where it took the snapshot.
 
-        Does not return if this worker is no copy of its donor all the same: then the others go on without it.
+        Does not return if this worker is still no copy: the others go on without it.
         """
         snapshot, self._joined_with = self._joined_with, None
         if snapshot is None:
@@ -317,7 +311,7 @@ class StateMarks:
 
 
 def mark_of(value: Any) -> Any:
-    """Where ``value`` lies, and how often it was written: differs once it has changed."""
+    """Address and number of writes of ``value``: differs once it has changed."""
     if not isinstance(value, Tensor):
         return repr(value)
     part = local_part(value)
@@ -347,7 +341,7 @@ def as_tensors(pack: ObjectPack) -> list[Tensor]:
 
 
 def add_parts(checkpoint: Mapping[str, Any], columns: Sequence[Mapping[str, Any] | None], members: int) -> None:
-    """Adds the parts of all columns, of which a stage has ``members``, to the completion in ``checkpoint``."""
+    """Adds all columns' parts, ``members`` per stage, to a checkpoint's completion."""
     known = [part for part in columns if part is not None]
     if not known:
         return
@@ -368,10 +362,9 @@ def boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
 
 
 def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]) -> None:
-    """Puts what is newer in ``completion`` in the place of Lightning's values.
+    """Replaces Lightning's values in a checkpoint by newer ones of ``completion``.
 
-    Args:
-        further: the entries in which the weights are if ``state_dict`` has others.
+    ``further``: the entries with the weights if ``state_dict`` has others.
     """
     checkpoint["loops"]["fit_loop"] = completion["trainer"]["loops"]
     checkpoint["lr_schedulers"], checkpoint["callbacks"] = completion["lr_schedulers"], completion["callbacks"]
