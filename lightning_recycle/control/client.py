@@ -768,7 +768,7 @@ def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | b
 
 
 def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
-    """Class and message of ``error``, and its traceback, as text in UTF-8.
+    """Class, message and traceback of ``error``, without characters that UTF-8 lacks.
 
     ``shown``: the traceback, if it is not to be the whole one.
     """

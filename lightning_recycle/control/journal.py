@@ -3,11 +3,11 @@
 Concept: rare facts that decide who belongs to the run (:class:`JournaledState`, the processes of positions) replace the
 file as a whole, on disk before they are announced. Workers keep the rest
 (:class:`~lightning_recycle.control.protocol.member.MessageRecord`): questions without an answer, and the newest
-answers, which the others may lack. They send it when they return
-(:class:`~lightning_recycle.control.protocol.messages.Returned`). Once all of the roster have returned or are lost
-(:func:`revived_state`), :func:`~lightning_recycle.control.protocol.membership.rebuilt` makes the rest and a new
-generation begins. Messages that some have received are repeated to the others unchanged; open questions are asked anew:
-all have the same answers, whenever the coordinator died. It may die again at any moment.
+answers, which the others may lack; workers are never more than one step and one control collective apart, so that is
+bounded. They send it when they return (:class:`~lightning_recycle.control.protocol.messages.Returned`). Once all of the
+roster have returned or are lost (:func:`revived_state`), :func:`~lightning_recycle.control.protocol.membership.rebuilt`
+makes the rest and a new generation begins. Messages that some have received are repeated to the others unchanged; open
+questions are asked anew: all have the same answers, whenever the coordinator died. It may die again at any moment.
 
 Contract: one process at a time holds the lock of the file, also while stopped; others are refused. A file of another
 key (known by a digest) is not believed. A file that cannot be written is removed, and the run goes on without it:
@@ -16,8 +16,8 @@ of :mod:`~lightning_recycle.control.protocol.recovery`.
 
 A lost journal is replaced by the workers' reports where all members of the newest generation return
 (:func:`adopted_state`), without earlier exceptions, votes against newcomers, reasons of losses, outcomes of earlier
-runs, and whether a checkpoint is whole whose writer is lost. Never kept: moves, what counts in one generation only,
-better plans, and the record except its counters.
+runs, and whether a checkpoint is whole whose writer is lost. Never kept: moves, facts of one generation only, better
+plans, and the record except its counters.
 """
 
 from __future__ import annotations

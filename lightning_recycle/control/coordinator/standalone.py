@@ -154,7 +154,7 @@ def _shown_at(option: str | None) -> tuple[str, int] | None:
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
-    """Obeys ``over`` and ``end`` on standard input from now on; ignores other signals."""
+    """Obeys ``over`` and ``end`` on standard input from now on; ignores signals."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -353,7 +353,6 @@ class Serving:
             coordinator.close()  # which takes a while: the workers are told
 
     def begin_next(self) -> None:
-        """Forgets the finished run: later workers are of another one."""
         if self._journal is not None:
             self._journal.begin(tuple(self.statuses))
 

@@ -1,8 +1,8 @@
 """Measurements of a run's workers, and the assumptions of its plans.
 
 *Measurements*: plans are made for the operation times of the first worker of each stage that applies a step. Layouts
-are chosen by the *level* of a stage, the median over workers and steps, within four standard errors of a median: on a
-busy machine equally slow stages seem to differ by as much.
+are chosen by the *level* of a stage, the median over workers and steps, which may be wrong by four standard errors of a
+median: on a busy machine equally slow stages seem to differ by as much.
 
 *Assumptions*: all of a :class:`~lightning_recycle.planning.problem.Problem` but the failed workers. Costs come from a
 profile, else from the run's measurements; after a plan for other times (:mod:`~lightning_recycle.control.plans.drift`)

@@ -153,7 +153,7 @@ class ReadyPlans:
         return None if found is None else found.choice
 
     def keep(self, plan: ReadyPlan) -> None:
-        """Keeps a plan; beyond the limit the least recently used goes, but the fault-free."""
+        """Keeps a plan; drops the least recently used over the limit, not the fault-free."""
         key = _key_of(plan.schedule.problem)
         with self._lock:
             self._plans.pop(key, None)

@@ -1,13 +1,14 @@
 """Control collectives, early stops, published keys, checkpoints. Pure.
 
 Control collectives are numbered by the workers' program order, outlive generations, and complete when every live worker
-has arrived. A worker that has begun a later step than those that wait has left one out: the run ends. Before
+has arrived. A worker that has begun a later step than the waiting ones has left one out: the run ends. Before
 collectives of a position in a hook, which cannot run again, its members announce themselves (IN_HOOK); HookEntered
-tells them that all are there, and no new generation ends these collectives while the position is whole.
+answers when all are there, and no new generation ends these collectives while the position is whole.
 
 Early stops: ``trainer.should_stop`` is read at *stop points*, passed by all in the same order. Workers whose flag is
 set ask and wait; the others go on silently, unless asked. If all ask at one point they stop there, like a single
-device. Otherwise all stop after the next step whose losses are incomplete, by its StepLoss. All get the same answer.
+device. Otherwise all stop after the next step whose losses are incomplete, by its StepLoss. All get the same answer,
+and a run whose asker is not lost before stops at the latest after the step that follows the point.
 
 Keys (:class:`PublishedKeys`): a question waits for all of its keys and is answered by one message, so traffic grows
 with the number of neighbours, not with the square of workers. Only messages of the newest generation count.

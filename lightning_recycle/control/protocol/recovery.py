@@ -5,11 +5,12 @@ A *generation* begins when all have joined and with each change of the roster: a
 
 In step t a worker is RUNNING, then REDUCED (it holds its stage's complete gradient), then APPLIED: RUNNING in t+1. No
 worker is REDUCED in t+1 before all have applied t, as its micro-batches flow through all and peers without any are
-waited for; so versions differ by at most one. A stage can reach the highest version among its workers, plus one if such
-a worker is REDUCED. The *committed* version v is the minimum over the stages: step v runs again. A stage that can reach
-v+1 is *ahead*: it computes forwards and input gradients for the others with its parameters of version v, but neither
-reduces nor steps, so its optimizer and hooks see each step once. Reduced gradients are dropped, before any worker has
-applied them, only with tied stages (:class:`Forget`), and by a worker itself where the checks of the step were not over
+waited for; so versions differ by at most one. A worker keeps the gradient of a step until it begins the step after the
+next; peers that lack it adopt it. A stage can reach the highest version among its workers, plus one if such a worker is
+REDUCED. The *committed* version v is the minimum over the stages: step v runs again. A stage that can reach v+1 is
+*ahead*: it computes forwards and input gradients for the others with its parameters of version v, but neither reduces
+nor steps, so its optimizer and hooks see each step once. Reduced gradients are dropped, before any worker has applied
+them, only with tied stages (:class:`Forget`), and by a worker itself where the checks of the step were not over
 (:mod:`~lightning_recycle.runtime.checks.verification`). Losses can die with a worker: a step without its loss is not
 committed, and stages that hold its gradient compute it again.
 
@@ -17,10 +18,10 @@ A version applied on a *guess* is unsettled until all contributions are known. I
 step and sends no results of it, so nothing that follows from a guess is kept. If the decision does not commit the
 guessed step it is announced again, unless all contributions were known before the loss: then these settle it.
 
-Rosters hold whole positions. Siblings of a lost member are *parked*: connected, with their state, and told of losses
-and answers. If a stage has no whole position left they are combined at once (:func:`assemble`), so a stage is lost only
-with one of its columns. A parked worker that is two steps behind, or missed what all did in one generation, such as a
-validation, is released (:func:`release_outdated`).
+Rosters hold whole positions. Siblings of a lost member are *parked*: connected, with their state, and sent losses and
+answers. If a stage has no whole position left they are combined at once (:func:`assemble`), so a stage is lost only
+with one of its columns. A parked worker that is two steps behind, or missed a validation or the like, is released
+(:func:`release_outdated`).
 """
 
 from __future__ import annotations
