@@ -261,12 +261,11 @@ class Checkpoints(StageStates):
         return whole
 
     def _after_hooks(self, weights: Mapping[str, Any], before: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """The state dict of the whole model after hooks, of that ``before`` them.
+        """The state dict of the whole model from the ``weights`` that hooks left here.
 
-        They have left ``weights`` here, and others elsewhere. Each hook sees the values of one stage, such as averages,
-        so the hooks on its stage decide about a name; where they changed nothing at all, those on the leader.
-
-        Raises UnsupportedFeatureError if only the leader's hooks have taken out a value of another stage.
+        They changed the state dict ``before``, elsewhere perhaps to other weights: each sees the values of one stage,
+        such as averages. So the hooks on its stage decide about a name, or where they changed nothing at all, those on
+        the leader. Raises UnsupportedFeatureError if only the leader's hooks have taken out a value of another stage.
         """
         own = set(self.module.state_dict())
         changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}

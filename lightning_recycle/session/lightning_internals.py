@@ -123,7 +123,7 @@ class TrainerState:
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any], same_run: bool) -> TrainerState:
-        """Inverse of :meth:`as_data`; another run than ``same_run`` keeps its settings."""
+        """Inverse of :meth:`as_data`; without settings of a run unless ``same_run``."""
         results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
         settings = {
             path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}

@@ -664,7 +664,7 @@ class SaveBatches:
     def await_thread(self) -> None:
         """Waits at the end of the run until this worker has done its part.
 
-        As long as the next checkpoint would. The writer carries out the actions on files.
+        For as long as the next checkpoint would wait. The writer carries out the actions on files.
         """
         deadline = time.monotonic() + self._patience
         while (batch := self.batch) is not None and batch.is_under_way and time.monotonic() < deadline:
