@@ -1,23 +1,14 @@
 """Child processes: work with a hard time limit, and questions about plans.
 
-Planning is Python that does not end for seconds, and a thread that does it holds up the coordinator's loop by 5 ms at
-each of its turns. Solvers crash. So both run in a process of their own, which imports no torch and ends with the
-process that asks. Not ``multiprocessing``: that imports the caller's main module in the child, a training script.
+Solvers crash, and planning is Python that runs for seconds and would hold up the coordinator's loop by 5 ms at each of
+its turns. So both run in a process that imports no torch and ends with its parent. Not ``multiprocessing``: that
+imports the caller's main module in the child, a training script.
 
-*Work* (:func:`run_in_child`): a function in a new process takes one picklable argument and ``report``, with which it
-sends picklable messages while it runs. The caller receives every message sent before the process ended.
-
-*Questions* (:class:`PlanningProcess`): one process answers one question at a time, each in a thread of its own, with
-the processor time that nothing else wants (``nice`` 19) unless workers wait for the answer.
-
-| event | consequence |
-|---|---|
-| the question is interrupted | the process is killed; the next question starts another in a third of a second |
-| the process dies, or shows no sign of life for 10 s | :class:`ProcessLostError`; the next question starts another |
-| it died while nothing was asked | the next question starts another |
-| it was lost five times | :class:`ProcessLostError` at once, for the rest of the run |
-| there is no answer within ``_TIME_LIMIT`` | it is killed; :class:`~lightning_recycle.errors.PlanningError` |
-| question or answer cannot be pickled | :class:`~lightning_recycle.errors.PlanningError` |
+:func:`run_in_child` calls a function in a new process; the caller receives every message that was sent before the
+process ended. :class:`PlanningProcess` answers one question at a time, at ``nice`` 19 unless workers wait for the
+answer. A process that was interrupted, died, or gave no sign of life for 10 s is replaced at the next question, in a
+third of a second; after five losses, questions fail at once. A question without an answer within ``_TIME_LIMIT`` fails,
+as does one that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -54,7 +45,7 @@ class Cancelled(BaseException):
 
 @contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """Planning in the block, in this thread, is given up once ``event`` is set.
+    """Gives up planning in the block, in this thread, once ``event`` is set.
 
     Long computations call :func:`check_cancelled` now and then.
     """
@@ -66,7 +57,7 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raises :class:`Cancelled` if the plan that is being made is not wanted any more."""
+    """Raises :class:`Cancelled` if the plan being made is no longer wanted."""
     event = _cancels.get()
     if event is not None and event.is_set():
         raise Cancelled
@@ -91,19 +82,10 @@ class UnavailableError(PlanningError):
 
 
 def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: float = math.inf) -> str | None:
-    """Call the function ``entry`` ("module:function") in a child process.
+    """Calls ``entry`` ("module:function") in a child process; why it failed, or None.
 
-    Args:
-        entry: the function of a picklable argument and a :data:`Report`, importable with the ``sys.path`` of this
-            process.
-        on_message: called here for each message of the child.
-        time_limit: seconds after which the child is killed.
-
-    Returns:
-        Why it failed, in a few words; None when the function returned.
-
-    Raises:
-        Cancelled: if the plan for which it runs is given up.
+    The function gets ``argument`` and a :data:`Report`, whose messages go to ``on_message``. It must be importable with
+    the ``sys.path`` of this process, and is killed after ``time_limit`` seconds. Raises :class:`Cancelled`.
     """
     interrupted = _cancels.get() or threading.Event()
     try:
@@ -123,7 +105,6 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
 
 
 def _call(entry: str, argument: Any, report: Report) -> None:
-    """Calls the function ``entry``."""
     module, _, function = entry.partition(":")
     try:
         getattr(importlib.import_module(module), function)(argument, report)
@@ -157,9 +138,9 @@ class ProcessLostError(PlanningError):
 
 
 class UnexpectedError(PlanningError):
-    """A question raised an exception that is not of this package: a defect.
+    """A defect: a question raised an exception from outside this package.
 
-    ``trace`` is its traceback, which an exception does not take along to another process.
+    ``trace`` is its traceback, which does not survive pickling.
     """
 
     def __init__(self, reason: str, trace: str) -> None:
@@ -179,22 +160,17 @@ class PlanningProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while there is a process."""
         child = self._child
         return None if child is None else child.process.pid
 
     def ask(self, question: Question, interrupted: threading.Event, *, urgent: bool = False) -> Any:
-        """The answer to a picklable question.
-
-        Args:
-            interrupted: once it is set, the question is given up.
-            urgent: whether workers wait for the answer.
+        """The answer to a picklable question; ``urgent``: workers wait for it.
 
         Raises:
-            Cancelled: when ``interrupted`` is set.
-            PlanningError: when there is no answer, or not in time, or question or answer cannot be sent.
-            UnexpectedError: when the question raised an exception that is not of this package.
-            ProcessLostError: when the process was lost.
+            Cancelled: once ``interrupted`` is set.
+            PlanningError: no answer, or not in time; question or answer cannot be pickled.
+            UnexpectedError: the question raised an exception from outside this package.
+            ProcessLostError: the process was lost.
         """
         task = _packed(question, urgent)
         while True:
@@ -216,7 +192,6 @@ class PlanningProcess:
         raise value
 
     def close(self) -> None:
-        """Ends the process."""
         child, self._child = self._child, None
         if child is not None:
             child.end()
@@ -235,10 +210,9 @@ class PlanningProcess:
 
 
 class _Child:
-    """One process; ``was_idle``: it gave no sign of life since its last answer.
+    """One process; raises OSError if it cannot be started.
 
-    Raises:
-        OSError: if it cannot be started.
+    ``was_idle``: it has given no sign of life since its last answer.
     """
 
     def __init__(self) -> None:
@@ -271,10 +245,8 @@ class _Child:
     ) -> tuple[str, Any]:
         """The answer to the question in ``task``, with its kind.
 
-        ``on_message`` gets what is reported meanwhile, by code that may hold the interpreter: no silence is too long.
-
-        Raises:
-            EOFError, OSError: when the process has ended or is stuck.
+        ``on_message`` gets the reports of code that may hold the interpreter: then no silence is too long. Raises
+        EOFError or OSError when the process has ended or is stuck.
         """
         asked = heard = time.monotonic()
         is_sent = False
@@ -301,7 +273,6 @@ class _Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
         try:
             while self._connection.poll():
                 self._connection.recv_bytes()  # a sign of life
@@ -310,7 +281,7 @@ class _Child:
         return True
 
     def reason(self, error: Exception) -> str:
-        """Why nothing can be asked any more, after ``error`` of its connection."""
+        """Why nothing can be asked any more, after ``error`` of the connection."""
         if isinstance(error, TimeoutError):
             return str(error)
         if isinstance(error, BlockingIOError):
@@ -326,7 +297,6 @@ class _Child:
         return reason + "".join(f": {line[:200]}" for line in printed[-1:])
 
     def end(self) -> None:
-        """Ends the process."""
         self.process.kill()
         self.process.wait()
         self._connection.close()
@@ -344,7 +314,7 @@ def _read(frame: bytes) -> tuple[str, Any]:
 
 
 def answer_questions(descriptor: int) -> None:
-    """The process: answers questions until the connection is closed."""
+    """Entry point of the process: answers until the connection is closed."""
     # Ctrl-C, and what a cluster manager sends to all processes, are for the process that asks, and that ends this one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -366,8 +336,6 @@ def answer_questions(descriptor: int) -> None:
 
 
 def _answer(task: bytes, send: Callable[[bytes], None]) -> None:
-    """Sends the answer to the question in ``task``, with its kind."""
-
     def reply(kind: str, value: Any) -> None:
         try:
             frame = pickle.dumps((kind, value))

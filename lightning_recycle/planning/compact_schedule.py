@@ -45,15 +45,14 @@ def _operations(problem: Problem) -> int:
 
 
 def lanes_of(problem: Problem) -> int:
-    """Number of lanes: the live workers of the stage with the fewest."""
+    """Number of lanes: the fewest live workers of any stage."""
     return min(problem.live_counts())
 
 
 def lane_problem(problem: Problem) -> Problem:
     """The problem of one lane: a pipeline with the fullest lane's micro-batches.
 
-    Raises:
-        PlanningError: when workers differ in speed; then their lanes do, too.
+    Raises PlanningError when workers differ in speed, because lanes then differ, too.
     """
     if problem.worker_factors:
         raise PlanningError("workers of unequal speed have no common plan: plan each operation on its own.")
@@ -63,10 +62,9 @@ def lane_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane's part of a plan.
+    """One lane's part of a plan: operations by stage, REDUCE and STEP included.
 
-    ``stages`` has the operations of each stage's worker, REDUCE and STEP included; the index of a micro-batch is its
-    number within the lane.
+    A micro-batch's index is its number within the lane.
     """
 
     problem: Problem
@@ -80,7 +78,6 @@ class Lane:
 
     @property
     def microbatches(self) -> int:
-        """The number of micro-batches."""
         return self.problem.grid.microbatches
 
     def schedule(self) -> Schedule:
@@ -89,10 +86,7 @@ class Lane:
         return schedule_of_columns(self.problem, columns, self.period)
 
     def operations(self, stage: int, names: Sequence[Microbatch]) -> tuple[ScheduledOp, ...]:
-        """The operations of the worker of ``stage``, in order.
-
-        If the lane has fewer micro-batches (``names``) than its program, the operations of the rest are left out.
-        """
+        """Operations of the worker of ``stage``, without micro-batches beyond ``names``."""
         columns, count = self.stages[stage], len(names)
         rows = zip(columns.kinds, columns.indices, columns.starts, columns.ends, strict=True)
         return tuple(
@@ -103,24 +97,22 @@ class Lane:
 
     @cached_property
     def period(self) -> float:
-        """Time between two iterations of all lanes, whatever their number."""
+        """Period of all lanes, whatever their number."""
         if not self.problem.technique.staggered:
             return self.makespan
         return max(stage.ends[-1] - stage.starts[0] for stage in self.stages)
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end of an iteration."""
         return max(stage.ends[-1] for stage in self.stages) - min(stage.starts[0] for stage in self.stages)
 
 
 class LanePlaces:
     """Workers and micro-batches of each lane: O(D S) to make, O(1) to ask.
 
-    With n lanes, the first n pipelines are the lanes, in their order; the other pipelines give their workers. Lane l
-    runs its home's micro-batches, (l, 0) to (l, M - 1), and then its share of the other pipelines'. If worker (l, s)
-    has failed, a live worker of stage s of another pipeline replaces it: stage s has at least n live workers. Workers
-    that are left over only take part in REDUCE and STEP.
+    With n lanes, the first n pipelines are the lanes. Lane l runs its home's micro-batches, (l, 0) to (l, M - 1), and a
+    share of the other pipelines'. If worker (l, s) has failed, a live worker of stage s of another pipeline replaces
+    it: stage s has at least n live workers. Workers left over only take part in REDUCE and STEP.
 
     The (D - n) M micro-batches of the other pipelines are numbered by pipeline and index and dealt in runs: with q, r =
     divmod(D M, n), lane l gets q - M of them, and one more if l < r, so that
@@ -128,8 +120,7 @@ class LanePlaces:
         number x is in lane  x // (q - M + 1)                        if x < r (q - M + 1)
                              r + (x - r (q - M + 1)) // (q - M)      otherwise.
 
-    That the first pipelines stay keeps the leaders of stages at work, and as pipelines are given up from the last on,
-    one failure more changes few lanes. There are at most as many lanes as live workers of any stage.
+    That the first pipelines stay keeps the stages' leaders at work, and one failure more changes few lanes.
     """
 
     def __init__(self, grid: Grid, failed: Collection[Worker], lanes: int) -> None:
@@ -141,12 +132,12 @@ class LanePlaces:
 
     @cached_property
     def _adopted(self) -> dict[Worker, int]:
-        """The lanes of the workers outside their home."""
+        """Lanes of the workers outside their home."""
         return {worker: place.pipeline for place, worker in self._substitutes.items()}
 
     @cached_property
     def _substitutes(self) -> dict[Worker, Worker]:
-        """For each failed worker of a lane's home, who is in its place."""
+        """The worker that replaces each failed worker of a lane's home."""
         found = {}
         free = [self.lanes] * self.grid.stages
         for place in sorted(self._failed):
@@ -168,11 +159,10 @@ class LanePlaces:
         return self._substitutes.get(home, home)
 
     def count(self, lane: int) -> int:
-        """Number of micro-batches of a lane."""
         return self._share + (lane < self.longer)
 
     def microbatches(self, lane: int) -> list[Microbatch]:
-        """The micro-batches of a lane, in the order of their numbers within it."""
+        """The micro-batches of a lane, by their numbers within it."""
         own = self.grid.microbatches
         first = lane * self._extra + min(lane, self.longer)
         others = range(first, first + self.count(lane) - own)
@@ -182,7 +172,6 @@ class LanePlaces:
         ]
 
     def lane_of(self, microbatch: Microbatch) -> int:
-        """The lane that runs a micro-batch."""
         if microbatch.pipeline < self.lanes:
             return microbatch.pipeline
         number = (microbatch.pipeline - self.lanes) * self.grid.microbatches + microbatch.index
@@ -193,7 +182,7 @@ class LanePlaces:
 
 
 class LaneWorkers(Mapping[Worker, tuple[ScheduledOp, ...]]):
-    """The operations of every live worker, decoded when they are read."""
+    """Operations of every live worker, decoded when read."""
 
     def __init__(self, problem: Problem, lane: Lane) -> None:
         self.lane = lane
@@ -231,12 +220,10 @@ class CompactSchedule(Schedule):
 
     @property
     def lane(self) -> Lane:
-        """The program of all lanes."""
         return self.workers.lane
 
     @property
     def num_operations(self) -> int:
-        """The number of operations of all workers."""
         places = self.workers.places
         shortest = places.count(places.lanes - 1)
         lanes = (
@@ -259,13 +246,11 @@ class CompactSchedule(Schedule):
         return self.workers.places.worker(self.workers.places.lane_of(microbatch), stage)
 
     def exchanges(self) -> Iterator[tuple[Worker, Worker]]:
-        """Pairs of workers that exchange messages in a step: neighbours in a lane."""
         places, stages = self.workers.places, range(self.grid.stages)
         for lane in range(places.lanes):
             yield from pairwise(places.worker(lane, stage) for stage in stages)
 
     def idle_workers(self) -> frozenset[Worker]:
-        """The live workers that run no micro-batch: those in no lane."""
         return frozenset(worker for worker in self.workers if self.workers.places.lane(worker) is None)
 
     def peak_in_flight(self, worker: Worker) -> int:
@@ -284,12 +269,11 @@ class CompactSchedule(Schedule):
 
     @property
     def demand(self) -> tuple[float, float]:
-        """The demand on the workers' memory; lanes are alike, but for a micro-batch."""
+        """Demand on memory; lanes differ only by a micro-batch."""
         tightest, total = self.lane.schedule().demand
         return tightest, total * self.workers.places.lanes
 
     def expand(self) -> Schedule:
-        """The same schedule with the operations of all workers."""
         with gc_paused():
             return Schedule(self.problem, {worker: self.workers[worker] for worker in self.workers}, self.period)
 
@@ -312,8 +296,7 @@ class CompactSchedule(Schedule):
 def compact(problem: Problem, lane: Lane) -> CompactSchedule:
     """The schedule for ``problem`` in which every lane runs the program of ``lane``.
 
-    Raises:
-        PlanningError: when ``lane`` is for another problem than its lanes'.
+    Raises PlanningError when ``lane`` is for another problem.
     """
     if lane.problem != lane_problem(problem):
         raise PlanningError(

@@ -3,23 +3,14 @@
 *Seconds* (or any unit used consistently): REDUCE is the time that a worker waits for the reduction of its stage's
 gradients after its last backward.
 
-*Memory*: F takes what the micro-batch's backward needs (``after_forward``), B replaces that by what its W still needs
-(``after_backward``, which may be more: a linear layer keeps its input *and* the gradient of its output), W frees the
-rest, and BW frees everything without the detour. Where a forward is computed again, F keeps less at its end
-(``checkpoint``), and R takes what F would have kept. An operation takes memory at its start and frees it at its end. A
-limit in micro-batches is the same with sizes of 1 (:meth:`Memory.counting`).
+*Memory*: F takes the memory that the micro-batch's backward needs (``after_forward``). B replaces it by the needs of
+its W (``after_backward``, which may be more: a linear layer keeps its input *and* the gradient of its output), W and BW
+free everything. Where a forward is computed again, F keeps less at its end (``checkpoint``) and R takes the rest. An
+operation takes memory at its start and frees it at its end.
 
-*Measured*: a :class:`Profile`, in ``profile.json``, is of one model on one kind of machine with one number of stages,
-whatever the number of pipelines and micro-batches. A :class:`Footprint` is the memory of one worker. The memory of a
-plan follows from those of all: peers are alike, so the largest of a stage counts, and the smallest share of a device.
-
-File (schema 1)::
-
-    {"schema": 1, "steps": 20,
-     "communication": {"latency": 1e-4, "bandwidth": 1e10},
-     "stages": [{"forward": 0.010, "backward_input": 0.011, "backward_weight": 0.009, "reduce": 0.002,
-                 "optimizer": 0.001, "activation_bytes": 25000000, "output_bytes": 1000000,
-                 "waiting_bytes": 12000000}, ...]}
+*Measured*: a :class:`Profile` is of one model on one kind of machine with one number of stages, whatever the number of
+pipelines and micro-batches; docs/planner.md has the format of ``profile.json``. A :class:`Footprint` is the memory of
+one worker. Peers are alike, so the largest footprint of a stage counts, and the smallest share of a device.
 """
 
 from __future__ import annotations
@@ -48,8 +39,7 @@ class Costs:
         forward: duration of F of one micro-batch, one value per stage.
         backward_input: duration of B of one micro-batch, one value per stage.
         backward_weight: duration of W of one micro-batch, one value per stage.
-        reduce: duration of what is left of the reduction of the stage's gradients after the last W, one value per
-            stage.
+        reduce: the rest of the reduction of the stage's gradients after the last W, one value per stage.
         optimizer: duration of STEP, one value per stage.
         communication: time from the end of an operation until its result reaches the next or previous stage.
 
@@ -98,7 +88,6 @@ class Costs:
 
     @property
     def stages(self) -> int:
-        """Number of stages that have costs."""
         return len(self.forward)
 
     def of(self, kind: OpKind, stage: int) -> float:
@@ -141,8 +130,8 @@ def communication_seconds(
 def cost_difference(one: Costs, other: Costs) -> float:
     """Largest difference of a duration, as a fraction of the mean F, B or W.
 
-    The two are first scaled to the same mean, because a common factor changes no plan. Infinite if the numbers of
-    stages differ.
+    Both are first scaled to the same mean, because a common factor changes no plan. Infinite for different numbers of
+    stages.
     """
     if one.stages != other.stages:
         return math.inf
@@ -205,7 +194,6 @@ class Memory:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.capacity)
 
     def room(self, stage: int) -> float:
@@ -213,10 +201,7 @@ class Memory:
         return self.capacity[stage] - self.fixed[stage] + _ROUNDING * self.capacity[stage]
 
     def delta(self, kind: OpKind, stage: int, recomputed: bool = False) -> float:
-        """Bytes by which an operation changes what a worker holds.
-
-        ``recomputed``: whether the micro-batch has an R.
-        """
+        """Change of a worker's bytes by an operation; ``recomputed``: there is an R."""
         held = self.after_forward[stage]
         kept = held if self.checkpoint is None else self.checkpoint[stage]
         if kind is OpKind.FORWARD and recomputed:
@@ -237,7 +222,7 @@ class Memory:
         return (-held if kind is OpKind.BACKWARD else 0.0), 0.0
 
     def needed(self, kind: OpKind, stage: int) -> float:
-        """Bytes that a worker holds more during an operation than before it."""
+        """Bytes that a worker needs during an operation beyond those before it."""
         if kind is OpKind.FORWARD:
             return max(self.after_forward[stage], self.delta(kind, stage, recomputed=True))
         return max(0.0, self.delta(kind, stage))
@@ -259,11 +244,7 @@ class Memory:
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
         """Micro-batches that fit into a worker of each stage in any order of operations.
 
-        Args:
-            most: the limit where micro-batches need no memory, e.g. D * M.
-
-        Raises:
-            PlanningError: when a stage has no room for one micro-batch.
+        At most ``most``, e.g. D * M. Raises PlanningError when a stage has no room for one.
         """
         limits = []
         for stage in range(self.stages):
@@ -410,25 +391,24 @@ MemoryLimit: TypeAlias = float | int | Literal["auto"]
 _AUTO = 0.9
 """Part of a share of a device that plans may use.
 
-The rest is for what is not measured: temporary tensors within an operation (on CUDA they are), messages on their way,
-and what an allocator cannot use.
+The rest is for unmeasured memory: temporary tensors of an operation, messages under way, fragmentation.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory that one worker measured.
+    """Memory in bytes that one worker measured.
 
     Args:
-        place: the device or machine whose memory it uses; workers with the same place share it.
-        capacity: what that has.
-        overhead: what the worker's process needs there besides tensors: libraries, a CUDA context.
-        fixed: its tensors between two steps: parameters, buffers, gradients, optimizer state, the previous version.
-        messages: buffers for the messages of one micro-batch, which stay from step to step.
-        after_forward: what one micro-batch holds from F on.
-        after_backward: what one micro-batch holds from B on, until W.
-        checkpoint: what one micro-batch holds from F on, until R, if its forward is computed again.
-        temporary: what an operation takes besides while it runs, at most; 0 if that is not known.
+        place: the device or machine; workers with the same place share its memory.
+        capacity: the memory of the place.
+        overhead: use by the worker's process besides tensors: libraries, a CUDA context.
+        fixed: tensors between two steps: parameters, buffers, gradients, optimizer state, the previous version.
+        messages: buffers for the messages of one micro-batch, kept from step to step.
+        after_forward: held by one micro-batch from F to B.
+        after_backward: held by one micro-batch from B to W.
+        checkpoint: held by one micro-batch from F to R, if its forward is computed again.
+        temporary: most that an operation takes while it runs; 0 if unknown.
     """
 
     place: str
@@ -462,11 +442,8 @@ def memory_of(
 ) -> Memory:
     """The memory of a worker of each stage while ``failed`` are gone.
 
-    Args:
-        footprints: of at least one worker of each stage. The micro-batches of dead workers, and their messages, are
-            their peers'.
-        limit: what may be used of a device.
-        recompute: whether forwards may be computed again.
+    ``footprints`` has at least one worker of each stage; peers run the micro-batches of the dead and hold their
+    messages. ``limit``: the part of a device that may be used. ``recompute``: forwards may be computed again.
     """
     sharing = Counter(footprint.place for footprint in footprints.values())
     by_stage: list[list[Footprint]] = [[] for _ in range(grid.stages)]

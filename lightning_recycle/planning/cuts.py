@@ -1,27 +1,17 @@
 """Cuts of the layers into stages: bounds, shared layers, and the fastest cut.
 
-*Bounds*: stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``. A bound may lie within a layer: behind 4.25
-layers means that the stages on both sides hold layer 4, and that a quarter of the micro-batches run it on the earlier
-one. Each micro-batch has whole bounds of its own, so nothing within a layer is cut. A bound is a whole number, or has
-two decimals. Each stage has at least one layer of its own, so a layer has two holders at most.
+*Bounds*: stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``. A bound of 4.25 means that both stages hold
+layer 4, and that a quarter of the micro-batches run it on the earlier one; each micro-batch has whole bounds. Bounds
+have at most two decimals, and each stage a layer of its own, so a layer has two holders at most.
 
-*Shared layers*: the last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one has
-the layer's gradients before its last W, and the other one does not wait for them. Each other micro-batch has a place in
-[0, 1), the same at all bounds, and runs a layer on the earlier stage if that is less than its part. Multiples of the
-golden section spread the places evenly over the step, and shifts by 1 / D over the pipelines. Where the part is less
-than one micro-batch of each pipeline, the last ones of some run the layer there.
+*Search*: a stage with n live workers has the load ``share(n) x seconds of its layers for one micro-batch + seconds of
+REDUCE and STEP``, where share(n) is the largest of n shares of the D M micro-batches; the slowest stage decides the
+period. For a limit on the load, dynamic programming over stages and bounds finds whether the workers are enough;
+bisection finds the least limit. Within it the cut with the fewest workers is taken, then the fewest shared layers, then
+the least price, e.g. in bytes to move.
 
-*Search*: a stage with n of the live workers runs the largest of n shares of the D M micro-batches, so its load is
-
-    share(n) x seconds of its layers for one micro-batch + seconds of REDUCE and STEP
-
-and the slowest stage decides the period. For a limit on the load, dynamic programming over stages and bounds finds
-whether the live workers are enough; bisection finds the least limit. Of the cuts within a limit the one with the fewest
-workers is taken, then with the fewest shared layers, then with the least price, e.g. in bytes to move.
-
-Source: the partition of PipeDream (Narayanan et al., SOSP'19, section 3.1), here for a fixed number of stages, memory
-that differs by stage, and workers of unequal speed; the check of a limit from left to right is that of
-chains-on-chains partitioning (Pinar and Aykanat, 2004).
+Source: PipeDream's partition (Narayanan et al., SOSP'19, section 3.1), for a fixed number of stages, memory by stage
+and unequal speeds; the check of a limit is that of chains-on-chains partitioning (Pinar and Aykanat, 2004).
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ Bounds: TypeAlias = tuple[float, ...]
 """Stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``."""
 
 PARTS = 100
-"""Into how many parts the micro-batches of a layer can be divided."""
+"""Parts into which the micro-batches of a layer can be divided."""
 
 
 def are_bounds(bounds: Sequence[float]) -> bool:
@@ -55,7 +45,7 @@ def are_bounds(bounds: Sequence[float]) -> bool:
 
 
 def rounded(bound: float) -> float:
-    """The nearest bound that can be; whole ones are integers."""
+    """The nearest possible bound; whole ones are integers."""
     hundredths = round(bound * PARTS)
     return hundredths // PARTS if hundredths % PARTS == 0 else hundredths / PARTS
 
@@ -93,7 +83,14 @@ def parts_of(bounds: Sequence[float]) -> tuple[dict[int, float], ...]:
 
 
 def bounds_of(bounds: Sequence[float], microbatch: int, grid: Grid) -> tuple[int, ...]:
-    """The whole bounds of one micro-batch, by its index m * D + d."""
+    """The whole bounds of one micro-batch, by its index m * D + d.
+
+    The last micro-batch of each pipeline runs a shared layer on the earlier stage: then the later one has the layer's
+    gradients before its last W. Each other one has a place in [0, 1), the same at all bounds, and runs a layer on the
+    earlier stage if that is less than its part. Multiples of the golden section spread the places over the step, and
+    shifts by 1 / D over the pipelines. Where the part is less than one micro-batch per pipeline, the last ones of some
+    pipelines run it there.
+    """
     index, pipeline = divmod(microbatch, grid.pipelines)
     return tuple(
         math.floor(bound) + (bound != math.floor(bound) and _is_earlier(bound, index, pipeline, grid))
@@ -117,7 +114,7 @@ def _is_earlier(bound: float, index: int, pipeline: int, grid: Grid) -> bool:
 def _stride(count: int) -> int:
     """The number nearest the golden section of ``count`` that is prime to it.
 
-    Its multiples are spread evenly over ``count`` places, however few of them are looked at.
+    Its multiples are spread evenly over ``count`` places, however few are used.
     """
     golden = count * (math.sqrt(5) - 1) / 2
     candidates = (each for each in range(1, count + 1) if math.gcd(each, count) == 1)
@@ -125,11 +122,7 @@ def _stride(count: int) -> int:
 
 
 def check_cuts(cuts: Sequence[float], layers: int | None = None) -> Bounds:
-    """``cuts`` as a tuple.
-
-    Raises:
-        ConfigurationError: unless they rise from 0 (to ``layers``, if given) and leave each stage a layer of its own.
-    """
+    """``cuts`` as a tuple; ConfigurationError unless they are bounds of all layers."""
     found = tuple(cuts)
     if not are_bounds(found) or (layers is not None and found[-1] != layers):
         end = "the number of layers" if layers is None else str(layers)
@@ -173,11 +166,9 @@ class Stages:
     Args:
         work: seconds of each layer for one micro-batch, forward and backward.
         once: seconds of each layer per step, REDUCE and STEP; a shared one takes them in both of its stages.
-        options: for each stage, the numbers of workers that it may have, with the share of the busiest one as
-            :func:`shares` gives it; the smallest number first.
+        options: for each stage, possible numbers of workers with the share of the busiest (:func:`shares`), ascending.
         workers: the live workers of all stages.
-        fits: whether a worker of a stage has memory for the layers between two bounds; once a range does not fit, none
-            that contains it does.
+        fits: whether a worker of a stage has memory for the layers between two bounds; monotone in the range.
         shares_layers: whether stages may share layers; each has one number of workers then.
     """
 
@@ -190,15 +181,15 @@ class Stages:
 
     @cached_property
     def _before(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of all layers before each one, for a micro-batch and once in a step."""
+        """Running sums of ``work`` and ``once`` before each layer."""
         return tuple(accumulate(self.work, initial=0.0)), tuple(accumulate(self.once, initial=0.0))
 
     def least(self) -> float:
-        """No cut has a lower load: all workers busy all the time."""
+        """A lower bound of the load: all workers busy all the time."""
         return sum(self.work) / sum(1 / options[-1][1] for options in self.options)
 
     def most(self) -> float:
-        """Above this the load of no stage matters: all layers on one worker."""
+        """An upper bound of the load: all layers on one worker."""
         return max(self._load(options[0][1], 0, len(self.work)) for options in self.options)
 
     def load(self, stage: int, begin: float, end: float, workers: int) -> float:
@@ -216,10 +207,7 @@ class Stages:
         return share * work + of_steps[last] - of_steps[first]
 
     def within(self, limit: float, price: Price | None = None) -> Cut | None:
-        """The best cut with no load above ``limit``; None if there is none.
-
-        The best has the fewest workers, then the fewest shared layers, then the lowest sum of prices.
-        """
+        """The best cut with no load above ``limit``, in the module's order; else None."""
         limit *= 1 + 1e-12  # sums are not exact
         count = len(self.work)
         room = list(accumulate((limit / options[-1][1] for options in self.options[::-1]), initial=0.0))
@@ -242,7 +230,7 @@ class Stages:
         return self._traced(back) if count in reached else None
 
     def _ends(self, stage: int, begin: float, limit: float) -> Iterator[tuple[float, int]]:
-        """Possible ends of a stage within ``limit``, each with the fewest workers.
+        """Ends of a stage within ``limit``, each with the fewest workers.
 
         They are all whole bounds, and the last one within a layer.
         """
@@ -320,8 +308,7 @@ def fastest_cut(stages: Stages) -> Cut | None:
 def shares(microbatches: int, factors: Sequence[float]) -> tuple[float, ...]:
     """``shares[n]``: the least largest load of n workers, in micro-batches.
 
-    Infinite for n = 0. ``factors``: by how much longer each worker takes than its stage's costs, those that stay
-    longest first.
+    Infinite for n = 0. ``factors``: the workers' slowness, those that stay longest first.
     """
     counts = range(1, len(factors) + 1)
     return (math.inf, *(least_maximum(operator.mul, microbatches, factors[:count]) for count in counts))
@@ -331,11 +318,8 @@ def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tu
     """Numbers of workers of the stages with which parts of layers even out most.
 
     Where loads are equal, a step takes the work over the sum of 1 / ``table[n]`` of all stages; ``table[n]`` is the
-    number of micro-batches of the busiest of n workers.
-
-    Returns:
-        The best of those whose stages are nearly alike, and of those that differ more. Stages with few workers come
-        first: they get the fewest layers, and hold the most micro-batches.
+    micro-batches of the busiest of n workers. Returns the best of nearly equal numbers, and of others. Stages with few
+    workers come first: they get the fewest layers, and hold the most micro-batches.
     """
     found: dict[tuple[int, ...], None] = {}
     mean = workers / stages
@@ -361,7 +345,7 @@ def is_layout(cuts: Bounds, stages: int) -> bool:
 
 
 def has_ties(groups: Iterable[Iterable[int]], cuts: Bounds) -> bool:
-    """Whether some of the parts of one of ``groups``, which share a weight, lie on several stages."""
+    """Whether a group of parts that share a weight lies on several stages."""
     stages: dict[int, set[int]] = {}
     for stage, parts in enumerate(held_ranges(cuts)):
         for part in parts:
@@ -379,10 +363,10 @@ class Transfer:
 
 
 def transfers(grid: Grid, roster: Collection[int], before: Bounds, after: Bounds) -> tuple[Transfer, ...]:
-    """Transfers of layers, in the order in which every worker sends and receives: then no worker waits for another one
-    that waits.
+    """Transfers of layers, in the order in which every worker sends and receives.
 
-    A worker gets layers from its own pipeline where it can, else from those of the other stage in turn.
+    The order excludes waits in a cycle. A worker gets layers from its own pipeline where it can, else from the workers
+    of the other stage in turn.
     """
     workers: Mapping[int, list[int]] = {
         stage: sorted(rank for rank in roster if grid.worker(rank).stage == stage) for stage in range(grid.stages)

@@ -32,7 +32,7 @@ class Worker:
 class Microbatch:
     """Micro-batch ``index`` of the batch of ``pipeline``, its *home*; both from 0.
 
-    Its name does not depend on where it is executed: re-routing changes the worker, never the micro-batch.
+    Re-routing changes the worker, never the micro-batch.
     """
 
     pipeline: int
@@ -175,26 +175,22 @@ class ScheduledOp:
 
     @property
     def duration(self) -> float:
-        """``end - start``."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Map from ranks to positions of several processes; it does not know who is alive.
+    """Map from ranks to positions of several processes, alive or not.
 
-    A position (pipeline d, stage s) is held by T processes, its *members*. Rank (d * S + s) * T + t is started as
-    member t of position (d, s). *Plane* t is member t of all positions: a D x S grid that follows the plan. *Column*
-    (s, t), numbered s * T + t, is member t of stage s in all pipelines: its workers hold the same parameters and
-    optimizer state. With T = 1 a column is a stage. A worker keeps its rank and its column for life. It may hold the
-    position of another pipeline than its rank says, if what is left of several positions was put together
-    (:mod:`~lightning_recycle.control.protocol.recovery`): :attr:`moved`.
+    A position (pipeline d, stage s) is held by T processes, its *members*: rank (d * S + s) * T + t starts as member t.
+    *Plane* t is member t of all positions, a D x S grid that follows the plan. *Column* (s, t), numbered s * T + t, is
+    member t of stage s in all pipelines, with the same parameters and optimizer state. A worker keeps its rank and
+    column for life, but may move to another pipeline's position, if the remains of several positions were put together
+    (:mod:`~lightning_recycle.control.protocol.recovery`).
 
     Args:
-        grid: the positions.
-        members: T, the processes of a position.
-        moved: the pipelines of ranks that do not hold the position that they were started for; a permutation within
-            each column.
+        members: T.
+        moved: the pipelines of ranks that have left their first position; a permutation within each column.
     """
 
     grid: Grid
@@ -203,12 +199,10 @@ class Positions:
 
     @property
     def num_workers(self) -> int:
-        """The grid's workers, times T."""
         return self.grid.num_workers * self.members
 
     @property
     def columns(self) -> int:
-        """S * T."""
         return self.grid.stages * self.members
 
     def column(self, rank: int) -> int:
@@ -224,7 +218,6 @@ class Positions:
         return self.moved.get(rank, rank // self.columns)
 
     def position(self, rank: int) -> Worker:
-        """The position of which ``rank`` is a member."""
         return Worker(self.pipeline(rank), self.stage(rank))
 
     def rank(self, position: Worker, member: int = 0) -> int:
@@ -237,11 +230,10 @@ class Positions:
         return next(there, home)
 
     def ranks(self, position: Worker) -> tuple[int, ...]:
-        """The members of ``position``, in order."""
+        """Members of ``position``, in order."""
         return tuple(self.rank(position, member) for member in range(self.members))
 
     def siblings(self, rank: int) -> frozenset[int]:
-        """The other members of the position of ``rank``."""
         return frozenset(self.ranks(self.position(rank))) - {rank}
 
     def all_members(self, ranks: Iterable[int]) -> frozenset[int]:
@@ -256,20 +248,20 @@ class Positions:
         return frozenset(position for position in firsts if all(rank in ranks for rank in self.ranks(position)))
 
     def column_leaders(self, ranks: Iterable[int]) -> dict[int, int]:
-        """For each column with a worker among ``ranks``, the one that speaks for it: that of the lowest pipeline."""
+        """By column with a worker among ``ranks``, the one of the lowest pipeline."""
         found: dict[int, int] = {}
         for rank in sorted(ranks, key=self.pipeline):
             found.setdefault(self.column(rank), rank)
         return found
 
     def exchanged(self, rank: int, pipeline: int) -> Mapping[int, int]:
-        """:attr:`moved` once ``rank`` and the worker of its column in ``pipeline`` have changed places."""
+        """:attr:`moved` after ``rank`` and the worker of its column in ``pipeline`` swap."""
         other = self.rank(Worker(pipeline, self.stage(rank)), self.member(rank))
         moved = {**self.moved, other: self.pipeline(rank), rank: pipeline}
         return {one: place for one, place in sorted(moved.items()) if place != one // self.columns}
 
     def name(self, rank: int) -> str:
-        """``rank`` in words: "(pipeline, stage)", and the member where positions have several."""
+        """As text: "(pipeline, stage)", and the member where positions have several."""
         return f"({', '.join(map(str, self.place(rank)))})"
 
     def place(self, rank: int) -> tuple[int, ...]:

@@ -2,26 +2,9 @@
 
 It plays the iteration forward in time under a priority rule (:mod:`list_scheduling`), searches for the best rule
 (:mod:`rule_search`), then for an order that is as fast with less memory, and fuses the backwards that were split for
-nothing; where memory makes that slow, forwards may be computed again. Identical pipelines, as
-without failures, are planned once and copied. Where workers differ in speed, two distributions of the micro-batches are
-searched. Plans are deterministic and keep within memory and in-flight limits.
-
-*Fusion*: one BW is a little cheaper than B + W, and holds less in between. The search splits every backward that memory
-allows, and this pass fuses those that brought nothing: at stage 0, where no stage waits, at the place of B if no F
-comes in between; elsewhere if W directly follows B and the stage before does not begin its own backward until W has
-ended.
-
-*Recomputation* (activation checkpointing, arXiv 1604.06174): a micro-batch whose F keeps only its input leaves room for
-others; R, the same forward again, takes what its backward needs. It costs an F, so it is used only where memory makes
-the plan slow, and for as few micro-batches as possible:
-
-1. plan without it, and without the limit in bytes. Where the first is as short as the second, it is the answer;
-2. the stages whose workers hold more in the second than they have are *tight*. Plan as if every F of a tight stage kept
-   a checkpoint only, every backward took an F longer, and there were always room for one R;
-3. put an R before each of these backwards. It waits for nothing, so it can run while its worker waits for the gradient;
-4. take it back for every micro-batch whose activations fit into memory from F on.
-
-At the last stage there is never an R: an F at the place of its R is as early for all workers, and needs no F before.
+nothing. Where memory makes that slow, forwards may be computed again (:func:`with_recomputation`). Identical pipelines,
+as without failures, are planned once and copied. Where workers differ in speed, two distributions of the micro-batches
+are searched. Plans are deterministic and keep within memory and in-flight limits.
 """
 
 from __future__ import annotations
@@ -66,18 +49,17 @@ from lightning_recycle.planning.timing import (
 DEFAULT_EFFORT = 800_000
 """Operations to play in search of a schedule: about 1 s, 0.1 s for small grids.
 
-Grids with more operations than this get only a few rules.
+Larger grids get only a few rules.
 """
 
 _LEANING = 1.5
 """Power of the workers' factors in the other distribution at unequal speeds.
 
-A slow worker gets fewer micro-batches than its speed suggests, because the pipeline also waits for its individual
-operations.
+A slow worker gets fewer micro-batches than its speed suggests: the pipeline also waits for its single operations.
 """
 
 _LEANING_SHARE = 4
-"""The effort is so many times that for the other distribution."""
+"""Divisor of the effort for the other distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +81,16 @@ class HeuristicPlanner:
 def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int = COMPACT_FROM) -> Schedule:
     """A schedule for ``problem``: 1F1B where it applies, else a list schedule.
 
-    1F1B applies without failure, slow worker or split. Among the schedules found, the result has the smallest period
-    (with the staggered optimizer, else makespan), then the smallest makespan, then the least memory on the tightest
-    worker, then in the sum: see :mod:`~lightning_recycle.planning.schedule`.
+    1F1B applies without failure, slow worker or split. Otherwise the result is the best schedule found, in the order of
+    :mod:`~lightning_recycle.planning.schedule`: period, makespan, memory.
 
     Args:
         problem: the problem to plan.
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
             gradient, oldest first", under which the paper's techniques can be compared.
         compact_from: number of operations from which on all lanes get one plan
-            (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a plan that lists
-            all operations would take too long.
+            (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a full plan would
+            take too long.
     """
     if (fewer := problem.without_vacant_lanes()) is not problem:
         return heuristic(fewer, effort, compact_from).expand().under(problem)
@@ -126,15 +107,11 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
 def heuristic_with_variation(
     schedule: Schedule, variation: MicrobatchVariation, effort: int = DEFAULT_EFFORT
 ) -> tuple[Schedule, Timing]:
-    """A schedule where stages share layers, planned by what each micro-batch takes.
+    """A schedule where stages share layers, planned by the costs of each micro-batch.
 
-    Args:
-        schedule: a schedule for the mean micro-batch, which lists all operations; the result is at most 0.1 % slower.
-
-    Returns:
-        The schedule, with the times of the mean micro-batch, and the real times of its operations. If more
-        micro-batches are in flight than the memory has room for in the mean, its problem has their number as a limit
-        instead of the memory.
+    ``schedule`` is for the mean micro-batch and lists all operations; the result is at most 0.1 % slower. Returns the
+    schedule with the times of the mean micro-batch, and the real times. If more micro-batches are in flight than fit in
+    the mean, its problem has their number as a limit instead of the memory.
     """
     problem = exact = schedule.problem
     if problem.memory is not None:
@@ -167,8 +144,8 @@ def _counted(schedule: Schedule) -> Schedule:
 class VariedPlanner:
     """A heuristic planner for stages that share layers.
 
-    Plans keep within the memory that problems give to the mean micro-batch. ``split`` and ``fused`` are the variations
-    where backwards may be split, and where they are not.
+    Plans keep within the mean micro-batch's memory. ``split`` and ``fused``: variations with and without split
+    backwards.
     """
 
     planner: HeuristicPlanner
@@ -176,7 +153,6 @@ class VariedPlanner:
     fused: MicrobatchVariation
 
     def plan(self, problem: Problem) -> Schedule:
-        """See :func:`heuristic_with_variation`."""
         schedule = self.planner.plan(problem)
         if isinstance(schedule, CompactSchedule):
             return schedule
@@ -190,7 +166,7 @@ def _listed(problem: Problem, effort: int) -> Schedule:
 
 
 def _planned(problem: Problem, effort: int) -> Schedule:
-    """As :func:`_listed`, for a problem in which nothing is computed again."""
+    """As :func:`_listed`, without recomputation."""
     if problem.stays_home and not problem.technique.split_backward:
         return one_f_one_b(problem)
     with gc_paused():
@@ -265,7 +241,12 @@ def _codes(problem: Problem, power: float = 1.0) -> Codes:
 
 
 def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> tuple[list[int], Timing]:
-    """The sequence with the backwards fused that were split for nothing; its times."""
+    """The sequence and its times with the backwards fused that were split for nothing.
+
+    One BW is a little cheaper than B + W and holds less in between. At stage 0, where no stage waits, it takes the
+    place of B if no F comes in between; elsewhere W must directly follow B, and end before the stage before begins its
+    own backward.
+    """
     if codes.fused:
         return sequence, timing
     pairs = _idle_splits(codes, sequence, timing.starts)
@@ -317,9 +298,19 @@ _BACKWARDS = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD)
 
 
 def with_recomputation(problem: Problem, plan: Callable[[Problem, float], Schedule]) -> Schedule:
-    """The best of the plans with and without recomputation.
+    """The best of the plans with and without recomputation (arXiv 1604.06174).
 
-    ``plan`` makes a plan of a problem in which nothing may be computed again, with a share of the usual effort.
+    R costs an F, so it is used only where memory makes the plan slow, and for as few micro-batches as possible:
+
+    1. Plan without it, with and without the limit in bytes. Equally fast plans end the search.
+    2. Stages whose workers exceed their memory in the second are *tight*. Plan as if every F of a tight stage kept only
+       a checkpoint, every backward took an F longer, and there were always room for one R.
+    3. Put an R before each of these backwards. It waits for nothing, so it can run while its worker waits for the
+       gradient.
+    4. Take it back for every micro-batch whose activations fit into memory from F on.
+
+    The last stage never has an R: an F in its place is as early for all workers. ``plan`` makes a plan without
+    recomputation, with a share of the usual effort.
     """
     memory = problem.memory
     if memory is None or memory.checkpoint is None:
@@ -387,7 +378,7 @@ def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
 def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
     """The micro-batches of one worker that need no R.
 
-    The first R is taken back first, which is best for their number: each takes the same memory for an interval.
+    Taking back the first R first is best for their number: each takes the same memory for an interval.
     """
     again = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
     forwards = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.FORWARD}
@@ -407,6 +398,5 @@ def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch
 
 
 def _timed(problem: Problem, programs: dict[Worker, list[Op]]) -> Schedule:
-    """The schedule of these programs, each operation as early as possible."""
     untimed = {worker: tuple(ScheduledOp(op, 0.0, 0.0) for op in ops) for worker, ops in programs.items()}
     return retime(Schedule(problem, untimed, 0.0), problem.costs)

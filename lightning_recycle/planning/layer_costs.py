@@ -1,12 +1,10 @@
 """Costs of single layers, of any cut of a model into stages, and of moving layers.
 
-A stage takes the sum of its layers' seconds. Where a bound lies within a layer, the stages on both sides hold it, and
-each takes its part of the layer's seconds in the mean over the micro-batches
-(:mod:`~lightning_recycle.planning.cuts`). Seconds are per micro-batch (F, B, W, BW) or per step (REDUCE, STEP).
+A stage takes the sum of its layers' seconds, per micro-batch (F, B, W, BW) or per step (REDUCE, STEP). Where a bound
+lies within a layer, each holder takes its part in the mean (:mod:`~lightning_recycle.planning.cuts`).
 
-A worker that is to hold further layers gets each from a live worker that holds it now. Copies of different workers run
-at the same time; each link carries its sends and its receives at once, so the busiest direction of a link decides.
-Owners of a layer take turns, the one with the least to send so far first.
+Workers copy further layers from live holders at the same time. Each link sends and receives at once, so the busiest
+direction of a link decides. Owners of a layer take turns, the one with the least to send so far first.
 """
 
 from __future__ import annotations
@@ -158,12 +156,11 @@ class LayerCosts:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.forward)
 
     @cached_property
     def state_bytes(self) -> tuple[float, ...]:
-        """Bytes of each layer that a worker must have to own it: parameters and optimizer."""
+        """Bytes of each layer's state: parameters and optimizer."""
         return tuple(map(sum, zip(self.parameter_bytes, self.optimizer_bytes, strict=True)))
 
     def work(self, *, split_backward: bool) -> tuple[float, ...]:
@@ -200,8 +197,7 @@ class LayerCosts:
     def memory(self, cuts: Sequence[float]) -> Memory | None:
         """The memory of a worker of each stage between ``cuts``; None without a limit.
 
-        A micro-batch counts as the mean of all. Those in flight run a shared layer at most once more often than that,
-        for which there is room.
+        Micro-batches count as the mean of all, with room for one more run of a shared layer.
         """
         if self.memory_limit is None:
             return None
@@ -278,13 +274,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, order=True, slots=True)
 class LayerMove:
-    """A layer that a worker gets.
-
-    Args:
-        layer: its index.
-        source: the worker that sends it, by its position before the change.
-        receiver: the worker that gets it, by its position before the change.
-    """
+    """A layer that a worker gets; workers are named by their positions before."""
 
     layer: int
     source: Worker
@@ -317,7 +307,6 @@ def layer_moves(
     """The copies that take all live workers from one cut to another.
 
     Args:
-        grid: the grid.
         failed: vacant positions before the change.
         before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.layer_costs`.
         roles: the new position of each live worker; by default all stay.

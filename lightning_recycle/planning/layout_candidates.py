@@ -4,15 +4,11 @@ A layout is worth a change if the seconds that it saves until the next change ex
 
     (1 - period / period of reroute) x seconds until the next change  >  stall
 
-*Period*: grids up to ``COMPACT_FROM`` operations are planned as they are, larger ones by lanes where that is near the
-lower bound. Where stages have very different numbers of workers, a lane per worker of the barest stage wastes the
-others, so the lower bound is the prediction.
-
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
-after k failures in E worker-seconds the rate is Gamma(a + k, b + E) with mean (a + k) / (b + E). The prior's mean a / b
-is that of Llama 3 (arXiv 2407.21783, section 3.3.4: 419 unplanned interruptions in 54 days on 16,384 GPUs); its shape
-is small, as spot instances fail four orders of magnitude more often. How many workers a failure takes at once is
-counted too: by the prior, three of four take one worker, and each size is a quarter as likely as the one below it.
+after k failures in E worker-seconds the rate has the mean (a + k) / (b + E). The prior's mean a / b is that of Llama 3
+(arXiv 2407.21783, section 3.3.4: 419 unplanned interruptions in 54 days on 16,384 GPUs); its shape is small, as spot
+instances fail four orders of magnitude more often. By the prior for the number of workers lost at once, three of four
+failures take one worker, and each size is a quarter as likely as the one below it.
 """
 
 from __future__ import annotations
@@ -77,9 +73,9 @@ class FailureRecord:
         return 1.0 / (self.rate * workers) if workers else math.inf
 
     def loss_chance(self, owners: Iterable[int], workers: int) -> float:
-        """Chance, at most, that the next failure takes all owners of a part.
+        """Upper bound of the chance that the next failure takes all owners of a part.
 
-        ``owners``: for each part of the model that has owners of its own, such as a stage, how many it has.
+        ``owners``: the number of owners of each part of the model, such as a stage.
         """
         alone = Counter(owners)
         return min(1.0, sum(count * self._takes_all(own, workers) for own, count in alone.items()))
@@ -105,9 +101,8 @@ class Judgement:
     """Predicted seconds of a step; the least has the shortest period.
 
     Args:
-        period: seconds between two steps.
         fill: extra seconds of the first step, which begins with empty pipelines.
-        lead: how long before the end of a step the first worker begins the next one; 0 without the staggered optimizer.
+        lead: seconds by which the first worker begins the next step early; 0 without the staggered optimizer.
         schedule: the plan, if it was made.
     """
 
@@ -124,10 +119,9 @@ Judge: TypeAlias = Callable[[Problem, MicrobatchVariation | None], Judgement]
 def judged(problem: Problem, variation: MicrobatchVariation | None = None) -> Judgement:
     """The predicted step of ``problem``, which has the mean costs of micro-batches.
 
-    A plan that does not list all operations is made by the mean, whatever the ``variation``.
-
-    Raises:
-        PlanningError: when there is no plan.
+    Grids up to ``COMPACT_FROM`` operations are planned in full, larger ones by lanes where that is near the lower
+    bound, without ``variation``. Else the lower bound is the prediction, because a lane per worker of the barest stage
+    would waste other workers. Raises PlanningError when there is no plan.
     """
     if not worth_compacting(problem, COMPACT_FROM):
         return with_variation(judgement_of(heuristic(problem, _EFFORT)), variation, _EFFORT)
@@ -153,7 +147,7 @@ def with_variation(judgement: Judgement, variation: MicrobatchVariation | None, 
 
 
 def judgement_of(schedule: Schedule) -> Judgement:
-    """A step of a plan."""
+    """Predicted seconds of a step of a plan."""
     lane = schedule.lane.schedule() if isinstance(schedule, CompactSchedule) else schedule  # lanes are alike
     ends = [operations[-1].end for operations in lane.workers.values() if operations]
     lead = max(ends) - min(ends) if schedule.problem.technique.staggered else 0.0
@@ -206,18 +200,17 @@ class Candidate:
 
     Args:
         way: which one.
-        layout: cuts and workers by stage; of a way that is refused, those of now.
+        layout: cuts and workers by stage; of a refused way, the current ones.
         failed: vacant positions under it.
         roles: new positions of the workers that change theirs, as sorted pairs (before, after).
         period: predicted seconds of a step.
-        bytes: to be sent in all.
+        bytes: sent in all.
         busiest: the most bytes that one worker sends or receives.
-        stall: seconds that training stands still for the change: the switch, the copies, and filling the pipelines
-            again.
-        saved: seconds of training that it saves until the next change, the stall taken off; 0 for re-routing.
+        stall: seconds without training for the change: the switch, the copies, and filling the pipelines again.
+        saved: seconds of training saved until the next change, minus the stall; 0 for re-routing.
         refused: why this way is not gone; empty otherwise.
-        judgement: the plan, if it was made, and how the period was found.
-        problem: what is to be planned for it; None for a way that could not be gone.
+        judgement: the plan, if made, and how the period was found.
+        problem: the problem to plan for it; None for a way that could not be gone.
     """
 
     way: Way
@@ -292,5 +285,5 @@ def is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:
 
 
 def shown(seconds: float) -> str:
-    """A time as candidates tell it."""
+    """A time as candidates show it."""
     return f"{seconds:.4g} s"

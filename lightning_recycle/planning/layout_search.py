@@ -1,15 +1,11 @@
 """Search for the best layout after failures: layers and workers of each stage.
 
-There are three ways to go on, of which each needs more state to be sent than the one before:
+Three ways, each of which sends more state than the one before: ``reroute`` (peers run the micro-batches of the dead),
+``layers`` (stages that lost workers give layers to their neighbours) and ``both`` (workers change stage, too).
 
-- ``reroute``: nothing moves; the peers of the dead run their micro-batches;
-- ``layers``: stages that lost workers give layers to their neighbours;
-- ``both``: workers change their stage, too (failure normalization).
-
-Cuts and replicas are found exactly (:mod:`~lightning_recycle.planning.cuts`), by the load of the slowest stage.
-A load is only a bound, so of each way the layouts with the least lower bounds are planned, and the period of the real
-schedule decides. The result is never worse than re-routing by its own figures; a way that is impossible is refused in
-one line.
+Cuts and replicas are found exactly by the load of the slowest stage (:mod:`~lightning_recycle.planning.cuts`). A load
+is only a bound, so of each way the layouts with the least lower bounds are planned, and the period of the real schedule
+decides. The result is never worse than re-routing by its own figures.
 """
 
 from __future__ import annotations
@@ -167,8 +163,8 @@ class _LayoutSearch:
     def cuts_for(self, goal: tuple[int, ...], spare: float, *, near: bool) -> Iterator[Bounds]:
         """Cuts for these numbers of workers in the stages.
 
-        They are the fastest in which stages share layers, and if ``near`` those of whole layers that move the fewest
-        bytes, or are the most even, within a little more than the least bottleneck.
+        The fastest with shared layers, and if ``near`` the whole-layer cuts that move the fewest bytes or are the most
+        even, within a little more than the least bottleneck.
         """
         options = self.fixed(goal)
         whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)
@@ -195,7 +191,7 @@ class _LayoutSearch:
         return [list(enumerate(self.shares))[1:]] * self.grid.stages
 
     def fixed(self, goal: tuple[int, ...]) -> list[Options]:
-        """One number of workers for each stage; those of now have their speeds."""
+        """One number of workers for each stage; unchanged ones have their speeds."""
         if goal != self.live:
             return [[(count, self.shares[count])] for count in goal]
         factors = (sorted(self.problem.live_factors(stage), reverse=True) for stage in range(self.grid.stages))
@@ -203,7 +199,7 @@ class _LayoutSearch:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """The micro-batches of the busiest of each number of workers of equal speed."""
+        """Micro-batches of the busiest of each number of workers of equal speed."""
         return shares(self.grid.global_microbatches, (1.0,) * self.grid.lanes)
 
     @cached_property
@@ -281,7 +277,6 @@ class _LayoutSearch:
         )
 
     def refused(self, way: Way, reason: str) -> Candidate:
-        """A way that is not gone."""
         return Candidate(way, Layout(self.cuts, self.live), self.problem.failed, 0.0, refused=reason)
 
     # -- what they are made of -------------------------------------------------------------------------------------
@@ -301,11 +296,11 @@ class _LayoutSearch:
         )
 
     def without(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """The failures of each stage by its live workers, or the other way round."""
+        """Failures of each stage from its live workers, or the reverse."""
         return tuple(self.grid.lanes - count for count in counts)
 
     def failed(self, distribution: tuple[int, ...]) -> frozenset[Worker]:
-        """The vacant positions; those of now if each stage keeps its workers."""
+        """Vacant positions; the current ones if each stage keeps its workers."""
         if distribution == distribution_of(self.grid, self.problem.failed):
             return self.problem.failed
         return normalized_failures(self.grid, distribution)
@@ -319,7 +314,7 @@ class _LayoutSearch:
     def stages(self, options: list[Options], spare: float | None, *, shares_layers: bool = False) -> Stages:
         """Possible stages, with memory for ``spare`` times 1F1B's micro-batches.
 
-        There is room for one at least. None: memory does not count.
+        There is room for at least one. None: memory does not count.
         """
         layers = self.layers
         return Stages(

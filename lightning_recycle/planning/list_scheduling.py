@@ -1,11 +1,10 @@
 """List scheduling under a priority rule, and the fixed patterns 1F1B and ZB-H1.
 
-*List scheduling*: a free worker takes an operation that is ready there: a forward, a backward or a weight gradient,
-older micro-batches first. The rule decides which kind goes first, from the number of micro-batches that the worker
-holds. A backward that may be split is run as B at once and W later, or as BW where B would take more memory than there
-is. A worker that expects a backward soon may stay idle until it arrives. A schedule never holds more than the
-limit, nor more bytes than the problem's memory, and never deadlocks: the last stage can always finish its
-micro-batches (BW takes no memory), so it takes new ones, so the stage before it does too, and so on.
+*List scheduling*: a free worker takes a ready operation, older micro-batches first. The rule decides which kind goes
+first, from the number of micro-batches that the worker holds. A backward that may be split is run as B at once and W
+later, or as BW where B would exceed the memory. A worker that expects a backward soon may stay idle until it arrives. A
+schedule keeps within the limits and never deadlocks: the last stage can always finish its micro-batches (BW takes no
+memory), so it takes new ones, so the stage before it does too, and so on.
 
 *Fixed patterns*, without failures: in 1F1B (PipeDream-Flush, arXiv 2006.09503) stage s first runs S - s forwards, then
 alternates one backward, one forward, and drains. ZB-H1 (arXiv 2401.10241) is the same with a split backward, in which a
@@ -30,18 +29,16 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 
 @dataclass(frozen=True, slots=True)
 class Express:
-    """Operations that nothing may delay.
+    """Operations that nothing may delay: first gradient and last micro-batches.
 
-    They are the first gradient, without which stages with little memory are idle, and the way of the last micro-batches
-    to the last stage and back, after which the step is over.
+    Without the first gradient stages with little memory are idle; after the last micro-batches the step is over.
 
     Args:
         first_backwards: how many of the first backwards are waited for, whatever else could begin.
         last_backwards: the same for the last ones.
         forward_first: how many of the last F go before any B.
-        awaited: how many of the last F are waited for where they would go before what could begin instead, if that
-            costs less than ``patience`` times what they would wait.
-        patience: see ``awaited``.
+        awaited: how many of the last F are waited for before ready operations that the rule puts behind them, if that
+            costs less than ``patience`` times their own wait.
     """
 
     first_backwards: int = 0
@@ -61,11 +58,10 @@ class Rule:
     Args:
         ages: per micro-batch, numbered d * M + m; lower goes first.
         forward_first: per stage; with fewer micro-batches than this between their F and their B, an F goes before a B,
-            as does a W that makes room for it. A stage that lets them become few has nothing but W to do at the end,
-            between its last F and the gradient of that F.
-        patience: a worker stays idle until the next backward arrives if that costs it less time than so many times
-            what the backward would wait for an F (the first number) or a W (the second) begun now; 0 for never.
-        express: what is not to wait at all, at the beginning and at the end.
+            as does a W that makes room for it. With few of them a stage has only W to do at the end, before the last
+            gradient.
+        patience: a worker waits idle for the next backward if that costs less than so many times the backward's wait
+            for an F (first number) or a W (second) begun now; 0 for never.
     """
 
     ages: Sequence[int]
@@ -75,12 +71,9 @@ class Rule:
 
 
 def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
-    """One list schedule: the order of its operations, and the sum of the peaks held.
+    """The order of one list schedule's operations, and the sum of the peaks held.
 
-    ``limit``: per stage, the most micro-batches that a worker holds.
-
-    Raises:
-        PlanningError: when micro-batches differ and a worker has no room for one of them.
+    ``limit``: the most micro-batches of a worker, per stage. Raises PlanningError when a worker has no room for one.
     """
     state = _Play(codes, rule, limit)
     state.run()
@@ -116,7 +109,6 @@ class _Play:
         self.sequence: list[int] = []
 
     def run(self) -> None:
-        """Play until no operation is left."""
         events, awake, size, together = self.events, self.awake, self.codes.size, self.together
         for number, rank in enumerate(self.codes.ranks[FORWARD]):
             heappush(self.forwards[rank], self.tickets[number])
@@ -139,7 +131,7 @@ class _Play:
                     self._arrive(event - size)
 
     def _begin_next(self, rank: int) -> None:
-        """Begin an operation on an idle worker, if one is ready and not to wait."""
+        """Begins an operation on an idle worker, if one is ready and need not wait."""
         stage, n = rank % self.stages, self.n
         forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
         fits = self.held[rank] < self.limit[stage]
@@ -216,7 +208,7 @@ class _Play:
 
 
 class _Room:
-    """Bytes that are free on each worker, and changes of them by operations."""
+    """Free bytes of each worker, as operations change them."""
 
     def __init__(self, codes: Codes, memory: Memory) -> None:
         self.changes = codes.bytes_of(memory)
@@ -239,7 +231,7 @@ class _Room:
 
 
 class _Arrivals:
-    """Results that are under way to each worker, for which it may stay idle."""
+    """Results under way to each worker, for which it may stay idle."""
 
     def __init__(self, codes: Codes, rule: Rule, together: float) -> None:
         self.codes, self.express, self.patience, self.together = codes, rule.express, rule.patience, together
@@ -257,7 +249,7 @@ class _Arrivals:
         return self.forwards_left[rank] <= self.express.forward_first
 
     def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
-        """Whether to stay idle instead of beginning an operation that takes ``seconds``.
+        """Whether to stay idle instead of beginning an operation of so many ``seconds``.
 
         ``takes_forward``: whether an F would go first if it were here.
         """
@@ -295,7 +287,6 @@ class _Arrivals:
                 heappush(self.backwards[self.codes.ranks[stage - 1][number]], arrival)
 
     def arrive(self, rank: int, is_forward: bool) -> None:
-        """A result of the neighbour's F or B is there."""
         heappop((self.forwards if is_forward else self.backwards)[rank])
 
 
@@ -338,7 +329,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
 def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
     """The operations of ZB-H1 in an order that respects their dependencies.
 
-    ``held`` is the most micro-batches that a worker may hold, per stage.
+    ``held``: the most micro-batches of a worker, per stage.
     """
     grid = codes.problem.grid
     programs: dict[int, list[int]] = {}

@@ -1,39 +1,25 @@
 """Mixed-integer model of a :class:`TimeIndexedProblem` for CBC, HiGHS and Gurobi.
 
-The mathematics. The length T of the iteration (with the staggered optimizer: its period) is fixed, and the model asks
-whether a schedule of that length exists. The smallest such T is found by a search between the lower bound and the
-best plan known: T below the bound is excluded, T from that plan's on is known. Asking for one T at a time keeps
-the model small, because T gives every operation a window, and the answer certain: an infeasible T is a proof.
-Models that are large are first asked for a plan in a *corridor*: with the routes of the best plan, and the k-th start
-of each operation at most some slots away from where it is there. Such a model is small, but its answer is no proof.
+The length T of the iteration (with the staggered optimizer: its period) is fixed: "is there a schedule of length T?"
+Asking for one T at a time, between the lower bound and the best plan known, gives every operation a window, which keeps
+models small; an infeasible T is a proof. Large models are first asked for a plan in a *corridor*: the routes of the
+best plan, and starts within some slots of its own. That is no proof.
 
-Sets
-    f, g, w, t   families of m[f] micro-batches; their routes; workers; slots
-    o            operations: the k of route g at stage s, on its worker w(o), with duration p[o], and the source a(o)
-                 whose result they need after a lag
-Variables
-    n[g]         how many micro-batches of its family take route g (integer)
-    N[o,t]       how many of them have started o by slot t (integer): start times and order in one; outside the window
-                 of o it is 0 or n[g]
-    begun[s,t]   with the staggered optimizer: whether stage s has begun its iteration by slot t (binary)
-Constraints
-    routing       sum over the routes of family f of n[g] = m[f]
-    time          N[o,t-1] <= N[o,t]
-    dependencies  N[o,t] <= N[a(o), t - lag - p[a(o)]]
-    no overlap    sum over o of worker w of N[o,t] - N[o, t - p[o]] <= 1
-    memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= L[s]
-    period        part of the windows: every W ends before the stage's REDUCE and STEP fit into T
-    staggered     N[F,t] <= m[f] begun[s,t];   n[g] - N[W, t + T - r[s] - p[W]] <= m[f] (1 - begun[s,t])
-                  a stage ends REDUCE and STEP at most T after its start, where its next iteration begins
-Objective
-    the smallest T, and for one T none
+Sets          f, g, w, t: families of m[f] micro-batches; their routes; workers; slots
+              o: the operations k of route g at stage s, on worker w(o), with duration p[o] and source a(o)
+Variables     n[g]: micro-batches that take route g (integer)
+              N[o,t]: how many of them have started o by slot t (integer); outside the window of o 0 or n[g]
+              begun[s,t]: with the staggered optimizer, whether stage s has begun by slot t (binary)
+Constraints   routing       sum over the routes of family f of n[g] = m[f]
+              time          N[o,t-1] <= N[o,t]
+              dependencies  N[o,t] <= N[a(o), t - lag - p[a(o)]]
+              no overlap    sum over o of worker w of N[o,t] - N[o, t - p[o]] <= 1
+              memory        sum over g on w of N[F,t] - N[W, t - p[W]] <= L[s]
+              period        part of the windows: every W ends before the stage's REDUCE and STEP fit into T
+              staggered     N[F,t] <= m[f] begun[s,t];  n[g] - N[W, t + T - r[s] - p[W]] <= m[f] (1 - begun[s,t])
 
-Contract: runs in the solver's process (see :mod:`exact_planner`); every call of the solver is reported.
-
-Must not know: costs in seconds, how the caller uses the result.
-
-Source: ReCycle (arXiv 2405.14009), section 4, for the problem; step variables of time-indexed scheduling as in
-Artigues (Operations Research Letters 45, 2017), merged over identical jobs.
+Source: ReCycle (arXiv 2405.14009), section 4; step variables of time-indexed scheduling as in Artigues (Operations
+Research Letters 45, 2017), merged over identical jobs.
 """
 
 from __future__ import annotations
@@ -86,10 +72,9 @@ class _MilpSearch:
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
-        """Decide lengths from the bottom up; first around a known plan that is good.
+        """Decides lengths from the bottom up; first around a known plan that is good.
 
-        Returns:
-            The smallest length, None if that is not decided; and the best plan.
+        Returns the smallest length, None if undecided, and the best plan.
         """
         good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
         if good and problem.variables(low) <= _SMALL:
@@ -105,11 +90,10 @@ class _MilpSearch:
     def _prove(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, int, int, list[Placement]]:
-        """Decide lengths from ``low`` to below ``high``.
+        """Decides lengths from ``low`` to below ``high``.
 
-        Returns:
-            The smallest feasible length (the given ``high``: none; None: undecided); the smallest one that is not
-            excluded, the length of the best plan, and that plan.
+        Returns the smallest feasible length (``high``: none; None: undecided), the smallest one not excluded, and the
+        length and plan of the best.
         """
         proven, undecided = low, False  # no length below ``proven`` has a schedule
         length, step = low, 1
@@ -134,11 +118,7 @@ class _MilpSearch:
     def _descend(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int, list[Placement]]:
-        """Look for shorter plans in corridors around the best one, on its routes.
-
-        Returns:
-            The length of the best plan, and the plan.
-        """
+        """Looks for shorter plans in corridors around the best one; its length and plan."""
         reach = float(_REACH * problem.mean_duration)
         while high > low and reach <= high:
             until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
@@ -159,7 +139,7 @@ class _MilpSearch:
         known: list[Placement] | None = None,
         reach: int = 0,
     ) -> list[Placement] | None:
-        """Look for a plan of this length; empty if there is none, None if time is up."""
+        """A plan of this length; empty if there is none, None if time is up."""
         try:
             model = _MilpModel(problem, length, self.task, known, reach)
         except _InfeasibleError:
@@ -185,11 +165,7 @@ class _MilpSearch:
 
 
 def _empty_model(task: SolverTask) -> Any:
-    """A model of the solver that the task names.
-
-    Raises:
-        UnavailableError: when python-mip cannot load the solver.
-    """
+    """A model of the task's solver; UnavailableError when python-mip cannot load it."""
     # A model that is collected while cffi parses a declaration waits forever for cffi's lock, which this thread
     # holds: so the automatic collector is off while models are built and solved, and old ones are collected here.
     gc.disable()
@@ -220,8 +196,8 @@ def _version(package: str) -> str:
 class _MilpModel:
     """The model for one length.
 
-    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on. With ``known``, a plan, it is a corridor: routes
-    are those of the plan, and an operation is the k-th of its route up to ``reach`` slots earlier or later than there.
+    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on. With a plan ``known`` it is a corridor: that
+    plan's routes, and the k-th start of each operation up to ``reach`` slots away.
     """
 
     problem: TimeIndexedProblem
@@ -247,7 +223,6 @@ class _MilpModel:
             self._stages()
 
     def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
-        """The starts of a plan, by route and step."""
         rows = self.problem.in_whole_slots(known)
         host = {(number, stage): rank for _, stage, number, rank, _ in rows}
         found: list[dict[Step, list[int]]] = [{step: [] for step in self.problem.steps} for _ in self.routes]
@@ -399,7 +374,6 @@ class _MilpModel:
         return found
 
     def _starts(self, g: int, step: Step) -> list[int]:
-        """The starts of the micro-batches of a route, in ascending order."""
         times: list[int] = []
         first, last = self.windows[g][step]
         for t in range(first, max(first, last) + 1):
@@ -409,5 +383,5 @@ class _MilpModel:
 
 
 def _minus(left: Any, right: Any) -> Any:
-    """The difference; python-mip turns x - x into -1 x."""
+    """``left - right``; python-mip turns x - x into -1 x."""
     return 0 if left is right else left - right

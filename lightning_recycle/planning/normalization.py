@@ -1,15 +1,12 @@
 """Failure normalization, and contingencies that need a plan.
 
-A failure costs nothing where the stage has idle time and memory to spare, and a lot where it does not. Any healthy
-worker can take over another stage by copying its parameters from a peer there: only the *number* of failures is given,
-their *distribution* over the stages is a choice (ReCycle, arXiv 2405.14009, section 4). :func:`normalize` chooses it:
-the shortest period; then the most memory left on the most loaded worker; then the least load on memory altogether; then
-failures in late stages. :func:`roles` maps the live workers to the positions of that plan. :func:`contingencies` lists
-the problems that a run may have to plan for, the likeliest first.
+A failure costs nothing where the stage has idle time and memory to spare, and a lot where it does not. A healthy worker
+can take over another stage by copying a peer's parameters, so only the *number* of failures is given; their
+*distribution* over the stages is a choice (ReCycle, arXiv 2405.14009, section 4): the shortest period, then the most
+memory left on the most loaded worker, then the least load altogether, then failures in late stages.
 
-Without ``period``, a distribution is judged by the lower bound of its period. Where plans do not meet that, with little
-memory or unequal costs, ``period`` decides: distributions are asked for in the order of their bounds until none is left
-that could be better.
+A distribution is judged by the lower bound of its period. Where plans do not meet that, with little memory or unequal
+costs, true periods decide: they are asked for in the order of the bounds until no distribution left could be better.
 """
 
 from __future__ import annotations
@@ -44,9 +41,8 @@ def normalize(
     Args:
         problem: the problem to be planned, for workers of equal speed; its failed workers do not count.
         failures: number of failed workers.
-        period: returns the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`. It is
-            called once if that meets the least bound of all, and never more than ``_MOST_PERIODS`` times. By default
-            the bounds alone decide.
+        period: the true period of a distribution, e.g. of the plan for its :func:`normalized_failures`; called at most
+            ``_MOST_PERIODS`` times, once if that meets the least bound of all. By default the bounds alone decide.
         most: how many failures a stage may carry; by default all but one of its workers.
 
     Raises:
@@ -132,10 +128,9 @@ def distributions(grid: Grid, failures: int) -> Iterator[tuple[int, ...]]:
 
 
 def normalized_failures(grid: Grid, distribution: Sequence[int]) -> frozenset[Worker]:
-    """Failed positions of a distribution: those of the last pipelines in each stage.
+    """Failed positions of a distribution: the last pipelines of each stage.
 
-    The first pipelines stay whole (the leader is among them), and orphans of neighbouring stages have the same homes,
-    so they stay together on their way.
+    The first pipelines stay whole (with the leader), and orphans of neighbouring stages stay together on their way.
 
     Raises:
         ConfigurationError: unless ``distribution`` has one number from 0 to D - 1 for each stage.
@@ -194,7 +189,7 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
 
 
 def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
-    """Micro-batches that a worker tends to hold, as a fraction of what it may hold.
+    """Micro-batches that a worker tends to hold, as a fraction of its limit.
 
     As in 1F1B, S - s, scaled by its extra work compared with no failures.
     """
@@ -205,10 +200,7 @@ def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
 
 
 def _dealt(steps: Sequence[Sequence[float]], failures: int) -> tuple[int, ...]:
-    """Failures of each stage if each goes where the next step is smallest.
-
-    On a tie, it goes to a late stage.
-    """
+    """Failures by stage, each dealt where the next step is smallest; on a tie, late."""
     counts = [0] * len(steps)
     queue = [(row[0], -stage) for stage, row in enumerate(steps) if row]
     heapify(queue)
@@ -227,9 +219,8 @@ _JUDGED_OPERATIONS = 20_000  # up to that, a plan takes about a second, and norm
 def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = False) -> tuple[int, ...] | None:
     """The in-flight limits of a run that was given none.
 
-    Before a run has measured its memory: what fault-free 1F1B holds in each stage, with any workers ``failed``; a run
-    that begins at all has room for that. Once it has (``measured``), bytes are the limit; without a failure, more than
-    2 S - 1 in flight bring nothing.
+    At first those of fault-free 1F1B, for which any run has room. Once memory is ``measured``, bytes are the limit;
+    without a failure, more than 2 S - 1 in flight bring nothing.
     """
     if not measured:
         return tuple(min(grid.microbatches, grid.stages - stage) for stage in range(grid.stages))
@@ -239,10 +230,8 @@ def usual_limit(grid: Grid, failed: Collection[Worker], *, measured: bool = Fals
 def contingencies(problem: Problem, failures: int, most: int) -> list[Problem]:
     """``problem`` with ``failures`` failed workers, for each of their distributions.
 
-    Args:
-        problem: the fault-free problem.
-        most: the most problems wanted; the likeliest are kept. Where there are too many distributions to compare, those
-            with one failure in each of some stages, than which none is likelier.
+    At most ``most``, the likeliest. Where there are too many distributions to compare, those with at most one failure
+    per stage, than which none is likelier.
     """
     grid = problem.grid
 
@@ -285,7 +274,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
 def most_in_a_stage(problem: Problem, failures: int) -> int | None:
     """Most of ``failures`` workers that a stage may carry; None for any number.
 
-    Where plans are made by lanes, the stage with the most failures decides about all: then no more than an even share.
+    Where plans are made by lanes, the stage with the most failures decides: then no more than an even share.
     """
     whole("", "failures", failures)
     return -(-failures // problem.grid.stages) if worth_compacting(problem, COMPACT_FROM) else None

@@ -1,21 +1,16 @@
 """Plan files, and the library: a directory of compressed plans made ahead.
 
-*Files*: the format of ``plan.json`` is documented in docs/planner.md; the result of :func:`load_plan` has passed the
-validator, and every error is one line that names the file and the remedy. For torch,
-``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes a line for each rank of a pipeline, with its
-actions in order: stage, kind (F; B for a backward in one piece; I and W for its two parts) and micro-batch, as in
-``0F0``. Torch binds a stage to one rank of its pipeline and computes no forward again, so plans that need either are
-refused as CSV.
+*Files*: docs/planner.md has the formats of ``plan.json`` and of torch's CSV; plans that re-route or compute forwards
+again are refused as CSV, because torch binds a stage to one rank. Each loaded plan has passed the validator.
 
-*Library*: the first part of a file's name is the same for plans of the same planner and version of the package, for the
-same grid and techniques and as many failed (and slow) workers in each stage, as the plan is renamed
-(:mod:`~lightning_recycle.planning.rerouting`); the second part for the same costs and limits. A plan serves a problem
-with the same first part if its costs differ by at most a quarter of the mean operation (it is timed again; a common
-factor is no difference), and if it fits into the memory. Of several, the plan for the nearest costs is taken, then the
-shortest.
+*Library*: the first part of a file's name stands for planner, version, grid, techniques and the numbers of failed and
+slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.rerouting`); the second part for
+costs and limits. A plan serves a problem with the same first part if its costs differ by at most a quarter of the mean
+operation (it is timed again; a common factor is no difference) and it fits into the memory. The nearest costs win, then
+the shortest plan.
 
-Nothing in the directory is trusted: a file counts if it is whole and its schedule passes the validator; otherwise it is
-reported once and treated as absent. Files appear whole or not at all; several processes may share a directory.
+Nothing in the directory is trusted: damaged files and invalid schedules are reported once and treated as absent. Files
+appear whole or not at all; several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -107,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _body(schedule: Schedule) -> dict[str, Any]:
-    """The operations: those of all workers, or those of a lane."""
+    """The operations of all workers, or those of a lane."""
     if isinstance(schedule, CompactSchedule):
         lane = schedule.lane
         return {"lane": {"microbatches": lane.microbatches, "stages": [each.to_json() for each in lane.stages]}}
@@ -123,11 +118,7 @@ def _body(schedule: Schedule) -> dict[str, Any]:
 
 
 def _problem_of(plan: Mapping[str, Any]) -> Problem:
-    """The problem that a plan file's content is a plan of.
-
-    Raises:
-        PlanningError: when it has none, or a schema that this version cannot read.
-    """
+    """The problem of a plan file's content; PlanningError for none or a bad schema."""
     schema = plan.get("schema") if isinstance(plan, Mapping) else None
     if schema != PLAN_SCHEMA:
         raise PlanningError(
@@ -148,11 +139,7 @@ def _problem_of(plan: Mapping[str, Any]) -> Problem:
 
 
 def read_schedule(plan: Mapping[str, Any]) -> Schedule:
-    """The schedule in a plan file's content. It is not validated.
-
-    Raises:
-        PlanningError: when ``plan`` is not a plan, or has a schema that this version cannot read.
-    """
+    """The schedule in a plan file's content, not validated; PlanningError if damaged."""
     problem = _problem_of(plan)
     with _damage_reported():
         period = float(plan["period"])
@@ -239,7 +226,6 @@ def read_plan(data: Any) -> PlanResult:
 
 
 def _solver_use(data: Any) -> SolverUse:
-    """The use of the solver as the file has it."""
     try:
         use = SolverUse(**data)
     except TypeError as error:
@@ -380,8 +366,7 @@ class PlanLibrary:
     ) -> list[PlanResult]:
         """The plans of all ``problems``, in order; missing ones are made and stored.
 
-        Plans are missing that are not stored for exactly these costs and limits. One plan is made for all problems that
-        are alike.
+        Missing: not stored for exactly these costs and limits. Problems that are alike get one plan.
 
         Args:
             problems: the problems to plan.
@@ -422,7 +407,6 @@ class PlanLibrary:
     # ------------------------------------------------------------------ finding
 
     def _path(self, problem: Problem) -> Path:
-        """The file for exactly this problem."""
         known = problem_to_json(representative(problem))
         details = _digest({name: known.pop(name, None) for name in ("costs", "in_flight_limit", "memory")})
         return self.path / f"{_digest([PLAN_SCHEMA, __version__, _described(self.planner), known])}-{details}{_SUFFIX}"
@@ -433,7 +417,7 @@ class PlanLibrary:
         return None if found is None else _adapted(found, problem)
 
     def _alike(self, problem: Problem) -> list[PlanResult]:
-        """The plans that have all in common with ``problem`` but costs and limits."""
+        """Plans that share all with ``problem`` but costs and limits."""
         question = self._path(problem).name.partition("-")[0]
         read = map(self._read, sorted(self.path.glob(f"{question}-*{_SUFFIX}")))
         return [found for found in read if found is not None]

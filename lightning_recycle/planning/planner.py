@@ -1,14 +1,14 @@
 """Planners by name, exact planners, and the usual call, ``plan(problem)``.
 
-A planner turns a problem into a schedule: "heuristic" is the default, and others can be registered. :func:`plan` and
-:func:`solve` never return a schedule that the validator rejects.
+A planner turns a problem into a schedule; "heuristic" is the default. :func:`plan` and :func:`solve` never return a
+schedule that the validator rejects.
 
 The exact planners "cbc", "highs" and "gurobi" ask a solver where the heuristic's plan is well above the analytic lower
-bound, and small enough. The solver searches between the two in a process of its own (solvers crash and overrun their
-limits), which reports bounds and solutions as it finds them. A solution counts only after its order of operations has
-been timed again, validated and compared; if it is better, the heuristic looks for a plan that is as fast with less
-memory. A plan is never worse than the heuristic's, never takes longer than the time limit (plus the heuristic's own
-time and ``GRACE``), and a solver that is missing, crashes or runs out of time is only a warning.
+bound, and small enough. The solver runs in a process of its own (solvers crash and overrun their limits), which reports
+bounds and solutions as it finds them. A solution counts only after its order has been timed again, validated and
+compared; a better one is then searched for less memory. A plan is never worse than the heuristic's, never takes longer
+than the time limit (plus the heuristic's own time and ``GRACE``), and a solver that is missing, crashes or runs out of
+time is only a warning.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class SolverTask:
     upper: int
     """In slots: lengths from here on are of no interest."""
     time_limit: float
-    """Seconds."""
     threads: int
     max_variables: int
     """The largest model to build."""
@@ -68,17 +67,17 @@ class SolverOutcome:
     bound: float | None = None
     """In the unit of the costs."""
     schedules: list[Schedule] = field(default_factory=list)
-    """The valid ones that it found."""
+    """Valid schedules that it found."""
     failure: str | None = None
     """A few words, or None when the solver ended by itself."""
     use: SolverUse = NOT_ASKED
 
 
 def run_solver(task: SolverTask, on_progress: Callable[[SolverOutcome], object]) -> SolverOutcome:
-    """Run a solver on ``task`` in a process of its own.
+    """Runs a solver on ``task`` in a process of its own.
 
-    It reports ("bound", in the unit of the costs, or None), ("solution", placements of all operations), ("call", 1) for
-    each model that the solver is given and ("seconds", what it took); ``on_progress`` is called after each report.
+    Reports: ("bound", in the unit of the costs, or None), ("solution", placements), ("call", 1) for each model solved
+    and ("seconds", its time). ``on_progress`` is called after each.
     """
     outcome = SolverOutcome()
 
@@ -152,7 +151,7 @@ class ExactPlanner:
         return result.schedule
 
     def solve(self, problem: Problem) -> PlanResult:
-        """The best schedule found, with what is known about it."""
+        """The best schedule found, with its proof and history."""
         started = time.monotonic()
         schedule = heuristic(problem)
         return self.improve(schedule, time.monotonic() - started, found_by="heuristic")

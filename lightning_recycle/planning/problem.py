@@ -1,19 +1,16 @@
 """The planning problem, a planner's input, and lower bounds for all of its plans.
 
-A problem is a grid, the costs of its operations, failed and slow workers, limits of memory, and the techniques that may
-be used. Equal problems have the same plan. Every error names the wrong value and the remedy.
-
-Lower bounds of period and makespan consider one worker of one stage with its share of the micro-batches, the best one
-for the stage's workers. They hold for every schedule that the validator accepts, whatever the routing:
+Equal problems have the same plan. Lower bounds of period and makespan consider one worker of one stage with its share
+of the micro-batches, the best one for the stage's workers, and hold whatever the routing:
 
 - *Load*: it must run F, B and W of all of them, one at a time.
-- *Round trip*: until its first gradient comes back from the later stages it can only run forwards, as many as fit into
-  memory; with a fused backward it can, after its last forward, only run the backwards of what it still holds.
+- *Round trip*: until its first gradient comes back it can only run forwards, as many as fit into memory; with a fused
+  backward it can, after its last forward, only run the backwards of micro-batches that it still holds.
 - *Memory*: with room for c micro-batches between F and B, the (k + c)-th forward waits for a B, at the earliest that of
   the k-th, which comes a round trip after its forward. With room for c between F and W it waits for a W in the same
   way, and all but c weight gradients come before the last forward. Each takes at least the smallest of its sizes.
 - *Head and tail*: from the start of an earlier stage until the first forward arrives here, and from the last B here
-  until the earlier stage has stepped. What happens in between does not fit into that stage's period either.
+  until the earlier stage has stepped. The time in between does not fit into that stage's period either.
 """
 
 from __future__ import annotations
@@ -113,17 +110,15 @@ class Problem:
             self.memory.check()
 
     def factor(self, worker: Worker) -> float:
-        """The factor by which operations take longer on ``worker`` than its stage's costs."""
         return next((factor for slow, factor in self.worker_factors if slow == worker), 1.0)
 
     def duration(self, kind: OpKind, worker: Worker) -> float:
-        """Duration of an operation of ``kind`` on ``worker``, in the unit of the costs."""
         cost = self.costs.of(kind, worker.stage)
         return cost if kind is OpKind.REDUCE else cost * self.factor(worker)
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """Every limit of memory that holds, the one in micro-batches included."""
+        """All limits of memory, the one in micro-batches included."""
         counted = () if self.in_flight_limit is None else (Memory.counting(self.in_flight_limit),)
         return counted if self.memory is None else (*counted, self.memory)
 
@@ -135,8 +130,7 @@ class Problem:
     def counted(self) -> Problem:
         """The problem with a limit in micro-batches that keeps within its bytes.
 
-        Raises:
-            PlanningError: when a worker cannot hold one micro-batch whose backward is split.
+        Raises PlanningError when a worker cannot hold one micro-batch whose backward is split.
         """
         if self.memory is None:
             return self
@@ -148,13 +142,13 @@ class Problem:
         return replace(self, in_flight_limit=limit, memory=None)
 
     def live_factors(self, stage: int) -> tuple[float, ...]:
-        """The factors of the workers of ``stage`` that have not failed, by pipeline."""
+        """Factors of the live workers of ``stage``, by pipeline."""
         factors = dict(self.worker_factors)
         return tuple(factors.get(worker, 1.0) for worker in self.live_workers(stage))
 
     @property
     def stays_home(self) -> bool:
-        """Whether workers run only the micro-batches of their own pipeline."""
+        """Whether workers run only micro-batches of their own pipeline."""
         return not self.failed and not self.worker_factors and self.grid.lanes == self.grid.pipelines
 
     def without_vacant_lanes(self) -> Problem:
@@ -167,12 +161,11 @@ class Problem:
         return replace(self, grid=replace(grid, lanes=lanes), failed=failed)
 
     def live_counts(self) -> tuple[int, ...]:
-        """Number of live workers of each stage."""
         lost = Counter(worker.stage for worker in self.failed)
         return tuple(self.grid.lanes - lost[stage] for stage in range(self.grid.stages))
 
     def live_workers(self, stage: int | None = None) -> tuple[Worker, ...]:
-        """The workers that have not failed, in rank order, or those of one stage."""
+        """Live workers in rank order, of all stages or of one."""
         if stage is None:
             return tuple(worker for worker in self.grid.workers() if worker not in self.failed)
         peers = (Worker(d, stage) for d in range(self.grid.lanes))
@@ -251,7 +244,7 @@ class _Bounds:
         return max(self.own[stage], *(self._detour(before, stage) for before in range(stage)), 0.0)
 
     def makespan(self, stage: int) -> float:
-        """Like the period, plus the way to the stage that waits."""
+        """Like the period, plus the way to the waiting stage."""
         detours = (self.forward_to[before] + self._detour(before, stage) for before in range(stage))
         return max(self.forward_to[stage] + self.own[stage], *detours, 0.0)
 
@@ -323,9 +316,9 @@ class _Bounds:
 
 
 def least_maximum(time: Callable[[int, float], float], microbatches: int, factors: Sequence[float]) -> float:
-    """The smallest maximum of ``time(count, factor)`` over workers sharing work.
+    """The smallest maximum of ``time(count, factor)`` over workers that share work.
 
-    No time is longer for a lower count.
+    Requires that no time is longer for a lower count.
     """
     if min(factors) == max(factors):
         return time(-(-microbatches // len(factors)), factors[0])

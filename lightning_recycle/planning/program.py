@@ -1,15 +1,14 @@
 """Programs of workers: their part of a schedule, messages, and checks of peers.
 
-*Messages*: the source of an operation's input and the destination of its output follow from the schedule. A worker
-needs only its :class:`Program`, which the coordinator sends it. :func:`links` is symmetric, and has every pair of
-workers of neighbouring stages that exchange messages in a step, in evaluations, and in forwards by the first workers.
+*Messages*: the source of an operation's input and the destination of its output follow from the schedule, so a worker
+needs only its :class:`Program`. :func:`links` is symmetric and has every pair of neighbouring stages' workers that
+exchange messages in a step, in evaluations, and in forwards by the first workers.
 
-*Checks*: the workers of a stage hold the same parameters, so a peer can compute a micro-batch once more, in a CHECK
-before REDUCE, and must get the same bits. Peers take turns (:func:`partners`), and micro-batches are drawn: errors at
-the same place of every step would else never meet a check. A CHECK is put between the operations of the schedule, and
-is *free* if it fits into an idle time. Every step has a free check where there is one. All micro-batches have their
-turn in the other steps with checks, so seldom that these take at most the allowed share of the time. No worker STEPs
-before all CHECKs of all stages are over. Stages with one worker and compact schedules have no checks.
+*Checks*: workers of a stage hold the same parameters, so a peer can compute a micro-batch once more, in a CHECK before
+REDUCE, and must get the same bits. Peers take turns (:func:`partners`), and micro-batches are drawn, so that errors at
+a fixed place meet a check. A CHECK is *free* if it fits into an idle time: every step has one where possible. All
+micro-batches have their turn in further steps, so seldom that these take at most the allowed share of the time. No
+worker STEPs before all CHECKs of all stages are over. Stages with one worker and compact schedules have no checks.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ _FARTHEST = 8  # places between two workers that check each other: what a worker
 class WorkerChecks:
     """Steps and micro-batches on which a worker checks a peer and is checked.
 
-    Micro-batches have the order in which this worker computes their weight gradients. If a worker has fewer than the
-    others of its stage, its first ones come after its last one again.
+    Micro-batches have the order of their weight gradients on this worker. If it has fewer than its peers, they repeat.
 
     Args:
         ranks: the workers of its stage, in order, itself among them.
         every: in steps that are a multiple of this any micro-batch may be checked.
-        free: those that may be checked in the other steps.
+        free: micro-batches that may be checked in other steps.
         places: for each micro-batch the number of its operations before the CHECK.
     """
 
@@ -57,7 +55,7 @@ class WorkerChecks:
         return 1 if self.free else self.every
 
     def drawn(self, step: int) -> int | None:
-        """The micro-batch that is checked in ``step`` on all workers, or None."""
+        """The micro-batch checked in ``step`` on all workers, or None."""
         if step % self.spacing:
             return None
         candidates = range(len(self.places)) if step % self.every == 0 else self.free
@@ -76,8 +74,7 @@ class StageChecks:
     Args:
         every: in each step that is a multiple of this any micro-batch may be checked.
         places: for each worker and micro-batch the number of operations before its CHECK.
-        costs: for each micro-batch the seconds by which its CHECKs make a step longer at most; 0 if all of them are in
-            idle times, and no worker has to wait for them.
+        costs: seconds by which each micro-batch's CHECKs lengthen a step at most; 0 if all are in idle times.
     """
 
     ranks: tuple[int, ...]
@@ -87,7 +84,7 @@ class StageChecks:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The micro-batches whose check costs nothing."""
+        """Micro-batches whose check costs nothing."""
         return tuple(number for number, costs in enumerate(self.costs) if costs <= _TOLERANCE)
 
     def of(self, worker: Worker) -> WorkerChecks:
@@ -97,7 +94,7 @@ class StageChecks:
 def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
     """The checks of each stage that has some.
 
-    ``share`` is the share of the time that checks may take where they are not free; 0 for no checks at all.
+    ``share``: the share of the time that checks may take where they are not free; 0 for no checks at all.
     """
     if share <= 0 or isinstance(schedule, CompactSchedule):
         return {}
@@ -143,7 +140,7 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
 
 
 def partners(ranks: Sequence[int], rank: int, turn: int) -> tuple[int, int]:
-    """The peer that ``rank`` checks, and the one that checks it, in check ``turn``.
+    """The peers that ``rank`` checks, and is checked by, in check ``turn``.
 
     After ``len(ranks) - 1`` checks every worker has been checked by every other one, or with many after 8 by the 8
     before it.
@@ -164,7 +161,6 @@ def peers_to_connect(schedule: Schedule, worker: Worker) -> frozenset[Worker]:
 
 
 def _completed(operations: Sequence[ScheduledOp]) -> list[float]:
-    """End of each micro-batch of a worker, in order."""
     return [one.end for one in operations if one.op.kind in _COMPLETING]
 
 
@@ -194,8 +190,7 @@ class _Place(NamedTuple):
 def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: float, end: float) -> list[_Place]:
     """The places of CHECKs that begin after ``ready``, which rises.
 
-    ``end``: when the worker goes on after REDUCE, with the next step if no worker waits for others, else when all are
-    REDUCED.
+    ``end``: when the worker goes on after REDUCE, with the next step if no worker waits, else when all are REDUCED.
     """
     reduce = operations.index(_reduce(operations))
     rest = _after_reduce(operations) if end > operations[-1].end else 0.0
@@ -224,8 +219,8 @@ class Task:
 
     Args:
         index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
-        source: rank of the worker whose message it waits for; None for none.
-        destination: rank of the worker that gets its output; None for none.
+        source: rank of the sender of its input, or None.
+        destination: rank of the receiver of its output, or None.
         split_backward: for F and R, whether the micro-batch's weight gradients are computed in a separate W.
         recomputed: for F, whether an R computes it again.
     """
@@ -244,13 +239,12 @@ class Program:
     """One worker's part of a schedule.
 
     Args:
-        tasks: its tasks for one step, in order.
-        neighbours: ranks of the workers of the stages before and after that it is connected with (:func:`links`).
-        idle_peer: whether the schedule leaves a worker of its stage without micro-batches.
+        tasks: one step, in order.
+        neighbours: ranks of the connected workers of the stages before and after (:func:`links`).
+        idle_peer: whether a worker of its stage has no micro-batches.
         split_backward: whether weight gradients may be computed apart from input gradients.
-        checks: when it checks its peers, and is checked; None if it takes part in no checks.
-        all_checks: the steps with checks of all stages, as their multiples: no worker applies such a step before all
-            checks are over.
+        checks: its checks of peers and by peers, or None.
+        all_checks: the steps with checks of all stages, as their multiples: no worker STEPs before these are over.
     """
 
     tasks: tuple[Task, ...] = ()
@@ -263,10 +257,8 @@ class Program:
     def renamed(self, rank: Callable[[int], int], part: int = 0, parts: int = 1) -> Program:
         """The same program between workers of other ranks, which checks no peer.
 
-        Args:
-            rank: old -> new.
-            part: the number of the part of each micro-batch that it computes.
-            parts: the number of micro-batches of a larger grid that take the place of one.
+        ``rank``: old -> new. It computes part ``part`` of each micro-batch, ``parts`` of which replace one of a larger
+        grid.
         """
 
         def of(old: int | None) -> int | None:
@@ -287,16 +279,15 @@ class Program:
         return any(step % every == 0 for every in self.all_checks)
 
     def tasks_with_check(self, place: int) -> tuple[Task, ...]:
-        """The tasks with a CHECK before that with the number ``place``."""
+        """The tasks with a CHECK before task number ``place``."""
         op = Op(OpKind.CHECK, self.tasks[place].op.stage)
         return (*self.tasks[:place], Task(op, str(op)), *self.tasks[place:])
 
 
 class Programs:
-    """The programs of the workers of one schedule; common parts are found once.
+    """Programs of the workers of one schedule; common parts are found once.
 
-    ``verify`` is the share of the time that checks of computations may take where they do not fit into idle times; 0
-    for no such checks.
+    ``verify``: the share of the time for checks that do not fit into idle times; 0 for no checks.
     """
 
     def __init__(self, schedule: Schedule, verify: float = 0.0) -> None:
@@ -307,11 +298,7 @@ class Programs:
         self._idle_stages = {worker.stage for worker in schedule.idle_workers()}
 
     def of(self, worker: Worker) -> Program:
-        """The program of ``worker``.
-
-        Raises:
-            PlanningError: if it is not part of the schedule.
-        """
+        """The program of ``worker``; PlanningError if it is not part of the schedule."""
         grid = self._schedule.grid
         checks = self._checks.get(worker.stage)
         neighbours = {grid.rank(other) for other in self._links.get(worker, ())}
@@ -357,10 +344,9 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
 def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     """Workers of neighbouring stages with which each worker is connected.
 
-    With few pipelines all workers of the one stage and the other, so that every plan for the same workers can be run
-    without connecting again. With many, where each would need hundreds of connections: those that exchange messages;
-    the next worker of the same pipeline, and where that is lost, all its peers; the first worker of each stage with
-    that of the next.
+    With few pipelines all workers of both stages, so that every plan for them runs without connecting again. With many,
+    pairs that exchange messages; the next worker of the same pipeline, and where that is lost, all its peers; the first
+    worker of each stage with that of the next.
     """
     stages = schedule.grid.stages
     if schedule.grid.lanes <= _FEW_PIPELINES:

@@ -1,15 +1,14 @@
 """Re-routing and renaming: the runners of dead workers' micro-batches.
 
-*Re-routing*: a micro-batch stays with its home worker if that is alive; otherwise a data-parallel peer adopts it.
-Workers of further lanes take an equal share of all. The largest (micro-batches x factor) is as small as possible, by
-the greedy rule "next job where it ends first"; with equal speeds, loads differ by at most one and only orphans move.
-Adopted micro-batches are dealt like cards, in the order in which they will arrive.
+*Re-routing*: a micro-batch stays with its live home worker; otherwise a data-parallel peer adopts it. Workers of
+further lanes take an equal share of all. The largest (micro-batches x factor) is minimal, by the greedy rule "next job
+where it ends first"; with equal speeds, loads differ by at most one and only orphans move. Adopted micro-batches are
+dealt like cards, in the order in which they will arrive.
 
-*Renaming*: the workers of a stage hold the same parameters, so a schedule depends on the number of failed workers, not
-on which they are. It becomes one for other failed workers by a permutation of the live peers of each stage; it keeps
-its order, times and memory. One permutation of the pipelines, of workers and micro-batches alike, puts as many failures
-as possible in their places, which keeps data and neighbours local; only workers that it would put in the place of a
-failed one take another. A slow worker's part goes to a worker of the same factor.
+*Renaming*: a schedule depends on the number of failed workers of each stage, not on which they are. A permutation of
+the live peers makes it one for other failed workers, with the same order, times and memory. One permutation of whole
+pipelines comes first, which keeps data and neighbours local; only workers that it would put in the place of a failed
+one take another. A slow worker's part goes to a worker of the same factor.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _reroute(
 
 
 def _shares(grid: Grid, factors: Mapping[int, float]) -> dict[int, int]:
-    """Micro-batches of each worker so that the largest share x factor is least."""
+    """Micro-batches of each worker, with the least largest share x factor."""
     total = grid.global_microbatches
     even, rest = divmod(total, len(factors))
     if len(set(factors.values())) == 1:
@@ -125,10 +124,7 @@ def alike(one: Problem, other: Problem) -> bool:
 def renamed(schedule: Schedule, problem: Problem) -> Schedule:
     """The same schedule on the workers of ``problem``; itself if nothing changes.
 
-    Only the failed and the slow workers may differ from the schedule's own problem.
-
-    Raises:
-        PlanningError: when the problems are not alike.
+    Raises PlanningError when more than the failed and slow workers differ.
     """
     if schedule.problem == problem:
         return schedule
@@ -175,7 +171,7 @@ def _columns(problem: Problem) -> list[list[float]]:
 
 
 def _pipelines(old: Problem, new: Problem) -> list[int]:
-    """For each pipeline of ``old``, the one of ``new`` whose marked workers fit best."""
+    """By pipeline of ``old``, the one of ``new`` whose marked workers fit best."""
     marks_of_old, marks_of_new = _marks(old), _marks(new)
     free = dict.fromkeys(range(old.grid.lanes))
     chosen: dict[int, int] = {}
@@ -209,7 +205,7 @@ def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:
 
 
 def _places(old: Problem, new: Problem, pipelines: list[int]) -> dict[Worker, Worker]:
-    """For each live worker of ``old``, the worker of ``new`` that runs its part."""
+    """By live worker of ``old``, the worker of ``new`` that runs its part."""
     places: dict[Worker, Worker] = {}
     for stage, (before, after) in enumerate(zip(_columns(old), _columns(new), strict=True)):
         free: dict[float, list[int]] = {}

@@ -1,21 +1,15 @@
 """The search for a good rule of list scheduling.
 
-These choices matter most:
+A hill climb finds up to which stage forwards go first (*split*: early stages feed the pipeline, late stages the
+gradients), how many micro-batches the other stages have under way before they prefer backwards (*keep*), whether a
+worker waits for a backward about to arrive (*patience*), and whether the first gradient and the last micro-batches wait
+at any stage (*express*). Random changes of single stages and micro-batches follow, kept if not worse, by a seeded
+generator, until the goal is met or the effort is spent.
 
-- up to which stage forwards go first (*split*): early stages feed the pipeline, late stages feed the gradients back;
-- how many micro-batches the other stages have on their way to the last stage and back before they prefer backwards
-  (*keep*);
-- where durations differ, whether a worker waits for a backward that is about to arrive (*patience*), and whether the
-  first gradient and the last micro-batches wait at any stage (*express*).
-
-A hill climb over these numbers is followed by random changes of single stages and micro-batches, kept if not worse, by
-a seeded generator, until the goal is met or the effort is spent.
-
-*Memory descent*: an eager plan holds many times the micro-batches that its period needs. So it is searched again under
-less and less memory (``Problem.measure``), with the known period and makespan as the goal: first the tightest worker,
-by bisection for the least fraction of every worker's memory under which a plan is still as fast; then the sum, by
-bisection stage by stage, from the stage that holds most. It takes at most an eighth of the effort, and makes neither
-period nor makespan more than 0.1 % longer.
+*Memory descent*: an eager plan holds many times the micro-batches that its period needs, so it is searched again under
+less and less memory (``Problem.measure``): first the tightest worker, by bisection over a fraction of every worker's
+memory; then the sum, stage by stage from the one that holds most. It takes at most an eighth of the effort and makes
+neither period nor makespan more than 0.1 % longer.
 """
 
 from __future__ import annotations
@@ -66,7 +60,7 @@ class Solution:
     def of(cls, codes: Codes, rule: Rule | None, sequence: list[int], timing: Timing, held: int = 0) -> Solution:
         """The solution with its score: period (else makespan), makespan, ``held``.
 
-        ``held`` is the sum of the workers' peaks of micro-batches: with fewer, more changes of the order are possible.
+        ``held``: the sum of the workers' peaks of micro-batches; fewer leave more freedom to change the order.
         """
         length = timing.period if codes.problem.technique.staggered else timing.makespan
         # Rounding must not decide between equally good schedules.
@@ -93,7 +87,6 @@ def search(
     """The best list schedule that ``effort`` operations buy; 0: the plain rule's.
 
     Args:
-        effort: number of operations to play in total.
         starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
         goal: period (without the staggered optimizer makespan) and makespan that are good enough; by default a period
             at the lower bound.
@@ -115,7 +108,7 @@ class _RuleSearch:
         self.fruitless = 0
         self.best: Solution | None = None
         self.ruled: Solution | None = None
-        """The best one that comes from a rule, which the search varies."""
+        """The best one from a rule, which the search varies."""
         # Random.random() gives the same numbers in every Python version; its other methods need not.
         self.draw = Random(_SEED).random
 
@@ -205,10 +198,7 @@ class _RuleSearch:
         return Rule(self.ages, forward_first, self.patiences[point.patience], self.expresses[point.express])
 
     def _climb(self, at: _Point) -> None:
-        """Improve the numbers of a point one by one, from a few starts.
-
-        ``at`` has been played.
-        """
+        """Improves the numbers of a point, already played, one by one from a few starts."""
         seen = {at}
 
         def better(point: _Point) -> bool:
@@ -284,7 +274,7 @@ def _most_held(codes: Codes) -> tuple[int, ...]:
 def _round_trips(costs: Costs, durations: Sequence[float], itself: bool = False) -> tuple[float, ...]:
     """Per stage, the forwards that fit until the gradient of the first one arrives.
 
-    ``itself``: whether to count F and B of the stage itself, too.
+    ``itself``: count F and B of the stage itself, too.
     """
     stages, trip, trips = costs.stages, 0.0, []
     for stage in reversed(range(stages)):
@@ -310,7 +300,7 @@ _FINENESS = 4  # levels in bytes for each micro-batch
 def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution:
     """A solution as fast as ``solution``, with the least memory that is found.
 
-    ``effort`` is the number of operations that were played in the search for it.
+    ``effort``: operations played in the search for ``solution``.
     """
     return _Descent(codes, solution, effort).run()
 
@@ -350,7 +340,7 @@ class _Descent:
         return max(peak / all for peak, all in zip(self.peaks, self.memory.capacity, strict=True))
 
     def found(self, limits: Sequence[float], plays: int) -> bool:
-        """Whether there is a plan that is as fast within these peaks; keeps it."""
+        """Whether a plan is as fast within these peaks; keeps it."""
         plays = min(plays, self.plays)
         try:
             problem = self.limited(limits)
@@ -367,11 +357,7 @@ class _Descent:
         return True
 
     def limited(self, limits: Sequence[float]) -> Problem:
-        """The problem with these peaks at most.
-
-        Raises:
-            PlanningError: when a worker cannot hold one micro-batch.
-        """
+        """The problem limited to these peaks; PlanningError if a micro-batch exceeds them."""
         problem = self.codes.problem
         if problem.memory is not None:
             return replace(problem, memory=replace(problem.memory, capacity=tuple(limits)))

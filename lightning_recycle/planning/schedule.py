@@ -1,13 +1,12 @@
 """Schedules: the operations of each worker with their times, and proofs.
 
-A schedule has the times of one iteration for each live worker, in the order of execution, and the *period*: iteration k
-is shifted by k * period. Without the staggered optimizer, an iteration begins when the previous one has ended
-everywhere (period = makespan); with it, a stage begins once it has stepped its own optimizer. A schedule is not
-necessarily correct: see :func:`lightning_recycle.planning.validation.validate`.
+A schedule has one iteration's times for each live worker, in the order of execution; iteration k is shifted by k *
+*period*. Without the staggered optimizer, an iteration begins when the previous one has ended everywhere (period =
+makespan); with it, a stage begins once it has stepped its own optimizer. A schedule need not be correct: see
+:func:`lightning_recycle.planning.validation.validate`.
 
-*Of two plans* the faster is better. Plans whose periods differ by at most 0.1 % are equally fast. Of these the shorter
-makespan counts, with the same allowance, then the memory on the tightest worker, as a fraction of what a worker of its
-stage has, then the sum over all workers (:attr:`Schedule.demand`).
+*Of two plans* the shorter period is better, then the shorter makespan, both with an allowance of 0.1 %, then the memory
+on the tightest worker, as a fraction of its stage's, then the sum over all workers (:attr:`Schedule.demand`).
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from lightning_recycle.planning.problem import Problem, lower_bound
 def gc_paused() -> Iterator[None]:
     """No automatic garbage collection inside the block.
 
-    A schedule of 2,000 workers has a million small objects, none of them cyclic garbage, and CPython's collector
-    traverses all of them each time their number has grown by a quarter: 4.4 s instead of 2.2 s to validate 590,000
-    operations.
+    A schedule of 2,000 workers has a million small objects, no garbage, which CPython's collector traverses each time
+    their number has grown by a quarter: 4.4 s instead of 2.2 s to validate 590,000 operations.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -57,9 +55,8 @@ _NONE = -1  # the pipeline and index of an operation without micro-batch
 class OperationColumns:
     """Operations of one worker, field by field: for files, pickles and checks.
 
-    A tuple of ScheduledOp has an object for every operation; reading its pickle lets no other thread run until it is
-    done, 8 s for 590,000 operations. Five blocks of bytes are read at once. ``kinds`` are numbers of :data:`KINDS`;
-    ``pipelines`` and ``indices`` are -1 for no micro-batch; times are in the unit of the costs.
+    Unpickling an object for every operation lets no other thread run, 8 s for 590,000; five blocks of bytes are read at
+    once. ``kinds`` are numbers of :data:`KINDS`; ``pipelines`` and ``indices`` are -1 for no micro-batch.
     """
 
     kinds: bytes
@@ -70,7 +67,6 @@ class OperationColumns:
 
     @classmethod
     def of(cls, operations: Sequence[ScheduledOp]) -> OperationColumns:
-        """The columns of a worker's operations."""
         microbatches = [scheduled.op.microbatch for scheduled in operations]
         return cls(
             bytes(_NUMBERS[scheduled.op.kind] for scheduled in operations),
@@ -88,7 +84,6 @@ class OperationColumns:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The columns as plain data."""
         return {
             "op": " ".join(map(_NAMES.__getitem__, self.kinds)),
             "pipeline": [None if pipeline < 0 else pipeline for pipeline in self.pipelines],
@@ -101,8 +96,7 @@ class OperationColumns:
     def from_json(cls, data: Mapping[str, Any]) -> OperationColumns:
         """The inverse of :meth:`to_json`.
 
-        Raises:
-            KeyError, TypeError, ValueError, OverflowError: when ``data`` is damaged.
+        Raises KeyError, TypeError, ValueError or OverflowError for damaged ``data``.
         """
         pipelines, indices = (
             array("l", [_NONE if value is None else value for value in data[name]])
@@ -131,22 +125,19 @@ class Schedule:
 
     @property
     def grid(self) -> Grid:
-        """The problem's grid."""
         return self.problem.grid
 
     @property
     def failed(self) -> frozenset[Worker]:
-        """The dead workers."""
         return self.problem.failed
 
     @property
     def live_workers(self) -> tuple[Worker, ...]:
-        """The workers that execute this schedule, in rank order."""
+        """Workers of this schedule, in rank order."""
         return tuple(sorted(self.workers))
 
     @property
     def num_operations(self) -> int:
-        """The number of operations of all workers."""
         return sum(len(ops) for ops in self.workers.values())
 
     @cached_property
@@ -192,12 +183,12 @@ class Schedule:
         )
 
     def recomputed(self, worker: Worker) -> frozenset[Microbatch]:
-        """The micro-batches whose forward ``worker`` computes again before their backward."""
+        """Micro-batches whose forward ``worker`` computes again before their backward."""
         kept = (op.microbatch for op in self.program(worker) if op.kind is OpKind.RECOMPUTE)
         return frozenset(microbatch for microbatch in kept if microbatch is not None)
 
     def peak_in_flight(self, worker: Worker) -> int:
-        """The most micro-batches ``worker`` holds at once, from F to the end of W or BW."""
+        """Most micro-batches that ``worker`` holds at once, from F to the end of W or BW."""
         return int(self.peak(worker, Memory.counting((1,) * self.grid.stages)))
 
     def fits(self, problem: Problem) -> bool:
@@ -209,10 +200,10 @@ class Schedule:
         )
 
     def peak_memory(self, worker: Worker) -> float:
-        """The most bytes that ``worker`` holds at once, fixed memory included.
+        """Most bytes that ``worker`` holds at once, fixed memory included.
 
         Raises:
-            PlanningError: when the problem does not say what micro-batches need.
+            PlanningError: when the problem has no sizes in bytes.
         """
         memory = self.problem.memory
         if memory is None:
@@ -267,8 +258,7 @@ def schedule_of_columns(problem: Problem, columns: Mapping[Worker, OperationColu
 def staggered_period(workers: Mapping[Worker, tuple[ScheduledOp, ...]]) -> float:
     """The smallest period at which each stage begins only after its STEP.
 
-    A STEP comes after everything else of its stage, so this also keeps operations of consecutive iterations from
-    overlapping on any worker.
+    A STEP comes last in its stage, so no worker's consecutive iterations overlap either.
     """
     first: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -300,7 +290,7 @@ NOT_ASKED = SolverUse()
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A schedule and what is known about it.
+    """A schedule, its proof and its history.
 
     Args:
         schedule: the plan.
@@ -311,7 +301,7 @@ class PlanResult:
         warning: one line about a solver that was missing, crashed or ran out of time.
         found_by: name of the planner whose schedule this is: ``backend``, or "heuristic" where its solver was not asked
             or found nothing better; "given" where it was to improve a plan and did not.
-        solver: what the solver did.
+        solver: the solver's calls.
     """
 
     schedule: Schedule
@@ -340,7 +330,7 @@ def proven(
 ) -> PlanResult:
     """The result for ``schedule`` with the better of the two lower bounds.
 
-    ``found_by`` is ``backend`` if it is not given.
+    ``found_by`` is by default ``backend``.
     """
     known = max(lower_bound(schedule.problem), bound or 0.0)
     period = schedule.period

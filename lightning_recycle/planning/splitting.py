@@ -1,10 +1,10 @@
 """Splitting backwards: its measured costs, and whether it pays.
 
 A trial runs micro-batches with fused and with split backwards side by side. Splitting is more work (a larger F, more
-nodes of autograd, kept inputs), which a schedule hides in idle slots. A slot is idle only if the processor is: where
-workers share cores, one computes while another one waits. So two things count: the times of the operations without
-waiting for a core, from which a schedule follows, and the time for which operations keep each machine busy, which no
-schedule can be shorter than. Fused backwards are kept unless a plan with split ones is shorter by 0.5 %.
+nodes of autograd, kept inputs), which a schedule hides in idle slots, but only where the processor is idle: workers
+that share cores compute while others wait. So two times count: of the operations without waiting for a core, from which
+a schedule follows, and of keeping each machine busy, a lower bound. Fused backwards are kept unless a split plan is
+shorter by 0.5 %.
 """
 
 from __future__ import annotations
@@ -33,16 +33,11 @@ class SplitTrial:
     Args:
         fused: seconds of F and BW.
         split: seconds of F, B and W.
-        busy_fused: for how long one micro-batch with a fused backward keeps the processors of the worker's machine
-            busy.
+        busy_fused: seconds for which a micro-batch with a fused backward keeps the machine's processors busy.
         busy_split: the same with a split backward.
-        place: the processors that it computes with; workers of the same place share them.
+        place: the processors; workers of the same place share them.
         processors: how many there are.
-        waited: the part of an operation's time in which the worker waited for a processor, which is not in ``fused``
-            and ``split``.
-
-    Raises:
-        ConfigurationError: when a value cannot have been measured.
+        waited: the part of an operation's time spent waiting for a processor, not in ``fused`` and ``split``.
     """
 
     fused: tuple[float, float]
@@ -66,7 +61,7 @@ class SplitTrial:
 
     @property
     def longer(self) -> float:
-        """The quotient of what F, B and W take without F of a fused backward, and BW."""
+        """F + B + W, less the F of a fused backward, relative to BW."""
         forward, fused = self.fused
         return max(1.0, (sum(self.split) - forward) / fused) if fused else 1.0
 
@@ -77,7 +72,7 @@ class SplitTrial:
         return b / (b + w) if b + w else 0.5
 
     def divided(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """``seconds`` of operations by name, with B and W where only BW is there."""
+        """``seconds`` of operations by name, with BW divided into B and W."""
         if "BW" not in seconds or {"B", "W"} <= seconds.keys():
             return dict(seconds)
         both = seconds["BW"] * self.longer
@@ -86,11 +81,7 @@ class SplitTrial:
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """Costs of splitting backwards in each stage: medians of its workers' trials.
-
-    Raises:
-        ConfigurationError: when a stage has none.
-    """
+    """Costs of splitting backwards in each stage: medians of its workers' trials."""
 
     grid: Grid
     trials: Mapping[Worker, SplitTrial]
@@ -132,11 +123,11 @@ class SplitCosts:
 
     @property
     def computing(self) -> float:
-        """The mean part of an operation's time in which it computes."""
+        """The mean part of an operation's time spent computing."""
         return 1.0 - fmean(trial.waited for trial in self.trials.values())
 
     def least_seconds(self, problem: Problem) -> float:
-        """The least time of a step: its operations keep the busiest machine busy."""
+        """A lower bound of a step: its operations keep the busiest machine busy."""
         live, split = problem.live_counts(), problem.technique.split_backward
         busy: dict[str, float] = defaultdict(float)
         processors: dict[str, float] = {}
@@ -159,14 +150,12 @@ def _both(costs: Costs) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class TechniqueChoice:
-    """The choice between split and fused backwards, and what was compared.
+    """The choice between split and fused backwards, and its comparison.
 
     Args:
-        splits: whether backwards are split.
         splitting: by how much B + W of all stages take longer than BW, as a fraction of F + BW.
         fused_seconds: predicted seconds of a step with fused backwards.
-        split_seconds: the same with split ones, at least; infinite if there is no such plan, or none of its backwards
-            is split.
+        split_seconds: the same with split ones, at least; infinite without such a plan, or if none is split.
     """
 
     splits: bool
@@ -186,10 +175,9 @@ class TechniqueChoice:
     def facts(self) -> dict[str, Any]:
         """The choice in numbers, for the record of a run.
 
-        Returns:
-            ``split``: whether backwards are split. ``cost``: how much longer they take then, as a fraction of F and BW.
-            ``wins``: what the split plan saves of a step, below 0 where it loses. ``fused_seconds`` and
-            ``split_seconds``: the least time of a step by the two plans, as far as they differ.
+        ``cost``: extra time of split backwards, as a fraction of F and BW. ``wins``: the part of a step that the split
+        plan saves, below 0 where it loses. ``fused_seconds`` and ``split_seconds``: the least time of a step, as far as
+        the plans differ.
         """
         found = {"split": self.splits, "cost": self.splitting, "wins": 0.0, "fused_seconds": self.fused_seconds}
         if self.split_seconds < math.inf:
@@ -206,10 +194,7 @@ def choose_technique(
 ) -> tuple[PlanResult, TechniqueChoice]:
     """The plan with split backwards if its step is shorter, else the fused one.
 
-    ``problem`` has what B and W take where they are split; ``plan`` makes the plan of a problem.
-
-    Raises:
-        PlanningError: when there is no plan with fused backwards.
+    ``problem`` has the seconds of split B and W. Raises PlanningError when there is no plan with fused backwards.
     """
 
     def seconds(asked: Problem, period: float) -> float:

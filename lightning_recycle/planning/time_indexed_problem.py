@@ -1,25 +1,10 @@
 """The planning problem in whole slots of time: one formulation for all solvers.
 
-Sets
-    s        stages
-    w        live workers, by rank, each of one stage
-    k        kinds of operations: F, B, W; or F and B alone if the backward is not split (B is then BW)
-    f        families of interchangeable micro-batches: those with the same hosts at every stage
-    H[f,s]   hosts, the workers that may run family f at stage s: the home if it is alive and as fast as its peers,
-             else every live peer; a choice of one host for each stage is a *route*
-Parameters, in slots
-    p[k,w]   duration
-    c        communication between stages
-    r[s]     REDUCE and STEP of a stage
-    L[s]     the most micro-batches that a worker may hold
-Constraints
-    routing, dependencies, no overlap, memory, period: see ``docs/planner.md``, "The model"
-Objective
-    the shortest period (without the staggered optimizer: makespan)
-
-Some optimal schedule sends every route first in, first out through every operation: take any schedule, and for every
-operation assign its sorted start times to the micro-batches of the route in a fixed order. If operation ``b`` needs
-``a``, then ``a_j + p <= b_j`` for every member j, hence also for the sorted times.
+``docs/planner.md``, "The model", has sets, parameters and constraints. Here micro-batches with the same hosts at every
+stage are a *family* f, and a choice of one host for each stage is a *route*. Some optimal schedule sends every route
+first in, first out through every operation: take any schedule, and for every operation assign its sorted start times to
+the micro-batches of the route in a fixed order. If operation ``b`` needs ``a``, then ``a_j + p <= b_j`` for every
+member j, hence also for the sorted times.
 
 Where all durations are multiples of a common slot, whole slots lose nothing. Otherwise durations are rounded to a
 longer slot; the solver's *order* is then timed again with the real durations, and its bound is not used. Memory in
@@ -82,11 +67,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class TimeIndexedProblem:
-    """A planning problem in slots; see above for the names.
+    """A planning problem in slots; the names are those of the model.
 
-    ``exact`` says whether the slots represent all durations without rounding, ``complete`` whether every re-routing
-    and all of the memory is in it: only if both hold is a bound of it one of the problem. ``parts`` is the number of
-    slots in a whole one, see :meth:`refined`.
+    ``exact``: slots represent all durations without rounding; ``complete``: every re-routing and all of the memory is
+    in it. Only with both is its bound one of the problem. ``parts``: slots in a whole one, see :meth:`refined`.
     """
 
     families: tuple[Family, ...]
@@ -112,7 +96,6 @@ class TimeIndexedProblem:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Ranks of the live workers."""
         return tuple(rank for kind, rank in self.durations if kind == FORWARD)
 
     @property
@@ -134,11 +117,10 @@ class TimeIndexedProblem:
 
     @property
     def mean_duration(self) -> int:
-        """Of the kinds of operations on the workers, in slots; at least 1."""
+        """Mean of the kinds of operations on the workers, in slots; at least 1."""
         return max(1, round(sum(self.durations.values()) / len(self.durations)))
 
     def most_held(self, rank: int) -> int:
-        """The most micro-batches that a worker may hold."""
         total = sum(len(family.microbatches) for family in self.families)
         return total if self.limits is None else min(total, self.limits[rank % self.stages])
 
@@ -222,8 +204,8 @@ class TimeIndexedProblem:
     def in_whole_slots(self, known: Iterable[Placement]) -> list[tuple[int, int, int, int, int]]:
         """The same order with starts in whole slots, from starts in the unit of the costs.
 
-        Where durations are whole slots, it is enough to round starts down: that breaks no constraint. Where durations
-        are rounded, operations also wait for those before them.
+        Whole durations only need starts rounded down, which breaks no constraint; rounded ones also make operations
+        wait for earlier ones.
         """
         rows = sorted(
             known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages))
@@ -263,14 +245,10 @@ _MOST_ROUTES = 24  # of a family: models grow with them
 def discretize(schedule: Schedule, max_slots: int | None) -> TimeIndexedProblem:
     """The problem of a valid schedule in slots.
 
-    Where a family has more than ``_MOST_ROUTES``, only those of the schedule are kept, and the result is not
-    ``complete``.
-
-    Args:
-        max_slots: the most slots that its makespan may be divided into; if the common slot of all durations is shorter,
-            durations are rounded to a longer one. None: about one slot for each operation. Measured with F : B : W =
-            1 : 1.087 : 0.912, the order that HiGHS then finds is within 1.5 % of the best known after 1 to 4 s; with
-            two to four slots it is no better after up to 18 s, or there is none.
+    Where a family has more than ``_MOST_ROUTES``, only the schedule's are kept, and the result is not ``complete``. If
+    the common slot would divide the makespan into more than ``max_slots``, durations are rounded to a longer one. None:
+    about one slot for each operation, with which HiGHS finds an order within 1.5 % of the best known after 1 to 4 s (F
+    : B : W = 1 : 1.087 : 0.912); with two to four it is no better after up to 18 s, or there is none.
     """
     problem, stages = schedule.problem, range(schedule.grid.stages)
     fused = not problem.technique.split_backward
@@ -354,8 +332,7 @@ def placements(schedule: Schedule) -> list[Placement]:
 def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]) -> Schedule:
     """The schedule with the routes and the *order* of these starts, timed again.
 
-    Raises:
-        PlanningError: when the order contradicts the dependencies.
+    Raises PlanningError when the order contradicts the dependencies.
     """
     problem, grid, rows = schedule.problem, schedule.grid, list(placements)
     microbatches = tuple(grid.all_microbatches())

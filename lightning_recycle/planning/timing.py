@@ -1,13 +1,13 @@
 """Timing: from the order of the operations to their times and the period.
 
-Given the orders, every operation starts as soon as its worker is free and its input has arrived. With the staggered
-optimizer the orders also determine the smallest period: the largest mean weight of a cycle "stage s begins ... stage s
-steps, next iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N +
-microbatch`` with N = D * M, so that a 600,000-operation schedule takes seconds.
+Every operation starts as soon as its worker is free and its input has arrived. With the staggered optimizer the orders
+also determine the smallest period: the largest mean weight of a cycle "stage s begins ... stage s steps, next
+iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N + microbatch``
+with N = D * M, so that a 600,000-operation schedule takes seconds.
 
-Where stages share layers (:mod:`~lightning_recycle.planning.cuts`), each micro-batch has costs of its own
-(:class:`MicrobatchVariation`), relative to the mean of the problem. The gradients of a shared layer are summed over the
-workers of both stages, and neither steps before the other has all weight gradients of the layer.
+Where stages share layers (:mod:`~lightning_recycle.planning.cuts`), each micro-batch has costs of its own. The
+gradients of a shared layer are summed over the workers of both stages, and neither steps before the other has all
+weight gradients of the layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ByStage: TypeAlias = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SharedLayer:
-    """A layer that two stages hold: ``stage`` and the next.
+    """A layer that ``stage`` and the next hold; micro-batches are numbers d * M + m.
 
     Args:
         reduce: its part of the REDUCE of that stage.
-        earlier: the micro-batches that run it on the earlier stage, as numbers d * M + m.
-        later: those that run it on the later one.
+        earlier: micro-batches that run it on the earlier stage.
+        later: micro-batches that run it on the later one.
     """
 
     stage: int
@@ -47,10 +47,10 @@ class MicrobatchVariation:
     """Differences between micro-batches, in the order of d * M + m, by stage.
 
     Args:
-        forward: what its F takes at each stage, relative to the mean.
-        backward_input, backward_weight: the same for its B and its W; of a fused backward, the first of them.
-        held: what it holds from F to B, relative to the mean.
-        waiting: the same from B to W.
+        forward: duration of F, relative to the mean.
+        backward_input, backward_weight: the same for B and W; of a fused backward, the first of them.
+        held: memory from F to B, relative to the mean.
+        waiting: memory from B to W.
         reserved: bytes by stage that a problem for the mean micro-batch keeps free because of these differences.
     """
 
@@ -63,7 +63,7 @@ class MicrobatchVariation:
     reserved: ByStage
 
     def alike_in_memory(self) -> MicrobatchVariation:
-        """The same for micro-batches of which each holds what they hold in the mean."""
+        """The same with the mean's memory for each micro-batch."""
         ones = tuple((1.0,) * len(ratios) for ratios in self.held)
         return replace(self, held=ones, waiting=ones, reserved=(0.0,) * len(self.reserved))
 
@@ -83,8 +83,8 @@ class Codes:
     """Integer names of the operations of a problem, and tables for inner loops.
 
     ``key = code // n = kind * S + stage``; tables are indexed by key, or by key and micro-batch number ``d * M + m``.
-    What waits for a backward looks at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further.
-    So far from a RECOMPUTE is the WEIGHT, for which nothing waits.
+    Waits for a backward look at the code of BACKWARD; a FUSED one is recorded there too, ``to_backward`` further. So
+    far from a RECOMPUTE is the WEIGHT, for which nothing waits.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Codes:
     def bytes_of(self, memory: Memory) -> list[list[list[float]]]:
         """Change of memory by an operation, by kind (F, B, W, BW), stage and micro-batch.
 
-        ``memory`` is that of the problem in bytes, or in micro-batches, which are all alike.
+        ``memory`` is in bytes, or in micro-batches, which are all alike.
         """
         found: list[list[list[float]]] = []
         fused = OpKind.BACKWARD
@@ -170,7 +170,6 @@ class Codes:
         return (kind * self.stages + stage) * self.n + microbatch
 
     def rank(self, code: int) -> int:
-        """Rank of the worker that executes ``code``."""
         return self.ranks[code // self.n][code % self.n]
 
 
@@ -200,11 +199,10 @@ class Timing:
     stage_begin: list[float]
     stage_end: list[float]
     source: list[int]
-    """For each stage, the stage whose begin determines its end (critical path)."""
+    """By stage, the stage whose begin determines its end (critical path)."""
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
         return max(self.stage_end) - min(self.stage_begin)
 
     @property
@@ -216,8 +214,7 @@ class Timing:
 def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]:
     """One sequence of all operations that respects programs and dependencies.
 
-    Raises:
-        PlanningError: when the programs wait for one another in a cycle.
+    Raises PlanningError when the programs wait for one another in a cycle.
     """
     n, offsets = codes.n, codes.input_offset
     done = [False] * codes.size
@@ -317,7 +314,7 @@ def _await_others(
 def best_timing(codes: Codes, sequence: Sequence[int], hopeless: float | None = None) -> Timing:
     """The earliest times; with the staggered optimizer those of the least period.
 
-    ``sequence`` respects the dependencies; ``hopeless`` is a period above which the exact value does not matter.
+    ``sequence`` respects the dependencies; above the period ``hopeless`` the exact value does not matter.
     """
     stages = codes.stages
     timing = earliest(codes, sequence, [0.0] * stages)
@@ -384,7 +381,7 @@ def retime(
     Args:
         schedule: the schedule whose orders to keep.
         costs: the new costs of the operations.
-        worker_factors: factors by which operations take longer on a worker; by default those of the schedule's problem.
+        worker_factors: factors by which operations take longer on a worker; by default the schedule's.
 
     Raises:
         PlanningError: when a compact schedule is too large to be timed for workers of unequal speed.

@@ -53,7 +53,7 @@ _ON_MICROBATCHES = range(5)
 
 
 class InvalidScheduleError(PlanningError):
-    """A schedule breaks the rules. ``violations`` has a line for each violation."""
+    """A schedule breaks the rules; ``violations`` has a line for each violation."""
 
     def __init__(self, violations: tuple[str, ...]) -> None:
         shown = "\n  ".join(violations[:_SHOWN])
@@ -104,7 +104,7 @@ class _Placed:
         self.start, self.end = [nan] * count, [nan] * count
 
     def or_else(self, other: _Placed) -> _Placed:
-        """These operations, and for micro-batches without one those of ``other``."""
+        """These operations, and ``other``'s for micro-batches without one."""
         if max(other.worker, default=_ABSENT) == _ABSENT:
             return self
         both = _Placed(len(self.worker))

@@ -1,9 +1,8 @@
 """Exceptions that a fault of the machine may explain.
 
-These are errors of storage, memory, descriptors, helper processes and the device. An exception alone does not show
-whether the machine or the user's code is at fault, since a missing file and a lost file system look alike. So this
-module only suspects; the coordinator settles it by running the same work elsewhere
-(:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception that was raised ``from`` a suspected one is
+Errors of storage, memory, descriptors, helper processes and the device. A missing file and a lost file system look
+alike, so this module only suspects; the coordinator settles it by running the same work elsewhere
+(:mod:`~lightning_recycle.control.protocol.fault_attribution`). An exception raised ``from`` a suspected one is
 suspected, too; this package's own errors never are.
 """
 
@@ -65,8 +64,7 @@ def is_machine_error(error: BaseException) -> bool:
 def suspicion_of(machine_errors: MachineErrors) -> Callable[[BaseException], bool]:
     """Predicate of suspected exceptions, by ``RecoveryOptions(machine_errors=...)``.
 
-    Raises:
-        ConfigurationError: if the option is neither a predicate nor names exceptions.
+    Raises ConfigurationError if the option is neither a predicate nor names exceptions.
     """
     if callable(machine_errors) and not isinstance(machine_errors, type):
         predicate = machine_errors
@@ -97,8 +95,7 @@ def place_of(error: BaseException) -> str:
 def readers_may_die() -> Iterator[None]:
     """Within the block the death of a DataLoader's process raises nothing.
 
-    torch's handler of SIGCHLD raises wherever the main thread is, once for each DataLoader that has lost processes:
-    also where an earlier exception is being dealt with.
+    torch's handler of SIGCHLD raises wherever the main thread is, even while an earlier exception is handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers do not run in this thread
@@ -111,7 +108,7 @@ def readers_may_die() -> Iterator[None]:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
+    """``error`` and its causes, in order."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

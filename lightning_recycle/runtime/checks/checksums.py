@@ -1,17 +1,13 @@
 """128-bit checksums of tensors, computed where the tensors are.
 
-Equal bits have an equal checksum, other bits almost certainly another one.
+The bits of all tensors, in order, are a stream of integers x of at most 32 bits, in rows of 4096. Each row is summed
+with pseudo-random 64-bit weights by column, and the sums are summed with weights by row, modulo 2^64; twice, with
+independent weights. This linear hash (Carter and Wegman, 1979) needs one multiplication per integer and no order of
+evaluation, so only two numbers leave the device.
 
-Concept: the bits of all tensors, in order, are a stream of integers x of at most 32 bits, in rows of 4096. Each row is
-summed with pseudo-random 64-bit weights by column, and the sums are summed with weights by row, modulo 2^64; twice,
-with independent weights. This is a linear hash as in Carter and Wegman (1979): it needs one multiplication per integer
-and no order of evaluation, so it runs where the tensors are, and only two numbers leave the device.
-
-Contract: a wrong bit anywhere, or any number of wrong bits within one integer, shows unless a random weight is a
-multiple of 2^(64-k) for the lowest wrong bit k, twice: with probability 2^-(2 * (64 - k)), at most 2^-66 (k = 31, the
+A wrong integer goes unnoticed with probability 2^-(2 * (64 - k)) for its lowest wrong bit k, at most 2^-66 (k = 31, the
 sign of a float32). Errors in several places cancel with at most about 2^-54 (the sign bit in two places of one column),
-and 2^-114 for the lowest bit. The weights are fixed, so this is a promise about
-faults, not about an attacker who looks for collisions.
+and 2^-114 for the lowest bit. The weights are fixed: the promise is about faults, not about attackers.
 """
 
 from __future__ import annotations
@@ -36,11 +32,9 @@ _COLUMN_SEEDS, _ROW_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0xA409382
 
 @torch.no_grad()
 def checksum(values: Iterable[Any]) -> bytes:
-    """The checksum of ``values``, 16 bytes.
+    """The checksum of ``values``, 16 bytes, in their order but without shapes.
 
-    Args:
-        values: tensors of any shape, dtype and device, and numbers; the order counts. Shapes are not part of the
-            checksum. What is neither a tensor nor a number is left out.
+    Tensors of any shape, dtype and device, and numbers; other objects are left out.
     """
     numbers = hashlib.blake2b(digest_size=16)
     streams: dict[tuple[torch.device, torch.dtype], _Stream] = {}
@@ -135,7 +129,7 @@ def _weights(seed: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """The logical shift to the right; torch's copies the sign."""
+    """Logical shift to the right; torch's copies the sign."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

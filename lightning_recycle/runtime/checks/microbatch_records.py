@@ -1,9 +1,8 @@
 """Records of micro-batches, from which a peer can compute the same.
 
-A :class:`MicrobatchRecorder` watches the operations of one micro-batch. Its record has the values that the stage was
-given, and checksums of the results. :class:`Recomputation` computes a record on another worker and changes nothing that
-lasts: gradients go into memory of their own, values of the module are restored, and what the user's code logs or
-collects is dropped.
+A record has the stage's inputs for one micro-batch, and checksums of the results. :class:`Recomputation` computes it on
+another worker without lasting changes: gradients go into separate memory, values of the module are restored, and logged
+or collected data of the user's code is dropped.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight 
 class MicrobatchRecord:
     """Inputs and results of a stage for one micro-batch.
 
-    Args:
-        wanted: of each tensor in the inputs, whether its gradient is.
-        machine: what must be equal for the bits to be.
-        watches_numbers: whether it is of interest if the results are finite, and not which they are.
+    ``wanted``: which input tensors need a gradient; ``machine``: properties that must be equal for equal bits;
+    ``watches_numbers``: finite results matter, not their bits.
     """
 
     step: int
@@ -53,7 +50,7 @@ class MicrobatchRecord:
 
 
 def is_sound(values: Sequence[Tensor | float | None]) -> bool:
-    """Whether no number is a NaN or infinity, but for negative infinity in a mask."""
+    """Whether no number is NaN or infinite, except negative infinity in a mask."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point() and bool((torch.isnan(value) | torch.isposinf(value)).any()):
@@ -75,7 +72,7 @@ class MicrobatchRecorder:
 
     @classmethod
     def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
-        """A recorder, or None if what the stage is given cannot be sent to others."""
+        """A recorder, or None if the stage's inputs cannot be sent to others."""
         try:
             return cls(step, task, inputs, target)
         except Exception as error:  # whatever an object of the user's raises that cannot be pickled
@@ -83,22 +80,22 @@ class MicrobatchRecorder:
             return None
 
     def computed(self, output: Any, loss: Tensor | float | None) -> None:
-        """The forward gave ``output``, and on the last stage ``loss``."""
+        """Records the forward's ``output``, and on the last stage its ``loss``."""
         sums = {_OUTPUT: checksum([*tensors_of(output), None if loss is None else float(loss)])}
         self.record = replace(self.record, sums=sums)
 
     def differentiated(self, grads: Any, input_grads: Any) -> None:
-        """The backward, given ``grads``, gave ``input_grads``."""
+        """Records the backward from ``grads`` to ``input_grads``."""
         sums = {**self.record.sums, _INPUT_GRADIENT: checksum(tensors_of(input_grads))}
         self.record = replace(self.record, grads=mapped(grads, _copy), sums=sums)
 
     def completed(self, gradients: Sequence[Tensor]) -> None:
-        """The weight gradients are complete, and no others are in ``gradients``."""
+        """Records the complete weight gradients, alone in ``gradients``."""
         self.record = replace(self.record, sums={**self.record.sums, WEIGHT_GRADIENT: checksum(gradients)})
 
 
 class GradientsApart:
-    """Gradients that are added up elsewhere for a while, of parameters that have some."""
+    """Separate memory for gradients, for a while, of parameters that have some."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -107,7 +104,7 @@ class GradientsApart:
         self._clean: list[int] = []  # their versions when nothing was written
 
     def begin(self) -> None:
-        """Puts the gradients apart, empty at first, in place of ``parameter.grad``."""
+        """Replaces each ``parameter.grad`` by an empty separate gradient."""
         self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
         if not self._apart:
             self._apart = [torch.zeros_like(grad) for _, grad in self._usual]
@@ -122,7 +119,7 @@ class GradientsApart:
                 parameter.grad = usual
 
     def add(self) -> None:
-        """Adds what a backward has written apart to what was there before."""
+        """Adds the separate gradients to the earlier ones."""
         pairs = zip(self._usual, self._apart, self._clean, strict=True)
         written = [(usual, apart) for (_, usual), apart, clean in pairs if _writes(apart) > clean]
         if written:
@@ -135,11 +132,7 @@ def _writes(grad: Tensor) -> int:
 
 
 class Recomputation:
-    """Computes records once more.
-
-    Args:
-        divisor: the number of micro-batches in the global batch.
-    """
+    """Computes records once more; ``divisor``: micro-batches in the global batch."""
 
     def __init__(
         self,
@@ -152,11 +145,11 @@ class Recomputation:
         self._computing_again = computing_again
 
     def gradients(self) -> list[Tensor]:
-        """The weight gradients, as far as there are some."""
+        """The existing weight gradients."""
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
 
     def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
-        """The checksums of this worker's results, of all that ``record`` has checksums of."""
+        """This worker's checksums of all results that ``record`` has checksums of."""
         stage, index = self._stage, record.microbatch
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
@@ -183,7 +176,6 @@ class Recomputation:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Within the block gradients are added up elsewhere."""
         apart = GradientsApart(self.parameters)
         apart.begin()
         try:
@@ -199,12 +191,12 @@ def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: lis
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in ``value``, of whatever objects."""
+    """The tensors in ``value``, of any objects."""
     return take_apart(value)[1]
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value``, of whatever objects, with other tensors."""
+    """``value``, of any objects, with other tensors."""
     rest, tensors = take_apart(value)
     return put_together(rest, [function(tensor) for tensor in tensors])
 

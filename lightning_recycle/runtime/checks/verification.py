@@ -1,14 +1,14 @@
 """Workers of a stage check each other's computations.
 
 In a step with checks each worker records one micro-batch, drawn from the step: its inputs, and checksums of the output,
-of the gradient of the input, and of the weight gradients. It sends the record to a peer, which computes the same at its
-CHECK and compares. If it gets other bits, it reports that and goes no further, so the step cannot be committed. Then
-all workers of the stage compute the record twice, and vote. If several get other bits each time, the layers are not
-deterministic, and nothing is compared any more; a single one has a broken device. Machines of other kinds may round in
-another way: they have no say, and a worker whose record comes from one computes its own once more instead.
+the input gradient and the weight gradients. A peer computes the record at its CHECK and compares. Other bits are
+reported, and the worker goes no further, so the step cannot be committed. All workers of the stage then compute the
+record twice, and vote. If several get other bits each time, the layers are not deterministic, and comparing ends; a
+single one has a broken device. Machines of other kinds may round differently: they have no vote, and a worker whose
+record comes from one computes its own once more instead.
 
-A wrong result has been handed on to other stages. So all report that they have nothing against a step
-(:class:`~lightning_recycle.control.protocol.messages.Milestone`), and no worker applies it before.
+Wrong results may have reached other stages. So no worker applies a step before all have reported that they have no
+objection (:class:`~lightning_recycle.control.protocol.messages.Milestone`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation
 class Verifier:
     """One worker's part in the checks of its stage.
 
-    Attributes:
-        tasks: what this worker runs in the attempt that begins, with a CHECK if it has one.
+    ``tasks``: this worker's tasks in the attempt that begins, with its CHECK, if any.
     """
 
     def __init__(
@@ -89,12 +88,11 @@ class Verifier:
     # ------------------------------------------------------------------ being checked
 
     def follow(self, program: Program) -> None:
-        """Takes over ``program``."""
         self._program = program
         self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
     def begin(self, step: int, whole: bool) -> None:
-        """Begins an attempt at ``step``; ``whole``: all of it, done by no stage before."""
+        """Begins an attempt at ``step``; ``whole``: no stage has finished it before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._recorder = self._own = self._disputed = self._incoming = None
         self._target = self._checks = self._checked_by = None
@@ -114,7 +112,7 @@ class Verifier:
 
     @property
     def target(self) -> Task | None:
-        """The operation that completes the micro-batch that this worker is checked on."""
+        """The operation that completes the micro-batch on which this worker is checked."""
         return self._target
 
     @property
@@ -139,14 +137,12 @@ class Verifier:
         return self._target is not None and task.index == self._target.index
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        """The forward of ``task`` begins."""
         if self._is_checked_on(task):
             self._recorder = MicrobatchRecorder.of(step, task, inputs, target)
             if self._recorder is None:
                 self._give_up("what its layers are given cannot be sent to another worker")
 
     def computed(self, task: Task, output: Any, loss: Any) -> None:
-        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.computed(output, loss)
 
@@ -156,7 +152,7 @@ class Verifier:
             self._apart.begin()
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.differentiated(grads, input_grads)
             if task.op.kind is OpKind.BACKWARD_INPUT:
@@ -177,8 +173,7 @@ class Verifier:
     def check(self, step: int) -> None:
         """Computes the record of a peer once more, if the step has checks, and compares.
 
-        Raises:
-            Interrupted: if the results differ: a new generation begins, before the step can be committed.
+        Raises Interrupted if the results differ: a new generation begins before the commit.
         """
         if self._incoming is None or self._checks is None:
             return
@@ -200,9 +195,9 @@ class Verifier:
         self._pass()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
-        """Has all workers of the stage compute ``record``; this worker got ``sums``.
+        """Has all workers of the stage compute ``record``, on which ``other`` disagrees.
 
-        ``other`` is the rank that made it; if that is this worker, it got something else at first.
+        ``sums``: this worker's results. If ``other`` is this worker, its first results differed.
         """
         self._disputed = record
         rank, generation = self._client.rank, self._client.generation
@@ -252,7 +247,7 @@ class Verifier:
         return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
 
     def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
-        """The checksum of the output of each layer without parts in a forward, by name."""
+        """By name, the checksum of each leaf layer's output in a forward."""
         seen: list[tuple[str, bytes]] = []
 
         def summed(output: Any) -> bytes:
@@ -277,7 +272,7 @@ def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchReco
 
 
 def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
-    """A value that can be sent: the tensors as they are, the rest as bytes."""
+    """A value that can be sent: the tensors, and the rest as bytes."""
     rest, tensors = take_apart(record)
     if len(tensors) >= MAX_TENSORS:
         rest, tensors = pickle.dumps(record), []
@@ -291,7 +286,7 @@ def _from_message(message: Any) -> MicrobatchRecord:
 
 
 def _machine() -> str:
-    """A digest of the properties that two workers need in common to get the same bits."""
+    """A digest of the properties that two workers must share to get the same bits."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = _processor() if kind is None else hardware_name(kind)
     facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
@@ -309,18 +304,14 @@ def _processor() -> str:
 class FiniteChecks:
     """One worker's part in the checks of losses and gradients.
 
-    A worker that gets a loss, or a stage a gradient, that is not finite reports it before the step can be committed
-    (:class:`~lightning_recycle.control.protocol.messages.NotFinite`). The step is run again and *inspected*: a worker
-    that makes such a value of finite ones keeps a record of the micro-batch, and all workers of its stage compute that.
-    A peer that gets finite values shows that it was the device; otherwise the step is run once more and the value is
-    the model's own.
+    A loss or gradient that is not finite is reported before the step can be committed. The step is run again and
+    *inspected*: a worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of
+    its stage compute that. Finite values on a peer show a broken device; otherwise the step is run once more and the
+    value is the model's own.
 
     Outside of inspected steps this costs nothing: losses, and norms where they are needed, are known anyway; sums over
-    gradients are for devices for which no worker has to wait.
-
-    Args:
-        possible: whether values that are not finite may show a broken device: not where some are expected, as those of
-            a scaled loss are, nor without peers.
+    gradients are for devices for which no worker has to wait. ``possible``: whether such values may show a broken
+    device, so not with a scaled loss nor without peers.
     """
 
     def __init__(
@@ -334,7 +325,7 @@ class FiniteChecks:
         self._was_finite = True  # the loss of the newest step
 
     def follow(self, inspected: int, excused: int) -> None:
-        """Takes over the step to inspect, and up to which steps values are accepted."""
+        """Takes over the step to inspect, and the last step whose values are accepted."""
         self._inspected, self._excused = inspected, excused
 
     def begin(self, step: int) -> None:
@@ -343,7 +334,7 @@ class FiniteChecks:
 
     @property
     def inspects(self) -> bool:
-        """Whether this attempt is inspected; gradients then hold nothing of other workers."""
+        """Whether this attempt is inspected, with gradients of this worker alone."""
         return self._inspects
 
     def applied(self, loss: float) -> None:
@@ -353,13 +344,12 @@ class FiniteChecks:
     # ------------------------------------------------------------------ looking
 
     def losses(self, step: int, losses: Mapping[int, float]) -> None:
-        """Checks the losses of this worker's micro-batches."""
         wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
         if wrong is not None:
             self._ask(step, wrong)
 
     def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
-        """Checks the reduced gradient; ``squared_norm``: its own if that is known."""
+        """Checks the reduced gradient; ``squared_norm``: its own, if known."""
         if not self._asks(step):
             return
         if squared_norm is None:
@@ -382,16 +372,14 @@ class FiniteChecks:
     # ------------------------------------------------------------------ in an inspected step
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        """The forward of ``task`` begins."""
         recorder = MicrobatchRecorder.of(step, task, inputs, target) if self._inspects else None
         if recorder is not None:
             self._recorders[task.index] = recorder
 
     def adds_gradients(self, task: Task) -> None:
-        """Nothing: the gradients stay in those of the step, which is undone anyway."""
+        """No-op: the gradients stay in the step's, which is undone anyway."""
 
     def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
-        """The forward of ``task`` gave ``output`` and on the last stage ``loss``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return
@@ -401,7 +389,7 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task``, given ``grads``, gave ``input_grads``."""
+        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return
@@ -410,7 +398,6 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def completed(self, task: Task) -> None:
-        """The weight gradients of ``task`` are complete."""
         recorder = self._recorders.pop(task.index, None)
         if recorder is None or is_sound(self._recompute.gradients()):
             return

@@ -1,29 +1,22 @@
-"""Messages between workers: connections of a generation, values between stages, sums within a stage.
+"""Messages between workers: connections, values between stages, sums in a stage.
 
-There is no default process group: all groups are raw Gloo objects of their generation
-(:mod:`~lightning_recycle.runtime.comm.groups`), with separate ones for activations and gradients. (Gloo would keep them
-apart by tag, but its event loop spins while the main thread holds the lock of a connection on which data arrives;
-measured: half of its processor time.) Connecting happens in a thread that can be abandoned.
+All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.comm.groups`), without a default
+process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the main
+thread holds a connection's lock (measured: half of its processor time).
 
-**Aborts.** Gloo's own ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort,
-from any thread, shuts down the sockets of the groups, and every operation ends with a :class:`CommunicationError`
-within milliseconds. Gloo then fails operations that are *pending*, but forgets those *under way*: a receive whose
-payload has begun to arrive, and a send that is not completely written, keep waiting until their timeout
-(``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over ``rx_`` and the unbound buffers of ``tx_``).
-Therefore every message is followed by an empty one, for which the receiver waits: without a payload it stays pending
-until it arrives, and a connection keeps the order. And nothing waits for a send: its memory is released when an answer
-shows that it has arrived. A collective does not notice the abort while something is under way. So it is checked every
-0.1 s, and a group with a collective that does not end is abandoned with its thread; its tensor then belongs to that
-thread.
+**Aborts.** Gloo's ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort, from
+any thread, shuts down the groups' sockets, and every operation ends with a :class:`CommunicationError` within
+milliseconds. Gloo then fails *pending* operations, but forgets those *under way*: a receive whose payload has begun to
+arrive, and an incompletely written send (``Pair::signalException`` in its ``transport/tcp/pair.cc`` passes over ``rx_``
+and the unbound buffers of ``tx_``). Therefore every message is followed by an empty one, for which the receiver waits:
+it stays pending until it arrives, and a connection keeps the order. No worker waits for a send: its memory is released
+when an answer shows that it has arrived. Collectives are checked every 0.1 s; one that does not end is abandoned with
+its group, thread and tensor.
 
 **Values** travel as one message with a header, packed, if they fit into the receiver's posted buffer; else the header
-announces their tensors as a payload. Gloo accepts messages shorter than the buffer (measured), so receives are posted
-ahead without knowing the shape. Both sides size the buffer of a tag by its last message in the generation, so with
-steady shapes every value is one message. A value that arrives otherwise than it was sent ends the attempt at a step, as
-a broken connection does; if the next one fails, too, the sender counts as unreachable.
-
-**Sums** of small tensors go without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), those that the
-transport takes from device to device, the others by Gloo, by way of the host's memory.
+announces a payload. Both sides size the buffer of a tag by its last message in the generation, so steady shapes take
+one message, and receives are posted without knowing the shape. A damaged value ends the attempt at a step, as a broken
+connection does; after two in a row the sender counts as unreachable.
 """
 
 from __future__ import annotations
@@ -75,7 +68,7 @@ if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
 
 LOOK = timedelta(seconds=0.1)
-"""Between checks whether the generation was aborted."""
+"""Interval between checks whether the generation was aborted."""
 
 LAST_LOOK = timedelta(milliseconds=10)
 """At a collective of an aborted generation."""
@@ -106,10 +99,7 @@ _Key: TypeAlias = tuple[Channel, int, int]
 class Reduction:
     """A sum over one stage or several, or a broadcast, that is under way.
 
-    Args:
-        group: Gloo's.
-        parts: (view of the tensor, tensor that Gloo exchanges, its work).
-        carried: collectives that the transport has begun instead.
+    ``parts``: (view of the tensor, tensor that Gloo exchanges, its work). ``carried``: collectives of the transport.
     """
 
     group: Any = None
@@ -118,24 +108,22 @@ class Reduction:
 
 
 class Communicator:
-    """Messages, sums and connections of one worker; the thread that trains calls all but :meth:`abort`.
+    """Messages, sums and connections of one worker; only :meth:`abort` is thread-safe.
 
     Args:
         host: address at which other workers reach this one.
-        device: device of received tensors; tensors on devices other than the CPU are staged through the CPU.
-        key: secret of the workers of this run; they prove it to each other before they exchange anything else.
-        timeout: limit of any single operation, in seconds.
+        device: device of received tensors; the CPU stages tensors of other devices.
+        key: secret of the run, which workers prove to each other before any other message.
+        timeout: seconds for any single operation.
         transport: carries payloads from device to device, the same kind on all workers; by default none.
         mesh: the mesh of the worker's position, if that has several members.
 
     Attributes:
-        on_progress: called when a part of a collective or a transfer, which may take long, has arrived, and while a
-            transport connects that takes long.
-        waiting: the context of a wait for the other members of this worker's position, given its description.
+        on_progress: called when a part of a long collective or transfer arrives, and while a transport connects.
+        waiting: the context of a wait for the other members of the position, given its description.
         alter_next: changes the tensors of the next value on its way, for fault injection.
-        seconds_for_siblings: seconds that collectives of the position have taken so far.
-        translated: the context of an operation, in which errors of peers and of the network become a
-            CommunicationError.
+        seconds_for_siblings: seconds of the position's collectives so far.
+        translated: the context of an operation; errors of peers and network become a CommunicationError.
     """
 
     def __init__(
@@ -192,19 +180,14 @@ class Communicator:
         check_links: bool = False,
         position: Sequence[int] = (),
     ) -> None:
-        """Connects this worker with its neighbours and its stage, each of which does the same.
+        """Connects this worker with its neighbours and its stage, which do the same.
 
-        Args:
-            neighbours: ranks of the grid that this worker exchanges messages with; its own does not matter.
-            stage_roster: ranks of the workers of its stage, itself included.
-            tie_rosters: for the sums of tied gradients, the ranks of the stages that hold a tie, by these stages (this
-                worker's only).
-            check_links: whether each worker, all or none of them, first checks whether it can reach the others.
-            position: with a mesh, the ranks of the members of its position, in order.
+        ``tie_rosters``: by this worker's stages that hold a tie, their ranks. ``check_links``: all workers, or none,
+        first check whether they reach each other. ``position``: with a mesh, the ranks of its members, in order.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
-            UnreachableError: if it cannot, after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
+            UnreachableError: after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self._end()
@@ -267,10 +250,9 @@ class Communicator:
             self.mesh.connect(position, groups, alone, self._await_members)
 
     def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
-        """Makes all operations of ``generation`` and earlier ones fail, from any thread.
+        """Makes all operations up to ``generation`` fail, from any thread.
 
-        Args:
-            in_hook: if all members of the position are among them, its collectives in hooks go on.
+        If all members of the position are in ``in_hook``, its collectives in hooks go on.
         """
         with self._lock:
             self._aborted_generation = max(self._aborted_generation, generation)
@@ -288,7 +270,6 @@ class Communicator:
         self.transport.end()
 
     def _end(self) -> None:
-        """Ends the generation, and forgets its connections and messages."""
         with self._lock:
             self._cancelled.set()
             self._position_is_cut = True
@@ -308,7 +289,7 @@ class Communicator:
         self.transport.close()
 
     def check(self, in_hook: bool = False) -> None:
-        """Raises CommunicationError if the generation was aborted; ``in_hook``: also for hooks."""
+        """Raises CommunicationError after an abort; ``in_hook``: also for hooks."""
         if self._is_aborted(in_hook):
             raise CommunicationError(f"Generation {self.generation} was aborted.")
 
@@ -316,7 +297,7 @@ class Communicator:
         return self._aborted_generation >= self.generation and (self._position_is_cut or not in_hook)
 
     def translate(self, error: Exception) -> NoReturn:
-        """Raises a CommunicationError for ``error`` of an operation, if it is of a peer or of the network."""
+        """Raises a CommunicationError for ``error``, if it is of a peer or the network."""
         # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
         if is_machine_error(error) and not isinstance(error, _OF_PEERS):
             raise error
@@ -326,18 +307,18 @@ class Communicator:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """The part of each micro-batch that this worker computes: its number, and their count."""
+        """This worker's part of each micro-batch: its number, and their count."""
         return (0, 1) if self.mesh is None else self.mesh.parts
 
     def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
-        """The contributions of all workers that compute parts of the same micro-batches, in order."""
+        """Contributions of all workers that compute parts of the same micro-batches."""
         if self.mesh is None or self.parts[1] == 1:
             return [(list(numbers), data)]
         with self.translated:
             return self.mesh.exchange(numbers, data)
 
     def meet_siblings(self) -> None:
-        """Waits until all members of this worker's position are here."""
+        """Waits for all members of this worker's position."""
         if self.mesh is not None:
             with self.translated:
                 self.mesh.meet()
@@ -347,16 +328,15 @@ class Communicator:
     ) -> None:
         """Sets the callbacks of the position's collectives.
 
-        Args:
-            enters_hook: called before each; returns whether it must not end with the generation.
-            lose_sibling: called when such a one fails.
+        ``enters_hook`` is called before each: whether it must outlive the generation. ``lose_sibling`` is called when
+        such a one fails.
         """
         self._lose_sibling = lose_sibling
         if self.mesh is not None:
             self.mesh.report_hooks_to(enters_hook)
 
     def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
-        """Waits for a collective of the position; ``in_hook``: it goes on when the generation ends."""
+        """Waits for a collective of the position; ``in_hook``: it outlives the generation."""
         started = time.monotonic()
         try:
             with self.waiting("the other members of its position"):
@@ -387,9 +367,9 @@ class Communicator:
     # ------------------------------------------------------------------ values between stages
 
     def post_receive(self, channel: Channel, source: int, tag: int) -> Incoming:
-        """Posts the receive of a value from rank ``source``; several may be open, by ``tag``.
+        """Posts the receive of a value from rank ``source``; several may be open by tag.
 
-        The buffer of (channel, source, tag) is reused: the value before must no longer be needed.
+        The buffer of (channel, source, tag) is reused: its previous value must no longer be needed.
         """
         key = (channel, source, tag)
         inbox = self._inboxes.get(key)
@@ -407,8 +387,7 @@ class Communicator:
     def receive(self, incoming: Incoming, to_device: bool = True) -> Value:
         """Waits for a posted value, which may share memory with the posted buffer.
 
-        Args:
-            to_device: whether tensors that come by way of the host are moved to the device.
+        ``to_device``: whether tensors that come by way of the host are moved to the device.
         """
         inbox, channel, source, tag = incoming.inbox, incoming.channel, incoming.source, incoming.tag
         if self._aborted_generation >= self.generation:
@@ -435,10 +414,9 @@ class Communicator:
         return value
 
     def send(self, channel: Channel, value: Value, destination: int, tag: int, note: bytes = b"") -> None:
-        """Starts to send ``value``, and a note for the receiver; its tensors must not change.
+        """Starts to send ``value`` and a note for the receiver; tensors must not change.
 
-        The previous message under (channel, destination, tag) must have arrived: in a schedule the next one depends
-        on what was computed from it.
+        The previous message under (channel, destination, tag) must have arrived: in a schedule the next depends on it.
         """
         key = (channel, destination, tag)
         bits = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(self.device) if note else None
@@ -481,7 +459,7 @@ class Communicator:
             self.send(Channel.GRADIENTS, value, peer, EXCHANGE_TAG)
 
     def end_step(self) -> None:
-        """Releases sends before the last call, which all participants of a step have received."""
+        """Releases sends before the last call, which all participants have received."""
         self._sent_before, self._sent = self._sent, {}
         self._damagers.clear()
         if not self._is_prepared:  # the generation goes well
@@ -489,17 +467,17 @@ class Communicator:
             self.transport.prepare()
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that stay from step to step; received values may share their memory."""
+        """Buffers that stay from step to step; received values may share their memory."""
         return [box.message for boxes in (self._inboxes, self._outboxes) for box in boxes.values()]
 
     def release_buffers(self, peer: int, tags: Collection[int]) -> None:
-        """Forgets the buffers for ``tags`` to and from ``peer``, which does the same, after all arrived."""
+        """Forgets the buffers for ``tags`` with ``peer``, which does the same."""
         for boxes in (self._inboxes, self._outboxes):
             for key in [key for key in boxes if key[1] == peer and key[2] in tags]:
                 del boxes[key]
 
     def _capacity(self, last: ValueLayout, peer: int) -> int:
-        """Size of the buffer for a tag after a message of layout ``last``, the same on both sides."""
+        """Size of a tag's buffer after a message of layout ``last``, alike on both sides."""
         return min(max(last.packed_bytes, SMALL_BYTES), self.transport.packed_bytes(peer))
 
     def _receive_payload(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
@@ -521,7 +499,7 @@ class Communicator:
         return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
 
     def _receive_all(self, channel: Channel, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
-        """The counterpart of :meth:`_send_all`; the last must be waited for first."""
+        """Counterpart of :meth:`_send_all`; the last item must be waited for first."""
         group = self._channels[channel]
         places = repeat(group.places[source])
         return [*map(group.process_group.recv, zip((*tensors, _NOTHING)), places, count(base))]
@@ -536,7 +514,7 @@ class Communicator:
     # ------------------------------------------------------------------ sums
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums ``tensor`` in place over the live workers of this stage; the same bits on all."""
+        """Sums ``tensor`` in place over this stage's live workers; the same bits on all."""
         if self._small is None or not self._small.takes(tensor):
             self.end_all_reduce(self.begin_all_reduce(tensor))
             return
@@ -553,30 +531,29 @@ class Communicator:
         self.on_progress()
 
     def sums_at_once(self, tensor: Tensor) -> bool:
-        """Whether :meth:`all_reduce` sums ``tensor`` without Gloo; the same on all workers."""
+        """Whether :meth:`all_reduce` sums ``tensor`` without Gloo, on all workers."""
         return self._small is not None and self._small.takes(tensor)
 
     @property
     def sums_in_one_order(self) -> bool:
-        """Whether sums of one group may wait for those of another that were begun before."""
+        """Whether sums of one group may wait for earlier ones of another."""
         return self.transport.in_one_order
 
     @property
     def has_peers(self) -> bool:
-        """Whether the stage has other live workers."""
         return self._rosters.get(self._stage, Group()).whole is not None
 
     def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
         """Begins a sum in the background over this stage, or the ``stages`` of a tie.
 
         Until :meth:`end_all_reduce` the contiguous ``tensor`` must not be touched. All workers of a group begin the
-        same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also those of several groups, in
-        orders that agree.
+        same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also across groups, in orders that
+        agree.
         """
         return self._begin(stages, tensor)
 
     def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> Reduction:
-        """As :meth:`begin_all_reduce`, but overwrites ``tensor`` with that of rank ``source``."""
+        """As :meth:`begin_all_reduce`, but overwrites ``tensor`` with rank ``source``'s."""
         return self._begin(stages, tensor, source)
 
     def _begin(self, stages: tuple[int, ...], tensor: Tensor, source: int | None = None) -> Reduction:
@@ -611,7 +588,7 @@ class Communicator:
             self.on_progress()
 
     def abandon(self, reduction: Reduction) -> bool:
-        """Gives up a reduction whose connections are closed; whether its tensor's memory is free.
+        """Gives up a reduction with closed connections; whether its memory is free.
 
         It is not if the sum goes on there, as one of Gloo's may.
         """
@@ -626,12 +603,12 @@ class Communicator:
         return True
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` in place with that of rank ``source`` of the same stage."""
+        """Overwrites ``tensor`` in place with rank ``source``'s of the same stage."""
         self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
 
 class _Translated:
-    """The context of operations: errors of peers and the network become a CommunicationError."""
+    """Context of operations: errors of peers and network become CommunicationErrors."""
 
     __slots__ = ("_communicator", "_in_hook")
 
@@ -648,16 +625,15 @@ class _Translated:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Because its destructor would wait for the thread that is inside a collective."""
+    """Needed because its destructor would wait for the thread inside a collective."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _tie_name(stages: tuple[int, ...]) -> str:
-    """The name of the group of the ties that ``stages`` hold."""
     return "-".join(["tie", *map(str, stages)])
 
 
 def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
-    """A contiguous ``tensor`` in parts that collectives take at once."""
+    """A contiguous ``tensor`` in parts for single collectives."""
     parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
     return parts

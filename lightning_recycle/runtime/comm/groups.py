@@ -1,13 +1,11 @@
 """Process groups of a generation, and the rendezvous of their processes.
 
-A worker connects with those that share a group with it and asks for their addresses alone, so the costs do not grow
-with the number of workers. A *meshed* group connects all of its members with each other, as collectives need it. A
-group that is not meshed serves messages between two workers: each has its own set of others in it, and numbers them by
-itself. Before a byte of Gloo's passes, each connection has proved that it leads to a worker of this run
-(:mod:`~lightning_recycle.runtime.comm.peer_auth`); then it is handed to Gloo.
-
-If it is in doubt whether all can reach each other, they check before they connect
-(:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side of a pair may notice.
+A worker connects only with workers that share a group with it, so costs do not grow with the number of workers. A
+*meshed* group connects all of its members, for collectives; any other serves messages between two workers, and each
+member numbers the others by itself. Each connection has proved that it leads to a worker of this run
+(:mod:`~lightning_recycle.runtime.comm.peer_auth`) before it is handed to Gloo. If reachability is in doubt, workers
+check before they connect (:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side
+may notice.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _EPOLL_ADD, _EPOLL_DELETE = 1, 2  # from sys/epoll.h; Python's epoll objects can
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # the kernel packs it on x86-64 only
 _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 _CONNECTS_AT_ONCE = {"lazy_init": False} if "lazy_init" in (ProcessGroupGloo.create_device.__doc__ or "") else {}
-"""Arguments of a device; torch before 2.7 has none for it, and connects at once."""
+"""Arguments of a device; torch before 2.7 lacks the option, and connects at once."""
 
 # A process of a DataLoader must not collect a group of a past generation: its destructor joins threads of the parent.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -60,18 +58,16 @@ class UnsupportedError(RuntimeError):
 class Device:
     """One of Gloo's event loops, for groups over given connections.
 
-    Gloo connects its processes by itself. Its listening sockets accept anyone who sends the next of some consecutive
-    numbers for the process that is expected, and end the whole process if they run out of descriptors (torch 2.13:
-    ``haveConnection`` and ``handleEvents`` in its ``transport/tcp/listener.cc``). So they are *muted* here: nothing
-    reaches them. Instead Gloo connects to ports of its own process, where nothing listens
+    Gloo's own listening sockets accept anyone who sends the next of some consecutive numbers, and end the process if
+    they run out of descriptors (torch 2.13: ``haveConnection`` and ``handleEvents`` in its
+    ``transport/tcp/listener.cc``). So they are *muted*. Gloo connects to ports of its own process where nothing listens
     (:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and these connections are exchanged, under the same
-    descriptors, for connections that are known to lead to the right peers.
+    descriptors, for authenticated ones.
 
-    How: the addresses that Gloo reads from its store are this process's own, with the port of a doorbell per peer. They
-    are lower than that of Gloo's device, and the process with the higher address dials. Once the group exists, the
-    events of Gloo's epoll instance (``/proc/self/fdinfo``) show what it waits for on each descriptor; ``dup2`` puts the
-    other connection in place, and the same event is registered again. It raises :class:`UnsupportedError`
-    where any of this is not as expected, before anything relies on it.
+    How: Gloo's store gives this process's own address with the port of a doorbell per peer. It is lower than that of
+    Gloo's device, and the process with the higher address dials. Once the group exists, the events of Gloo's epoll
+    instance (``/proc/self/fdinfo``) show its interest in each descriptor; ``dup2`` puts the other connection in place,
+    and the same event is registered again. Any surprise raises :class:`UnsupportedError` before anything relies on it.
 
     Private API: ``ProcessGroupGloo`` and its ``_Options``, a ``Store`` in Python, the layout of the address that Gloo
     stores, its use of epoll.
@@ -110,14 +106,10 @@ class Device:
             self.create_group(0, 2, {1: ours})
 
     def create_group(self, rank: int, size: int, links: Mapping[int, socket.socket]) -> tuple[Any, dict[int, int]]:
-        """Creates a group of ``size`` processes, in which this one has number ``rank``.
+        """A group of ``size`` processes, this one number ``rank``; its sockets' inodes.
 
-        Args:
-            links: the connection to each of the others, by its number in the group. They are Gloo's afterwards, and
-                closed if this fails.
-
-        Returns:
-            The group, and its sockets: descriptor -> inode.
+        ``links``: the connection to each other member, by its number; Gloo owns them afterwards, and a failure closes
+        them. The inodes are by descriptor.
         """
         with contextlib.ExitStack() as stack:
             for link in links.values():
@@ -170,8 +162,8 @@ class _Neighbours(Store):
 def _with_address(info: bytes, host: str, port: int) -> bytes:
     """Gloo's published address of a process, with another address in it.
 
-    It is ``Rank::bytes`` of its ``transport/tcp/context.cc``: the length and the characters of the name of the machine,
-    the length of the address, ``sockaddr_storage`` and a number, and further numbers.
+    Layout (``Rank::bytes`` of its ``transport/tcp/context.cc``): length and characters of the machine's name, length of
+    the address, ``sockaddr_storage``, a number, and further numbers.
     """
     try:
         (name_length,) = struct.unpack_from("=Q", info)
@@ -190,14 +182,13 @@ def _with_address(info: bytes, host: str, port: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Event:
-    """An event that an epoll instance waits for, and the data that it hands out."""
+    """An event of an epoll instance, and its data."""
 
     mask: int
     data: int
 
 
 def _events(epoll: int) -> dict[int, _Event]:
-    """The events that an epoll instance waits for, by descriptor."""
     with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
         return {int(fd): _Event(int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
 
@@ -280,10 +271,8 @@ class GroupPlan:
     """A process group to create.
 
     Args:
-        ranks: of the members, in order; if it is not meshed, those that this worker exchanges messages with, and its
-            own.
-        loop: the number of its event loop; None for links between its members that stay what they are, and no process
-            group over them.
+        ranks: the members, in order; if not meshed, this worker and its partners.
+        loop: the number of its event loop; None for plain links without a process group.
         meshed: whether all members are connected with each other.
     """
 
@@ -300,8 +289,8 @@ class Group:
     Attributes:
         whole: the same for collectives; None if the group is not meshed.
         places: the number of each member in it.
-        links: for each other member, by its number, or by its rank if the group is not meshed, a connection that does
-            not block; if the plan asks for links.
+        links: if the plan asks for links, a non-blocking connection to each other member, by number, or by rank if not
+            meshed.
     """
 
     process_group: Any = None
@@ -313,11 +302,8 @@ class Group:
 class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
 
-    Args:
-        loops: number of event loops; a message does not wait behind those of another loop.
-
-    Raises:
-        ConfigurationError: where Gloo cannot work over connections that have proved who is at the other end.
+    ``loops``: number of event loops; messages of different loops do not wait for each other. Raises ConfigurationError
+    where Gloo cannot work over authenticated connections.
     """
 
     def __init__(self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int) -> None:
@@ -341,9 +327,8 @@ class GroupFactory:
     ) -> dict[str, Group]:
         """The groups of ``plans`` that have other members, by name.
 
-        Args:
-            doorbell: where the others can see whether they reach this worker, if all are to check that first.
-            sockets: what gets the sockets of a plan's group, each as soon as it is Gloo's.
+        ``doorbell``: for a check of reachability before. ``sockets`` gets each socket of a plan's group once it is
+        Gloo's.
         """
         plans = [plan for plan in plans if len(plan.ranks) > 1]
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})
@@ -366,7 +351,7 @@ class GroupFactory:
             return self._create_over_links(generation, plans, gate, exchange("gate", gate.address), cancelled, sockets)
 
     def create_alone(self, loop: int) -> Any:
-        """A process group of this worker alone; ``loop``: the number of its event loop."""
+        """A process group of this worker alone, on event loop ``loop``."""
         return self._devices[loop].create_group(0, 1, {})[0]
 
     def _create_over_links(

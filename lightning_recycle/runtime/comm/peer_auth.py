@@ -1,33 +1,17 @@
 """Authenticated connections between the workers of a generation.
 
-A *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two dials the
-other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows the key of
-the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment ago. So a
-stranger without the key takes no worker's place: nothing is read after its first 64 bytes, and it is dropped. A gate is
-open only while its worker connects.
-
-The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets, :func:`dialing` and :func:`accepting`:
-
-Concept: a *link* is one TCP connection between two workers, for one of the groups that both are in. One of the two
-dials the other's :class:`Gate`. Before the connection is handed out, each side has proved to the other that it knows
-the key of the run, for this generation, this group and these two ranks, and for random numbers that both chose a moment
-ago. So a stranger without the key can open connections and send bytes, but takes no worker's place: nothing is read
-after its first 64 bytes, and it is dropped.
-
-Contract: :func:`connect` returns all links of a worker or none. It reads no byte beyond the handshake, so a link can be
-used as if it had just been opened. A gate is open only while its worker connects: between two generations, and
-during one, no worker listens.
-
-The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets, :func:`dialing` and :func:`accepting`:
+A *link* is one TCP connection between two workers, for one group of both. One of them dials the other's :class:`Gate`.
+Each side proves that it knows the key of the run, for this generation, group and pair of ranks, and for fresh random
+numbers of both. A stranger takes no worker's place: nothing is read after its first 64 bytes, and it is dropped.
+:func:`connect` returns all links of a worker or none, and reads no byte beyond the handshake. A gate is open only while
+its worker connects. The handshake (SKID3, with HMAC-SHA256) is a pair of generators without sockets:
 
     dialer -> acceptor   name of the link (a code that needs the key), random number
     acceptor -> dialer   random number, proof
     dialer -> acceptor   proof
 
-The side that sends the final proof knows that the connection will be used, and the other learns it from that: an
-attempt that takes too long can be given up and begun anew, without the two sides holding different connections.
-
-Must not know: Gloo, what is sent over a link, the coordinator.
+The side that sends the final proof knows that the connection will be used, and the other learns it from that: a slow
+attempt can be begun anew without the two sides holding different connections.
 """
 
 from __future__ import annotations
@@ -83,17 +67,18 @@ class Link(NamedTuple):
 
 
 class Refusal(Exception):
-    """The other side is not the worker that it should be."""
+    """The other side is not the expected worker."""
 
 
 Talk: TypeAlias = Generator[bytes | int, bytes, Link]
-"""One side of a handshake: yields bytes to send, or the number of bytes that it needs next; returns the link.
+"""One side of a handshake; raises :class:`Refusal` for a wrong proof.
 
-It raises :class:`Refusal` if the other side proves nothing."""
+Yields bytes to send, or the number of bytes needed next; returns the link.
+"""
 
 
 def dialing(key: bytes, generation: int, link: Link) -> Talk:
-    """The side of the worker that dialed ``link``."""
+    """The dialing side of ``link``."""
     name, mine = name_of(key, generation, link), secrets.token_bytes(_RANDOM)
     yield name + mine
     answer = yield _ANSWER
@@ -105,7 +90,7 @@ def dialing(key: bytes, generation: int, link: Link) -> Talk:
 
 
 def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
-    """The side of the worker that was dialed; ``awaited``: its links, by name."""
+    """The accepting side; ``awaited``: this worker's links, by name."""
     opening = yield _OPENING
     name, theirs = opening[:_CODE], opening[_CODE:]
     link = awaited.get(name)
@@ -140,7 +125,7 @@ class Gate:
 
     @property
     def address(self) -> bytes:
-        """Its address, for :func:`connect` in other workers."""
+        """Address for :func:`connect` in other workers."""
         return address_of(self.socket)
 
     def close(self) -> None:
@@ -159,11 +144,7 @@ def connect(
 ) -> dict[Link, socket.socket]:
     """Connects all ``links`` of this worker at the same time.
 
-    Args:
-        addresses: addresses of the others' gates, by rank.
-
-    Returns:
-        Sockets that do not block, without delay for small messages.
+    ``addresses``: the other workers' gates, by rank. Returns non-blocking sockets without delay for small messages.
 
     Raises:
         InterruptedError: if ``cancelled`` was set.
@@ -191,7 +172,7 @@ def connect(
 class _Conversation:
     """A connection whose handshake has not ended.
 
-    ``link``: what it is for, if this side dialed; ``peer``: the address that dialed, if this side accepted.
+    ``link``: its purpose, if this side dialed; ``peer``: the dialing address, if this side accepted.
     """
 
     socket: socket.socket
@@ -207,7 +188,7 @@ class _Conversation:
         self.wanted = next(self.talk)
 
     def proceed(self) -> Link | None:
-        """Sends and receives what is possible now; returns the link at the end."""
+        """Sends and receives without blocking; returns the link at the end."""
         try:
             while True:
                 if isinstance(self.wanted, bytes):
@@ -258,7 +239,7 @@ class _Connecting:
     # dialing
 
     def redial(self) -> None:
-        """Dials the links that are not being dialed, or for too long.
+        """Dials links without a dial under way, or with one for too long.
 
         Strangers may fill the other's queue for a moment.
         """
@@ -285,7 +266,7 @@ class _Connecting:
     # both
 
     def proceed(self, ready: selectors.SelectorKey) -> None:
-        """Does what is possible with a socket that is ready."""
+        """Proceeds with a socket that is ready."""
         if ready.fileobj is self._gate.socket:
             self._accept()
         elif ready.data in self._callers or ready.data in self._calls.values():  # not dropped since
@@ -344,7 +325,6 @@ class _Connecting:
     # ending
 
     def _note(self, caller: _Conversation, why: str) -> None:
-        """Remembers a stranger."""
         self._strangers.append(f"{caller.peer}: {why}")
 
     def _forget(self, conversation: _Conversation) -> None:

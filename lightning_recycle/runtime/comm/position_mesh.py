@@ -1,17 +1,16 @@
 """Device mesh of a position of several processes, kept over generations.
 
-A position's *members* hold shards of the same layers (tensor parallelism, FSDP2), and the collectives of these layers
-run within the position. torch finds the groups of a mesh by name, and keeps them in modules, parameters and caches. So
-there is one object per group for the life of the process, a :class:`MemberGroup`, and each generation gives it another
-Gloo group to work with. There is a default process group while a mesh exists: torch asks it for the rank. A collective
-ends within milliseconds with a :class:`CommunicationError` when the generation is aborted; therefore it is waited for
-here, in Python, before it is returned.
+A position's *members* hold shards of the same layers (tensor parallelism, FSDP2), whose collectives run within the
+position. torch finds the groups of a mesh by name, and keeps them in modules, parameters and caches. So each group is
+one object for the life of the process, a :class:`MemberGroup`, with another Gloo group in each generation. A default
+process group exists with the mesh: torch asks it for the rank. An aborted collective ends within milliseconds with a
+:class:`CommunicationError`; therefore it is waited for here, in Python.
 
 Before the first generation, and in a process that is to join, a member *builds alone*
-(:meth:`PositionMesh.building_alone`): ``parallelize_module`` and ``fully_shard`` run collectives in which the siblings
-do not take part. A member then takes its shards from its own copy of the weights, which all members have.
+(:meth:`PositionMesh.building_alone`): ``parallelize_module`` and ``fully_shard`` run collectives without siblings. The
+member takes its shards from its own copy of the weights, which all members have.
 
-Private API used here: torch's tables of process groups (``_world``), ``_register_process_group`` and its counterpart,
+Private API: torch's tables of process groups (``_world``), ``_register_process_group`` and its counterpart,
 ``_update_default_pg``, ``mesh_scatter`` of ``placement_types``, ``_create_work_from_future``.
 """
 
@@ -48,8 +47,7 @@ _COLLECTIVES = tuple(
 def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ...]]:
     """The members of each group that ``member`` is in: of all, and of each dimension.
 
-    Args:
-        sizes: the sizes of the dimensions of the mesh, FSDP shards and tensor parallelism.
+    ``sizes``: the dimensions of the mesh, FSDP shards and tensor parallelism.
     """
     shards, tensor = sizes
     shard, part = divmod(member, tensor)
@@ -87,7 +85,7 @@ class MemberGroup(dist.ProcessGroup):
     def connect(self, backend: Any, await_work: Callable[[Any, Any, bool], None]) -> None:
         """Runs collectives over ``backend`` from now on.
 
-        ``await_work`` waits for each, given ``backend``, its work and the result of :attr:`enters_hook` before it.
+        ``await_work`` waits for each, given ``backend``, its work and the prior result of :attr:`enters_hook`.
         """
         kinds = dist.ProcessGroup.BackendType
         kind = kinds.GLOO if isinstance(backend, dist.ProcessGroupGloo) else kinds.CUSTOM
@@ -97,7 +95,7 @@ class MemberGroup(dist.ProcessGroup):
         self.works_with, self.backend, self.await_work = group, backend, await_work
 
     def disconnect(self) -> None:
-        """Until the next :meth:`connect` a collective raises a CommunicationError."""
+        """Makes collectives raise CommunicationError until the next :meth:`connect`."""
         self.works_with = None
 
     def run(self, name: str, *args: Any, **options: Any) -> Any:
@@ -122,7 +120,7 @@ class MemberGroup(dist.ProcessGroup):
     ) -> Any:
         """A sum of all parts, of which this member keeps its own.
 
-        Gloo's is the same, but its wait heeds no timeout, so that no end of a generation would end it.
+        Gloo's wait for it heeds no timeout, so that no end of a generation would end it.
         """
         options = dist.AllreduceOptions()
         if opts is not None:  # otherwise a sum
@@ -173,10 +171,10 @@ class PositionMesh:
     """The mesh of one position, as one of its members sees it.
 
     Args:
-        sizes: the sizes of its dimensions, FSDP shards and tensor parallelism.
+        sizes: its dimensions, FSDP shards and tensor parallelism.
         member: the number of this process in it, in row-major order.
-        joins: whether the training may have begun. Until the first generation its collectives are then answered with
-            its own part: hooks that run before it enters may have some, and what they leave is replaced by a peer's.
+        joins: whether training may have begun. Until the first generation collectives then return its own part: hooks
+            may run some before it enters, and a peer's state replaces the results.
     """
 
     def __init__(self, sizes: tuple[int, int], member: int, device_type: str = "cpu", joins: bool = False) -> None:
@@ -212,7 +210,7 @@ class PositionMesh:
         return not any(at and not is_divided_by(tensor, name) for name, at in coordinates)
 
     def exchange(self, numbers: Sequence[float], data: bytes) -> list[tuple[list[float], bytes]]:
-        """The contributions of all of FSDP's members, in order; as many numbers each."""
+        """Contributions of all FSDP members, in order; as many numbers each."""
         group = self.groups[DATA_PARALLEL]
 
         def gathered(mine: bytes, size: int) -> list[bytes]:
@@ -234,7 +232,6 @@ class PositionMesh:
         return [(list(found), content) for (_, *found), content in zip(heads, contents, strict=True)]
 
     def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
-        """The process groups to create in a generation."""
         found: dict[tuple[int, ...], str] = {}  # dimensions with the same members share a group
         for members in self._ranks.values():
             numbers = tuple(ranks[member] for member in members)
@@ -248,11 +245,7 @@ class PositionMesh:
         alone: Any,
         await_work: Callable[[Any, Any, bool], None],
     ) -> None:
-        """Begins a generation.
-
-        Args:
-            await_work: waits for a collective: (Gloo's group, its work, whether it is that of a hook).
-        """
+        """Begins a generation; ``await_work``: see :meth:`MemberGroup.connect`."""
         self._room = 0
         plans = {plan.ranks: plan.name for plan in self.plans(ranks, 0)}
         for name, members in self._ranks.items():
@@ -261,7 +254,7 @@ class PositionMesh:
             self.groups[name].connect(backend, await_work)
 
     def report_hooks_to(self, enters_hook: Callable[[], bool]) -> None:
-        """Has ``enters_hook`` called before each collective: whether it is that of a hook."""
+        """Has ``enters_hook`` called before each collective: whether it is a hook's."""
         for group in self.groups.values():
             group.enters_hook = enters_hook
 
@@ -270,7 +263,6 @@ class PositionMesh:
         self.groups[_WHOLE].run("barrier")
 
     def disconnect(self) -> None:
-        """Ends a generation."""
         for group in self.groups.values():
             group.disconnect()
 
@@ -278,8 +270,7 @@ class PositionMesh:
     def building_alone(self) -> Iterator[None]:
         """Within the block, modules are made parallel without the other members.
 
-        Raises:
-            UnsupportedFeatureError: in the block, for a collective that needs what only other members have.
+        A collective that needs other members' data raises UnsupportedFeatureError.
         """
         before = {name: (group.works_with, group.await_work) for name, group in self.groups.items()}
         for group in self.groups.values():
@@ -339,7 +330,7 @@ class _OwnPart:
         return run
 
     def _fill(self, found: Any, given: Any) -> None:
-        """Makes ``found`` what comes of ``given``: tensors, or lists of them."""
+        """Fills ``found`` from ``given``: tensors, or lists of them."""
         if isinstance(found, list):
             for part, mine in zip(found, given if isinstance(given, list) else [given] * len(found), strict=False):
                 self._fill(part, mine)

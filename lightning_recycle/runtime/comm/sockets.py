@@ -1,13 +1,12 @@
 """TCP sockets: addresses, filters of connections, reachable workers.
 
-Connections that the owner of a listening socket does not accept in time fill its queue, until the kernel answers no
-more of them. A *filter* in the kernel (classic BPF, which needs no privileges) decides before that:
-:func:`drop_everything` lets nothing in; with :func:`answer_only` the kernel answers every dialer and forgets it.
+Unaccepted connections fill the queue of a listening socket, until the kernel answers no more of them. A *filter* in the
+kernel (classic BPF, without privileges) decides before that: :func:`drop_everything` lets nothing in; with
+:func:`answer_only` the kernel answers every dialer and forgets it.
 
-A worker that wants to be found opens a :class:`Doorbell`, a listening socket with such a filter, whose connections are
-never accepted. The system answers for the process, so even a busy or stopped process is reachable. :func:`unreachable`
-returns at once if all workers can be reached. Otherwise it keeps trying until its time is up, so that a lost packet or
-a slightly late peer does not count, and workers that check at the same time get their results at the same time.
+A :class:`Doorbell` is a listening socket with such a filter. The system answers for the process, so even a busy or
+stopped process is reachable. :func:`unreachable` returns at once if all workers can be reached, else at the end of its
+time, so that a lost packet or a slightly late peer does not count, and all get their results at the same time.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ _ANSWER_ONLY = (
 def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket:
     """A socket that listens at a free port of ``host``, a name or an address.
 
-    Raises:
-        ConfigurationError: if none of ``ports`` is free.
+    Raises ConfigurationError if none of ``ports`` is free.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     if ports is None:
@@ -73,7 +71,7 @@ def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket
 
 
 def address_of(listener: socket.socket) -> bytes:
-    """Where ``listener`` listens, for :func:`dial` in other processes."""
+    """Address of ``listener`` for :func:`dial` in other processes."""
     host, port = listener.getsockname()[:2]
     return f"{host} {port}".encode()
 
@@ -96,15 +94,14 @@ def dial(address: bytes) -> socket.socket | None:
 
 
 def drop_everything(sock: socket.socket) -> None:
-    """Lets no segment reach ``sock``, nor what a listening ``sock`` accepts."""
+    """Lets no segment reach ``sock``, nor sockets accepted by it."""
     _attach(sock, _DROP_EVERYTHING)
 
 
 def answer_only(listener: socket.socket) -> None:
     """Has the system answer every dialer of ``listener``, and let nothing else in.
 
-    No connection is ever complete, so none waits to be accepted. If too many are incomplete, Linux answers without
-    remembering them (SYN cookies, on by default).
+    No connection is ever complete. Beyond many incomplete ones Linux answers statelessly (SYN cookies, on by default).
     """
     _attach(listener, _ANSWER_ONLY)
 
@@ -167,7 +164,7 @@ def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
 
 
 CHECK_SECONDS = 1.4
-"""For which to try to reach a worker. Linux resends the first packet of a connection after one second."""
+"""For one worker; Linux resends the first packet of a connection after one second."""
 
 _BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
 _REDIAL_SECONDS = 0.1  # between attempts that fail at once
@@ -184,7 +181,7 @@ class Doorbell:
 
     @property
     def address(self) -> bytes:
-        """Its address, for :func:`unreachable` in other workers."""
+        """Address for :func:`unreachable` in other workers."""
         return address_of(self._socket)
 
     @property
@@ -199,13 +196,9 @@ class Doorbell:
 def unreachable(
     addresses: Mapping[int, bytes], cancelled: threading.Event, seconds: float = CHECK_SECONDS
 ) -> tuple[int, ...]:
-    """Tries to reach all workers at the same time.
+    """The ranks that could not be reached, in order; meaningless if ``cancelled``.
 
-    Args:
-        addresses: addresses of the others' doorbells, by rank.
-
-    Returns:
-        The ranks that could not be reached, in order; meaningless if ``cancelled`` is set.
+    ``addresses``: the other workers' doorbells, by rank; all are tried at the same time.
     """
     missing = set(addresses)
     dialled: dict[int, socket.socket] = {}

@@ -1,7 +1,7 @@
 """Transfers of any object between workers, as a pickle and tensors beside it.
 
-The bytes of all tensors, one after another, travel as values between stages of some megabytes, each of which is checked
-and acknowledged. Several are under way at a time. They arrive on the CPU, so neither side needs room on its device.
+The bytes of all tensors travel as values of some megabytes, each checked and acknowledged, several under way at a time.
+They arrive on the CPU, so neither side needs room on its device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Options of the communication, and transports from device to device.
 
-Headers, shapes, tags and waiting are Gloo's, on every device. A payload, tensors that are too large for their header,
-is announced by the header, and then goes by Gloo, or by the transport between workers that it *carries* payloads for.
-Sums and broadcasts of groups go by the transport if it *takes* them. By default it does neither.
+Headers, shapes, tags and waiting are Gloo's, on every device. A payload, tensors too large for their header, goes by
+Gloo, or by the transport between workers that it *carries* payloads for; sums and broadcasts of groups if it *takes*
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class CommunicationOptions(OptionGroup):
 
     @property
     def bucket_bytes(self) -> float:
-        """The most bytes of a bucket of gradients."""
         return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
 
 
@@ -64,24 +63,21 @@ Rosters: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Transport:
-    """A transport that carries nothing.
+    """A transport that carries nothing; an abort ends all waits within milliseconds.
 
     :meth:`connect` is called in a thread that may be left behind, :meth:`abort` in any; other methods in the thread
-    that exchanges messages. After an abort all waits end with an exception within milliseconds.
-
-    Attributes:
-        connect_seconds: how long :meth:`connect` may take without any sign of progress.
+    that exchanges messages. ``connect_seconds``: limit of :meth:`connect` without progress.
     """
 
     connect_seconds = 0.0
 
     @property
     def in_one_order(self) -> bool:
-        """Whether a collective waits for those of other groups that were begun before."""
+        """Whether a collective waits for earlier ones of other groups."""
         return False
 
     def plans(self, ranks: tuple[int, ...], rosters: Rosters) -> Sequence[GroupPlan]:
-        """The connections that it needs beside Gloo's, to reach ``ranks`` and ``rosters``."""
+        """Connections needed beside Gloo's, to reach ``ranks`` and ``rosters``."""
         return ()
 
     def connect(
@@ -92,24 +88,19 @@ class Transport:
         rendezvous: Rendezvous,
         cancelled: threading.Event,
     ) -> None:
-        """Connects with the workers of ``groups``, until ``cancelled`` is set.
-
-        Args:
-            groups: created as :meth:`plans` asks, with those of the channels.
-        """
+        """Connects with the workers of ``groups`` (:meth:`plans`), until ``cancelled``."""
 
     def packed_bytes(self, peer: int) -> int:
-        """Up to which size values to and from ``peer`` travel packed behind their header."""
+        """Largest value that travels to and from ``peer`` packed behind its header."""
         return PACKED_BYTES
 
     def carries(self, peer: int) -> bool:
-        """Whether it carries payloads to and from worker ``peer``; the same on both sides."""
+        """Whether it carries payloads to and from ``peer``; the same on both sides."""
         return False
 
     def send(
         self, channel: Channel, layout: ValueLayout, tensors: Sequence[Tensor], destination: int, tag: int
     ) -> None:
-        """Starts to send ``tensors`` to a worker that it carries payloads to."""
         raise NotImplementedError
 
     def receive(self, channel: Channel, layout: ValueLayout, source: int, tag: int) -> list[Tensor | None]:
@@ -121,25 +112,24 @@ class Transport:
         return False
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:
-        """Begins to replace ``tensor`` by its sum over a group, or by that of rank ``root``.
+        """Begins to replace ``tensor`` by its sum over a group, or by rank ``root``'s.
 
-        All members begin the same ones in the same order, and those of several groups in orders that agree. Until
+        All members begin the same ones in the same order, across groups in orders that agree. Until
         :meth:`end_collective`, or the end of the generation, the contiguous ``tensor`` must not be touched.
         """
         raise NotImplementedError
 
     def end_collective(self, begun: Any) -> None:
-        """Waits for a collective that :meth:`begin_collective` has returned."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Begins in the background what the next generation will need. Called once in each."""
+        """Begins the next generation's connections in the background; called once in each."""
 
     def abort(self) -> None:
         """Called once ``cancelled`` is set; the owner of the sockets cuts them."""
 
     def close(self) -> None:
-        """Drops everything of the generation, which is over, that the next one cannot use."""
+        """Drops all of the ended generation that the next one cannot use."""
 
     def end(self) -> None:
         """Drops everything; there is no next generation."""

@@ -1,10 +1,9 @@
 """Values between stages as bytes: a header with the layout, the tensors, and sums.
 
-Every message carries its layout, so no shapes need to be agreed beforehand. The tensors are packed behind it, or
-separate. The header has room for two sums, of the layout and of the tensors: the 64-bit words of a message, added up by
-its sender and by its receiver. Any change within one word shows; changes in several words cancel with a probability of
-about 2^-64 if they are random. (TCP's own sum has 16 bits, and there is none within a machine.) Only memory of the host
-is summed; 0 stands for a message that has no sum.
+Every message carries its layout, so shapes need no agreement. The tensors are packed behind it, or separate. The header
+has two sums, of the layout and of the tensors: the 64-bit words of a message, added up by both sides. Any change within
+one word shows; changes in several words cancel with a probability of about 2^-64 if they are random. (TCP's own sum has
+16 bits, and there is none within a machine.) Only host memory is summed; 0 stands for no sum.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.tensor_memory import memory_of
 
 Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
-"""A value sent between stages: a tensor or a tuple of tensors; in gradients, an item may be None."""
+"""A tensor or a tuple of tensors; in gradients, an item may be None."""
 
 MAX_TENSORS = 31
 _ALIGNMENT = 64
@@ -38,7 +37,7 @@ _NONE = -1
 _WITH_GRADIENT = 64  # added to the code of a dtype
 _HEADER = struct.Struct("=126q")
 LAYOUT_BYTES = _HEADER.size
-"""Of a header, what describes the tensors."""
+"""Size of the header's description of the tensors."""
 
 HEADER_BYTES = LAYOUT_BYTES + 16
 
@@ -55,16 +54,15 @@ class Channel(Enum):
 class HostMemory:
     """Memory of the host, for the exchange of tensors of ``device``.
 
-    A device copies to and from *pinned* memory by itself, and to other memory by way of a small buffer of its driver.
-    To pin memory takes long, so torch keeps what is no longer used for the next time, once the device is done with it.
-    On a CPU all of this is ordinary memory. Not tried with a device: see docs/gpu.md.
+    A device copies to and from *pinned* memory by itself, and otherwise through a small buffer of its driver. Pinning
+    is slow, so torch keeps unused memory for the next time. On a CPU all memory is ordinary. Not tried with a device:
+    see docs/gpu.md.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A new, uninitialised tensor of the host."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_accelerator(self._device))
 
     def staged(self, tensor: Tensor) -> Tensor:
@@ -78,9 +76,7 @@ class HostMemory:
     def on_device(self, tensor: Tensor, is_reused: bool) -> Tensor:
         """A copy of ``tensor`` on the device, or itself on a CPU.
 
-        Args:
-            is_reused: whether its memory is written again. If not, the copy need not be complete: torch keeps the
-                memory until it is.
+        The copy may be incomplete unless the host memory ``is_reused``: torch keeps the memory until it is done.
         """
         return tensor.to(self._device, non_blocking=not is_reused)
 
@@ -89,9 +85,8 @@ class HostMemory:
 class ValueLayout:
     """The structure of a value.
 
-    Args:
-        tensors: (dtype, shape, whether its gradient is wanted back) of each tensor, None for None.
-        has_note: whether the last of them are bytes that the sender has noted, and no part of the value.
+    ``tensors``: (dtype, shape, whether its gradient is wanted back), or None. ``has_note``: whether the last of them is
+    a note's bytes, no part of the value.
     """
 
     is_tuple: bool
@@ -100,7 +95,6 @@ class ValueLayout:
 
     @classmethod
     def of(cls, value: Value, note: Tensor | None = None) -> ValueLayout:
-        """The layout of ``value`` and a note."""
         tensors = (*(value if isinstance(value, tuple) else (value,)), *([] if note is None else [note]))
         forms = [None if t is None else (t.dtype, t.shape, t.requires_grad) for t in tensors]
         return cls(isinstance(value, tuple), tuple(forms), note is not None)
@@ -113,8 +107,7 @@ class ValueLayout:
     def header(self, packed: bool) -> bytes:
         """The header without its sums, of LAYOUT_BYTES bytes.
 
-        Raises:
-            ReCycleError: for too many tensors or dimensions, or a dtype that cannot be sent.
+        Raises ReCycleError for too many tensors or dimensions, or a dtype that cannot be sent.
         """
         if (count := len(self.tensors) - self.has_note) > MAX_TENSORS:
             raise ReCycleError(f"A layer passes {count} tensors to the next stage; at most {MAX_TENSORS} are allowed.")
@@ -162,7 +155,7 @@ class ValueLayout:
         return found
 
     def empty(self, allocate: Callable[[Sequence[int], torch.dtype], Tensor]) -> list[Tensor | None]:
-        """New tensors; ``allocate`` makes one of a shape and a dtype."""
+        """New tensors; ``allocate`` makes each from shape and dtype."""
         return [None if item is None else allocate(item[1], item[0]) for item in self.tensors]
 
     def value(self, tensors: Sequence[Tensor | None]) -> Any:
@@ -202,7 +195,7 @@ def sum_of_bytes(data: bytes | np.ndarray) -> int:
 
 
 def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
-    """The sum of the bits of all tensors; 0 if one is not in memory of the host."""
+    """The sum of the bits of all tensors; 0 if one is outside host memory."""
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -216,10 +209,9 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
 
 
 class Outbox:
-    """A prepared message with a layout, into which only the tensors need to be copied.
+    """A prepared message with a layout, into which only the tensors are copied.
 
-    Args:
-        packs_next: whether the next message under its tag is packed.
+    ``packs_next``: whether the next message under its tag is packed.
     """
 
     def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
@@ -238,7 +230,7 @@ class Outbox:
                 view.copy_(tensor.detach())
 
     def add_sum(self, tensors: Sequence[Tensor | None]) -> None:
-        """Sums the tensors in the message, or ``tensors``, which will follow it."""
+        """Sums the tensors in the message, or the following ``tensors``."""
         self._sums[1] = sum_of_bytes(self._bytes[HEADER_BYTES:]) if self.packed else sum_of_tensors(tensors)
 
 
@@ -257,7 +249,7 @@ class Inbox:
         self.views: list[Tensor | None] = []
 
     def read_header(self, capacity: Callable[[ValueLayout], int]) -> bool:
-        """Whether the header arrived as it was sent; ``capacity``: of the next buffer, by layout."""
+        """Whether the header arrived intact; ``capacity``: of the next buffer, by layout."""
         header = self._bytes[:LAYOUT_BYTES].tobytes()
         if header != self._header:
             if sum_of_bytes(self._bytes[:LAYOUT_BYTES]) != self._sums[0]:
@@ -269,7 +261,7 @@ class Inbox:
         return True
 
     def is_whole(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether the tensors, in the message or after it, arrived as they were sent."""
+        """Whether the tensors, in the message or after it, arrived intact."""
         if not self.packed:
             return int(self._sums[1]) in (0, sum_of_tensors(tensors))
         return int(self._sums[1]) == sum_of_bytes(self._bytes[HEADER_BYTES : self._end])
@@ -277,7 +269,7 @@ class Inbox:
 
 @dataclass(eq=False)
 class Incoming:
-    """A posted receive; ``note``: the sender's bytes beside the value, once that is received."""
+    """A posted receive; ``note``: the sender's bytes beside the value, once received."""
 
     channel: Channel
     source: int

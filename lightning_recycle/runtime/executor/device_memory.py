@@ -1,7 +1,6 @@
 """Bytes of tensors, and the memory of devices.
 
-The memory of a CPU is the machine's, or less where a control group (cgroup v1 or v2, as containers and batch systems
-set them) allows less.
+CPU memory is the machine's, or less where a control group (cgroup v1 or v2) allows less.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_recycle.torch_internals import tree_leaves
 
 @contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
-    """The tensors that autograd saves within the block, as they are saved."""
+    """Tensors that autograd saves within the block, as they are saved."""
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes of memory that the processes of this machine, container or job may use."""
+    """Bytes of memory available to this machine, container or job."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([total, *(limit for limit, _ in _cgroup_limits(cgroups, membership))])
 
@@ -89,7 +88,7 @@ def machine_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> i
 def free_bytes(peers: int, cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float:
     """Bytes that processes of this machine or container may still take.
 
-    Assumes that ``peers`` of them grow to the most that this one has held; infinite where that is unknown.
+    Assumes that ``peers`` of them grow to this one's peak; infinite where that is unknown.
     """
     try:
         (available,) = _bytes_in("/proc/meminfo", "MemAvailable")
@@ -107,7 +106,7 @@ def _bytes_in(path: str, *names: str) -> list[int]:
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Limits and use of this process's control groups, and of those that contain them.
+    """Limits and use of this process's control groups and their parents.
 
     Without files that the kernel keeps in memory only as long as no process needs it.
     """
@@ -139,7 +138,7 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]
 def peak_bytes(device: torch.device) -> int:
     """The most memory of ``device`` that this process has held.
 
-    On an accelerator bytes of tensors, as torch's allocator counts them; on a CPU resident memory, with libraries.
+    On an accelerator bytes of tensors by torch's allocator; on a CPU resident memory, with libraries.
     """
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(_peaks.get(device, 0), peak_allocated_bytes(device) if is_accelerator(device) else resident)
@@ -156,7 +155,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def process_bytes(device: torch.device) -> int:
-    """Bytes of ``device``'s memory that this process uses now, its tensors included."""
+    """Bytes of ``device``'s memory that this process uses now, tensors included."""
     if is_accelerator(device):
         # What others use of the device is not known: the context is about what is missing from the free memory.
         free, total = free_and_total(device)

@@ -1,11 +1,11 @@
 """The executor: a worker's steps, evaluations and recoveries.
 
 :meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.executor.step_runner`) until
-this worker has applied it. When a generation is announced, the current attempt ends with :class:`Interrupted` or
-:class:`CommunicationError`. The worker then reports what it holds, reconnects, brings itself to the committed version,
-and runs its step again or, if its own part is done, serves others that do. None of that shows outside. An exception
-that a fault of this machine may explain is judged by the coordinator: this worker does the same again, is evicted, or
-the exception is raised as the user's own.
+this worker has applied it. A new generation ends the current attempt with :class:`Interrupted` or
+:class:`CommunicationError`. The worker then reports its state, reconnects, brings itself to the committed version, and
+runs its step again or, if its own part is done, serves other workers. None of that shows outside. An exception that a
+fault of this machine may explain is judged by the coordinator: this worker does the same again, is evicted, or the
+exception is raised as the user's own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Executor:
 
     @property
     def version(self) -> int:
-        """The number of steps applied to the parameters (batches, with accumulation)."""
+        """Number of steps applied to the parameters (batches, with accumulation)."""
         return self.runner.version
 
     @version.setter
@@ -77,8 +77,8 @@ class Executor:
     ) -> StepResult:
         """Runs step :attr:`version` until this worker has applied it.
 
-        Args:
-            apply: called exactly once, with the gradients in place; steps the optimizer if ``share`` ends a step of it.
+        ``apply`` is called exactly once, with the gradients in place; it steps the optimizer if ``share`` ends a step
+        of it.
         """
         number = self.version
         step = Step(handle, apply, share)
@@ -104,17 +104,14 @@ class Executor:
         return step.result
 
     def settle_newest(self) -> None:
-        """Waits until the parameters are final, before anything looks at them."""
+        """Waits until the parameters are final, before any use of them."""
         if not self.runner.is_settled:
             self._retried(self.runner.settle)
 
     # ------------------------------------------------------------------ attempts
 
     def _retried(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
-        """Returns ``attempt()``, made again after each failure and recovery.
-
-        ``recover``: whether a recovery is due first.
-        """
+        """``attempt()``, made again after each failure and recovery; ``recover``: first."""
         with self.runner.attempt.computing(True):
             self.client.leave_hook()
             while True:
@@ -148,7 +145,7 @@ class Executor:
         return False
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Reports to the coordinator that communication broke and waits for its verdict."""
+        """Reports broken communication to the coordinator and waits for its verdict."""
         if not self.client.interrupted:
             log.debug("Worker %s: %s", self.worker, error)
             unreachable = error.ranks if isinstance(error, UnreachableError) else ()
@@ -168,7 +165,7 @@ class Executor:
         return self._has_own_exception
 
     def _await_another_try(self, error: Exception) -> None:
-        """Returns if this worker is to do again what raised ``error``."""
+        """Returns if this worker is to repeat the cause of ``error``."""
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
         data = self.runner.attempt.reads_from
         exact = not self.runner.attempt.is_past and (data is None or data.can_read_again)
@@ -187,14 +184,9 @@ class Executor:
     ) -> dict[int, bytes]:
         """Runs the batch ``handle`` forward through the pipelines, despite failures.
 
-        Args:
-            record: called on the last stage with (output, target, number of samples) of each micro-batch.
-
-        Returns:
-            What ``record`` returned, by global micro-batch, on every worker.
-
-        Raises:
-            ConfigurationError: if workers have read different samples.
+        ``record`` is called on the last stage with (output, target, number of samples) of each micro-batch. Returns its
+        results by global micro-batch, on every worker. Raises ConfigurationError if workers have read different
+        samples.
         """
 
         self.runner.attempt.reads_from = handle.loader
@@ -229,14 +221,9 @@ class Executor:
     def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
         """Runs ``value`` through one worker of each stage, despite failures.
 
-        All workers call it at the same place outside of steps, or in the hooks of STEP.
-
-        Args:
-            draw: tells the randomness of this call from that of others in the same version, and of micro-batches.
-            deliver: called with the output of the last layer where it was computed.
-
-        Returns:
-            What ``deliver`` returned, on every worker.
+        All workers call it at the same place outside of steps, or in the hooks of STEP. ``draw`` separates the
+        randomness of calls and micro-batches in one version. ``deliver`` gets the last layer's output where it was
+        computed; its result is returned on every worker.
         """
         self.runner.attempt.reads_from = None
         place = self.runner.attempt.place
@@ -258,7 +245,7 @@ class Executor:
     # ------------------------------------------------------------------ collectives of the position in hooks
 
     def _enters_hook(self) -> bool:
-        """Whether the next collective of the position is that of a hook.
+        """Whether the next collective of the position is a hook's.
 
         A hook cannot be run again. Its siblings have come there, too, when this returns.
         """
@@ -270,7 +257,7 @@ class Executor:
     def _lose_sibling(self, error: CommunicationError) -> NoReturn:
         """Ends this worker in a hook whose collective broke, as a sibling is gone.
 
-        It waits like any that is parked, and ends when it is to go on.
+        It waits like a parked worker, and ends when it is to go on.
         """
         self._await_verdict(error)
         while self.client.rank not in self.client.enter_generation().roster:
@@ -281,13 +268,13 @@ class Executor:
     # ------------------------------------------------------------------ a failure
 
     def join(self) -> None:
-        """Enters a running training at a step boundary, with the state that a peer gives."""
+        """Enters a running training at a step boundary, with a peer's state."""
         self._joining = True
         self.client.wait_to_enter()
         self.regroup()
 
     def regroup(self) -> None:
-        """Takes part in the announced generation, and in any that follows before the end."""
+        """Takes part in the announced generation, and in any that follows before its end."""
         self._retried(lambda: None, recover=True)
 
     def judge_error(self, error: Exception) -> None:
@@ -299,7 +286,7 @@ class Executor:
             self._is_own(error, (OUTSIDE, place_of(error)), exact=False)
 
     def _recover(self) -> None:
-        """Enters the announced generation, and does what its decision asks."""
+        """Enters the announced generation, and carries out its decision."""
         runner = self.runner
         runner.before_recovery()
         announced = self.client.enter_generation()
@@ -348,7 +335,7 @@ class Executor:
 
     @property
     def _positions(self) -> Positions:
-        """The assignment of workers to positions in the generation that was entered."""
+        """Positions of workers in the entered generation."""
         return replace(self.runner.positions, moved=self.client.member.moved)
 
     @property
@@ -414,7 +401,7 @@ class Executor:
     def _carry_out(
         self, action: recovery.Action, resume: messages.Resume, commits: Mapping[int, CommitPayload]
     ) -> None:
-        """Does one action of a recovery; ``commits``: the payloads to apply a step by."""
+        """Does one action of a recovery; ``commits``: payloads by which a step is applied."""
         match action:
             case recovery.Give():
                 with self.client.busy("taking a snapshot"):
@@ -451,7 +438,7 @@ class Executor:
 
 
 class Forwards:
-    """The forwards of one worker, each an attempt that leaves nothing but its result."""
+    """Forwards of one worker, each an attempt that leaves nothing but its result."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner = runner
@@ -465,8 +452,8 @@ class Forwards:
     ) -> dict[int, bytes]:
         """Runs the forwards of this worker's program, but for empty micro-batches.
 
-        Workers that compute parts of a micro-batch run all or none of them: the layers exchange parameters. One whose
-        own part has no samples runs another's, and drops the result.
+        Workers that compute parts of a micro-batch run all or none of them: the layers exchange parameters. A worker
+        whose own part has no samples runs another's, and drops the result.
         """
         loader, version = handle.loader, self.runner.version
         sizes: dict[Task, int] = {}

@@ -18,14 +18,14 @@ RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Knowledge of every worker when it steps.
+    """Results of a step, the same on every worker.
 
     Args:
-        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if it is scaled. 0 in a step on
-            the guess that it is small enough.
-        outputs: what hooks did with the outputs, by global micro-batch, if there are such hooks.
-        check_next: whether all check what they hold after the next step.
-        add_gradients: adds the gradients of the step to those that parameters hold, as a backward does.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if scaled; 0 on a guess that it
+            is small enough.
+        outputs: hooks' results for the outputs, by global micro-batch, if there are such hooks.
+        check_next: whether all check their state after the next step.
+        add_gradients: adds the gradients of the step to those of the parameters, as a backward does.
     """
 
     loss: float
@@ -58,12 +58,11 @@ class ExecutorCallbacks(Protocol):
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchValues]:
         """The context of a micro-batch's forward, by its index in the global batch.
 
-        Within it the user's module holds the values of that micro-batch. What it adds to running statistics is added to
-        ``statistics``.
+        It gives the module that micro-batch's values, and adds to ``statistics`` instead of running statistics.
         """
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        """As :meth:`microbatch`, for a forward that is computed again and leaves nothing."""
+        """As :meth:`microbatch`, for a repeated forward without lasting effects."""
 
     @property
     def records_outputs(self) -> bool:
@@ -99,11 +98,11 @@ class ExecutorCallbacks(Protocol):
     def step_again(self, norm: float) -> None:
         """Repeats the newest step, made on a wrong guess, with gradients of norm ``norm``.
 
-        The parameters and ``parameter.grad`` are what they were before.
+        The parameters and ``parameter.grad`` are restored before.
         """
 
     def take_snapshot(self) -> Any:
-        """Returns all that a worker that joins this stage must have, at a step boundary."""
+        """State for a worker that joins this stage, at a step boundary."""
 
     def restore_snapshot(self, snapshot: Any) -> None:
-        """Takes over what a peer's :meth:`take_snapshot` returned."""
+        """Takes over a peer's :meth:`take_snapshot`."""

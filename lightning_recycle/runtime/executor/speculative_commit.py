@@ -1,9 +1,8 @@
 """Commits between stages before they step, and steps on a guess about the norm.
 
-A worker that is REDUCED reports to all others what its stage's gradient adds to the whole. If nothing but the norm of
-the whole matters, and only if that is large, it may step on the guess that it is not. Its newest step is then
-*unsettled* until all have reported. All workers of a generation find the same answer right or wrong; if a guess was
-wrong, each worker that learns of it ends in the generation that is begun for that, whether it has guessed or not.
+A REDUCED worker reports its stage's part of the whole gradient. If only the norm matters, and only a large one, it may
+step on the guess that it is small. Its newest step is then *unsettled* until all have reported. All workers of a
+generation find the same answer right or wrong; each that learns of a wrong guess ends in the generation begun for that.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the n
 
 @dataclass(frozen=True)
 class CommitRules:
-    """Needs of a step: the knowledge that stages must have of each other before it.
+    """Knowledge that stages must have of each other before a step.
 
     Args:
         staggered: whether a stage may step before the others hold their gradients.
-        presumes: norm of all gradients -> whether a step is what it is without knowing the norm. With it a stage steps
-            on the guess that it is, unless what is known says otherwise; without it all stages know the norm first.
+        presumes: norm of all gradients -> whether the step is the same without knowing the norm. With it a stage
+            guesses so, unless reports say otherwise; without it all stages know the norm first.
     """
 
     norm: bool = False
@@ -36,10 +35,9 @@ class CommitRules:
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """Report of a stage to the others before they step.
+    """A stage's report to the others before they step.
 
-    Args:
-        squared_norm: the squared norm of its gradient; NaN if it is not needed.
+    ``squared_norm``: of its gradient; NaN if it is not needed.
     """
 
     squared_norm: float = math.nan
@@ -47,19 +45,19 @@ class CommitPayload:
 
 
 def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
-    """The norm of all gradients, from the reports of the stages; NaN if none has."""
+    """Norm of all gradients from the stages' reports; NaN if none has one."""
     return sum(payload.squared_norm for _, payload in sorted(payloads.items())) ** 0.5 if payloads else math.nan
 
 
 class SpeculativeCommits:
-    """A worker's guesses, and the reports that it knows.
+    """A worker's guesses, and its known reports.
 
     Args:
-        hold: norm of all gradients -> whether a step is what it is without knowing the norm.
+        hold: norm of all gradients -> whether the step is the same without knowing the norm.
 
     Attributes:
-        unsettled: whether the newest step was made on a guess that nothing has confirmed yet.
-        reports: the reports of all stages, by column, of the newest step that all have reported.
+        unsettled: whether the newest step was made on an unconfirmed guess.
+        reports: of all stages, by column, for the newest step that all have reported.
     """
 
     def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
@@ -69,7 +67,7 @@ class SpeculativeCommits:
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a guess will hold, by the other stages' reports of the step before.
+        """Whether a guess will hold, by the other stages' previous reports.
 
         The same in all workers of a column.
         """
@@ -82,20 +80,18 @@ class SpeculativeCommits:
         return self._hold(norm_of(known))
 
     def report(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
-        """Reports ``step`` once in a generation; ``guesses``: and does not wait."""
+        """Reports ``step`` once in a generation; ``guesses``: without waiting."""
         if self._reported_in != (self._client.generation, step):
             self._reported_in = (self._client.generation, step)
             self._client.tell(step, own, guesses)
 
     def is_reported(self, step: int) -> bool:
-        """Whether all have reported ``step``."""
         return self._client.committed(step) is not None
 
     def await_reports(self, step: int) -> Mapping[int, CommitPayload]:
         """Waits until all have reported ``step``.
 
-        Raises:
-            Interrupted: when a generation was announced; if a guess was wrong, it is the generation for that.
+        Raises Interrupted when a generation was announced, such as the one after a wrong guess.
         """
         answer = self._client.await_committed(step)
         self.reports = unpack_all(answer.payloads)

@@ -1,16 +1,15 @@
 """Measurements of a worker's operations, and their reports.
 
-Every operation is timed. :class:`FirstSteps` measures the rest in the first steps that a worker runs with its layers;
-none of it changes a result.
+Every operation is timed. :class:`FirstSteps` measures the rest in the first steps with the worker's layers, without
+changing a result:
 
-- *Memory*, in the second step, on every micro-batch: after F it holds what autograd saves (or, on a device, what its
-  allocator gave out meanwhile, and the input of the stage); after B what the queued weight gradients hold; after an F
-  that is computed again the stage's input. Every backward of that step is split, so that both kinds are known.
-- *The cost of splitting a backward*, in four steps from the third on: every other fused backward is split, B and W one
-  after the other, so both are measured under the same load. On a CPU an operation's seconds are those of the clock
-  without those in which its thread waited for a core (``/proc/thread-self/schedstat``; where there is none, waiting
-  counts). It keeps the machine busy for the processor time of its process. On another device both are the time between
-  two events.
+- *Memory*, in the second step, on every micro-batch: after F the tensors that autograd saves (on a device, its
+  allocator's growth, and the input); after B the queued weight gradients; after a repeated F the stage's input. Every
+  backward of that step is split, so that both kinds are known.
+- *The cost of splitting a backward*, in four steps from the third on: every other fused backward is split, with B and W
+  in a row, so both are measured under the same load. On a CPU an operation's seconds exclude waiting for a core
+  (``/proc/thread-self/schedstat``, if any), and it keeps the machine busy for its process's processor time. On another
+  device both are the time between two events.
 - *The profile of the stage*, if the run is profiled, after the ninth step, and its link to the next stage before the
   first one.
 """
@@ -52,15 +51,15 @@ _COMPUTING = (
 
 
 class Timings:
-    """Seconds by kind of operation, smoothed up to the last step taken; of REDUCE, mostly waiting, the minimum.
+    """Seconds by kind of operation, smoothed over steps; of REDUCE the minimum.
 
-    On an accelerator an operation lasts from one event to another on the stream that computes, and the host does not
-    wait for it. Such measurements count as soon as the device has come that far.
+    REDUCE is mostly waiting. On an accelerator an operation lasts from one event to another on the computing stream,
+    and the host does not wait for it; a measurement counts once the device has come that far.
 
     Attributes:
-        of: for each kind the context whose duration is recorded unless it raises, device work included.
-        stretch: called with the seconds that an F, R, B, W or BW has computed; the time that the call takes counts as
-            computing, and the host waits for the device before. For fault injection.
+        of: for each kind the context whose duration, device work included, is recorded unless it raises.
+        stretch: for fault injection: called with the computed seconds of an F, R, B, W or BW, after waiting for the
+            device; the call counts as computing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +73,6 @@ class Timings:
         self._events: list[Any] = []  # that can be used again
 
     def take_step(self) -> dict[str, float]:
-        """Mean seconds of the measurements since the previous call."""
         while self._on_device and self._on_device[0][2].query():
             self._take()
         means = {}
@@ -90,14 +88,12 @@ class Timings:
         return means
 
     def add(self, kind: OpKind, seconds: float) -> None:
-        """Takes a measurement into account."""
         self._step[kind].append(seconds)
 
     def await_device(self, progressed: Callable[[], None]) -> None:
-        """Waits until the device has done all that was measured.
+        """Waits until the device has done all measured operations.
 
-        A worker that then waits for others has no work of its own left that may be stuck. ``progressed`` is called
-        after each operation.
+        A worker that then waits for others has no stuck work of its own. ``progressed`` is called after each operation.
         """
         while self._on_device:
             self._on_device[0][2].synchronize()
@@ -110,14 +106,14 @@ class Timings:
         self._events += (before, after)
 
     def _record(self) -> Any:
-        """An event behind all that the current stream was asked to do."""
+        """An event behind all requests to the current stream."""
         event = self._events.pop() if self._events else new_event(self._device)
         event.record()
         return event
 
 
 class _Stopwatch:
-    """The context of operations of one kind, by the clock of the host."""
+    """The context of operations of one kind, by the host's clock."""
 
     def __init__(self, timings: Timings, kind: OpKind) -> None:
         self._timings, self._kind, self._may_stretch = timings, kind, kind in _COMPUTING
@@ -164,10 +160,9 @@ _SPLIT = ((True, OpKind.FORWARD), (True, OpKind.BACKWARD_INPUT), (True, OpKind.B
 
 
 class FirstSteps:
-    """The measurements of one worker in its first steps with the layers that it has.
+    """The measurements of one worker in its first steps with its layers.
 
-    Args:
-        held: returns the tensors that the worker holds between two steps; None if the memory is not to be measured.
+    ``held``: the worker's tensors between two steps; None to skip memory.
     """
 
     def __init__(
@@ -198,11 +193,10 @@ class FirstSteps:
     def begin(
         self, step: int | None, program: Sequence[Task], split_backward: bool = False, buffers: Iterable[Tensor] = ()
     ) -> None:
-        """A step begins.
+        """Begins a step, which counts once if it runs again.
 
-        Args:
-            step: the step; one that runs again counts once. None: only a part of a step, in which nothing is measured.
-            buffers: those for messages, which are counted by the size of the messages.
+        ``step`` None: only a part of a step, without measurements. ``buffers``, for messages, are counted by the
+        messages' size.
         """
         self._split, self._measures = {}, False
         if step is None:
@@ -220,7 +214,7 @@ class FirstSteps:
             self._split = {index: (place + self._tried) % 2 == 1 for place, index in enumerate(fused)}
 
     def splits(self, index: int) -> bool:
-        """Whether the backward of the micro-batch is split because that is measured."""
+        """Whether the backward of micro-batch ``index`` is split for a measurement."""
         return (self._measures and self._may_split) or self._split.get(index, False)
 
     def part(self, kind: OpKind, index: int, stage: Stage, inputs: Any = None) -> AbstractContextManager[None]:
@@ -262,16 +256,14 @@ class FirstSteps:
             self._checkpoint = max(self._checkpoint, device_memory.storage_bytes(kept.tensors(), self._own))
 
     def received(self, value: Any) -> None:
-        """``value`` has come from another stage for one micro-batch."""
         if self._measures:
             self._received = max(self._received, device_memory.tensor_bytes(value))
 
     def sent(self, value: Any) -> None:
-        """``value`` goes to another stage for one micro-batch."""
         self.output_bytes = max(self.output_bytes, device_memory.tensor_bytes(value))
 
     def footprint(self) -> Footprint | None:
-        """The memory, once the step in which it is measured has been applied."""
+        """The memory, once its step has been applied."""
         if not self._measures or self._held is None:
             return None
         # Activations and gradients have the same size; each message has a buffer at both ends, in host memory. On a
@@ -321,7 +313,7 @@ class FirstSteps:
         self._passed += passed
 
     def trial(self) -> SplitTrial | None:
-        """Cost of splitting, once a step after which the trial is over has been applied."""
+        """Cost of splitting, once the trial's last step has been applied."""
         if self._tried < _TRIAL_STEPS or not self._split:
             return None
         for split, timings in self._by_device.items():
@@ -347,9 +339,7 @@ class FirstSteps:
 class StepMeasurements:
     """The measurements of one worker.
 
-    Args:
-        held: returns the tensors that this process holds between two steps besides those of the stage; None if the
-            memory is not to be measured.
+    ``held``: this process's tensors between two steps besides those of the stage; None to skip memory.
     """
 
     def __init__(
@@ -376,12 +366,9 @@ class StepMeasurements:
         self._end_if_known()
 
     def measure_links(self, stage: int, is_last: bool, exchange: Callable[[int, int, bool], None]) -> None:
-        """Measures the link to the next stage, if the run is profiled.
+        """Measures the link to the next stage, if the run is profiled; even stages begin.
 
-        Even stages begin, then odd ones.
-
-        Args:
-            exchange: called with a number of stages further, a number of bytes, and whether to send first.
+        ``exchange`` takes a number of stages further, a number of bytes, and whether to send first.
         """
         for parity in (0, 1) if self._profiles else ():
             with self._client.waiting("its neighbours"):
@@ -397,7 +384,7 @@ class StepMeasurements:
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
     def report(self) -> None:
-        """Sends what is complete after a step that was applied."""
+        """Sends complete measurements after an applied step."""
         first, rank = self.first, self._client.rank
         if first is None:
             return
@@ -424,8 +411,7 @@ class StepMeasurements:
 def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second of a link.
 
-    Args:
-        exchange: sends a message of the given number of bytes and waits until as many have come back.
+    ``exchange`` sends so many bytes and waits for their return.
     """
 
     def one_way(size: int) -> float:
@@ -444,7 +430,7 @@ def _link(exchange: Callable[[int], None]) -> tuple[float, float]:
 def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[str, float]:
     """The name and number of this process's processors on ``device``.
 
-    The cores that it may use, as many of them as its control group (v2) pays for; or the accelerator.
+    The cores that it may use, up to its control group's quota (v2); or the accelerator.
     """
     if is_accelerator(device):
         return device_memory.device_place(device), 1.0
@@ -460,7 +446,7 @@ def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.m
 
 
 def _seconds_waited() -> float:
-    """For how long this thread has waited for a core since it began."""
+    """Seconds that this thread has waited for a core."""
     try:
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             return int(file.read().split()[1]) / 1e9

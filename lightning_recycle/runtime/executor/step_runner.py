@@ -1,14 +1,13 @@
 """Runner of a step's program: F, B, W, REDUCE and STEP of one stage.
 
-The schedule is data. Receives are posted at the start of the step and sends leave as soon as their value exists, so
-communication follows from the program and needs no operations of its own. A stage steps its optimizer when its own
-gradient is reduced, much of it in the background; a copy of the previous version's parameters (the shadow) stays until
-the next STEP. If stages must know something of each other before they step, or staggering is off, a commit through the
-coordinator comes first. If that is the norm of the whole gradient, a stage may step on the guess that it is small, and
-again if it was wrong.
+Receives are posted at the start of the step and sends leave as soon as their value exists, so communication follows
+from the program without operations of its own. A stage steps its optimizer when its own gradient is reduced, much of it
+in the background; a copy of the previous version's parameters (the shadow) stays until the next STEP. If stages depend
+on each other's results before they step, or staggering is off, a commit through the coordinator comes first; if on the
+norm of the whole gradient, a stage may step on the guess that it is small, and again if it was wrong.
 
-An attempt at a step ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
-:mod:`~lightning_recycle.runtime.executor.executor` then recovers and has it made again.
+An attempt ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
+:mod:`~lightning_recycle.runtime.executor.executor` then recovers and repeats it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _ACTIVATIONS, _GRADIENTS = Channel.ACTIVATIONS, Channel.GRADIENTS
 
 @dataclass
 class Step:
-    """A step as Lightning asked for it: where its data is and how it is applied."""
+    """A step as Lightning asked for it: its data and its application."""
 
     handle: StepHandle
     apply: Callable[[StepResult], None]
@@ -68,12 +67,12 @@ class Step:
 
 @dataclass
 class Attempt:
-    """Progress of a worker in what it attempts.
+    """Progress of a worker in its attempt.
 
     Attributes:
         place: the step and the operation to which an exception belongs.
-        is_past: whether it is past the point up to which it can do the same again.
-        computes: whether it is in an attempt, and not in a hook of the user's that is called only once.
+        is_past: whether it can no longer do the same again.
+        computes: whether it is in an attempt, not in a hook that is called only once.
     """
 
     place: tuple[int, str] = (0, "")
@@ -83,7 +82,6 @@ class Attempt:
 
     @contextmanager
     def computing(self, computes: bool) -> Iterator[None]:
-        """Sets :attr:`computes` within the block."""
         before, self.computes = self.computes, computes
         try:
             yield
@@ -95,12 +93,12 @@ class StepRunner:
     """Runs one worker's part of steps.
 
     Args:
-        rules: what stages must know of each other before they step; with ties they all commit a step together.
+        rules: knowledge that stages need before they step; with ties they all commit a step together.
         shadow_on_host: whether the previous version's parameters are kept in host memory.
 
     Attributes:
-        version: the number of steps applied to the parameters; with gradient accumulation, of batches.
-        payload: what other stages must know of it; that of an unsettled step stays.
+        version: steps applied to the parameters; with gradient accumulation, batches.
+        payload: its report to other stages; that of an unsettled step stays.
         stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
@@ -161,7 +159,7 @@ class StepRunner:
         self._set_up(bundle)
 
     def _set_up(self, bundle: StageBundle) -> None:
-        """Sets up this worker for the layers of ``bundle``. Nothing is under way."""
+        """Sets up this worker for the layers of ``bundle``; nothing may be under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
         self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_settled)
@@ -184,7 +182,6 @@ class StepRunner:
         self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
 
     def replace_layers(self, bundle: StageBundle) -> None:
-        """Replaces this worker's layers, set as those before."""
         self.gradients.give_back()
         for parameter, grad in bundle.left.items():
             parameter.grad = grad
@@ -202,7 +199,6 @@ class StepRunner:
     # ------------------------------------------------------------------ a step
 
     def follow(self, program: Program) -> None:
-        """Takes over ``program``."""
         self._whole_program = program
         self.program, self._idle_peer = program.tasks, program.idle_peer
         self.verifier.follow(program)
@@ -331,9 +327,9 @@ class StepRunner:
             self.communicator.send(_ACTIVATIONS, output, task.destination, task.index, note)
 
     def _results(self) -> tuple[dict[int, float], dict[int, bytes]]:
-        """The losses of the micro-batches, and what hooks did with their outputs.
+        """Losses of the micro-batches, and hooks' results for their outputs.
 
-        Of micro-batches that this worker computes parts of: the mean losses, and the outputs of all parts.
+        For partially computed micro-batches the mean losses, and the outputs of all parts.
         """
         losses = {index: float(loss) for index, loss in self._losses.items()}
         _, parts = self.communicator.parts
@@ -386,13 +382,13 @@ class StepRunner:
             self.gradients.protect_lent(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
-        """The ranks that give others sums of shared weights, by stages that hold them."""
+        """Ranks that give sums of shared weights, by the stages that hold them."""
         again, ahead = self.ahead
         givers = self.ties.givers(ahead) if step == again else {}
         return {stages: self.stage_leaders[giver] for stages, giver in givers.items()}
 
     def _commit_payload(self, step: int) -> CommitPayload:
-        """The report of this stage's reduced gradient of ``step`` to other stages."""
+        """This stage's report of its reduced gradient of ``step``."""
         if not (self._rules.norm or self._rules.overflow):
             return CommitPayload(math.nan, False)
         totals, beside = (step, self.steps[step].share), self.callbacks.not_optimized()
@@ -462,12 +458,10 @@ class StepRunner:
             self.apply(guesses.await_reports(step))
 
     def settle(self, waits: bool = True) -> None:
-        """Learns whether a guess was right; without ``waits`` only if that is known.
+        """Checks whether a guess was right; without ``waits`` only if that is known.
 
-        Nothing that follows from a guess may be reduced, or leave the executor.
-
-        Raises:
-            Interrupted: when a generation was announced, in which a wrong guess is corrected.
+        No consequence of a guess may be reduced, or leave the executor. Raises Interrupted when a generation was
+        announced, in which a wrong guess is corrected.
         """
         guesses, step = self.guesses, self.version - 1
         if guesses is not None and guesses.unsettled and (waits or guesses.is_reported(step)):
@@ -481,7 +475,7 @@ class StepRunner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the parameters are final, and no guess may be corrected."""
+        """Whether the parameters are final: no guess may be corrected."""
         return self.guesses is None or not self.guesses.unsettled
 
     def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
@@ -511,11 +505,11 @@ class StepRunner:
             self.payload, self.reduced = self._commit_payload(step), True
 
     def forget(self) -> None:
-        """The gradient of the step that runs is not reduced any more."""
+        """The running step's gradient is not reduced any more."""
         self.reduced, self.payload = False, None
 
     def before_recovery(self) -> None:
-        """A generation was announced: what was under way is over."""
+        """Called when a generation was announced: nothing is under way any more."""
         self.stage.clear()
         self._incoming = {}
 
@@ -524,7 +518,6 @@ class StepRunner:
         self._reduction.drop()
 
     def measure_links(self) -> None:
-        """Measures the links to the neighbouring stages, if the run is profiled."""
         rank, pair = self.client.rank, self.communicator.echo
         self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
 
@@ -534,7 +527,7 @@ class StepRunner:
             self.communicator.all_reduce(torch.zeros(1))
 
     def serve(self, step: int) -> None:
-        """Runs a step that this worker has applied, with the parameters of that step."""
+        """Runs an applied step with the parameters of that step."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
             with self.stage.as_in_training(), self._shadow.in_place(), self.callbacks.as_in_step(step):
@@ -545,7 +538,7 @@ class StepRunner:
     # ------------------------------------------------------------------ small things
 
     def _held(self) -> Iterable[Tensor]:
-        """The tensors that this worker holds for its layers between two steps."""
+        """This worker's tensors for its layers between two steps."""
         shadow = [] if self._shadow is None else self._shadow.on(self._device)
         return chain(self._parameters, self.gradients.tensors(), shadow)
 
@@ -564,7 +557,7 @@ class StepRunner:
         return value
 
     def _measured(self, kind: OpKind, task: Task, inputs: Any = None) -> AbstractContextManager[None]:
-        """The context of an F, R, BW, B or W; ``inputs``: what the F is given."""
+        """The context of an F, R, BW, B or W; ``inputs``: of the F."""
         timed = self.timings.of[kind]
         first = self._measurements.first
         return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))

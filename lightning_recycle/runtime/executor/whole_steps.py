@@ -1,14 +1,13 @@
 """Steps that optimize by themselves, on each of a worker's micro-batches.
 
-Only the user's code knows what such a step is; the schedule says which micro-batches a worker has. There is one stage:
-every worker does the whole step, and all hold the same afterwards. A step is done on the parameters in place, with a
-copy of the whole state that it began with (:class:`StepState`). A failure rewinds it, and all do it again. For the
-protocol a worker is REDUCED when it has done its step, and holds the state before and after it. Before its losses are
-known, and before it votes for the commit, all workers have reported that they are done: no worker ever needs another's
-state.
+Only the user's code defines such a step; the schedule deals micro-batches to workers. There is one stage: every worker
+does the whole step, and all hold the same afterwards. A step works on the parameters in place, with a copy of the whole
+initial state (:class:`StepState`) to which a failure rewinds all. For the protocol a worker is REDUCED when it has done
+its step, and holds the state before and after it. Before losses are known, and before the vote for the commit, all
+workers have reported that they are done: no worker ever needs another's state.
 
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
-check that they have done the same so far: they end with an error instead of waiting for each other.
+check of that, which raises an error instead of a deadlock.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ _HASHES = 2
 
 
 class StepState(Protocol):
-    """All that a step may change, on this worker."""
+    """All state that a step may change, on this worker."""
 
     def keep(self) -> None:
-        """Copies it; called right before a step."""
+        """Copies the state; called right before a step."""
 
     def rewind(self) -> None:
-        """Restores what was kept."""
+        """Restores the copy."""
 
 
 class StepPath:
-    """The way of a worker through a step so far, in order: the same on all workers."""
+    """The way of a worker through a step so far: the same on all workers."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=8)
@@ -65,7 +64,7 @@ class StepPath:
         self._newest.append(what)
 
     def numbers(self) -> list[int]:
-        """Numbers of 20 bits; those of different ways differ, almost certainly."""
+        """Numbers of 20 bits, almost certainly different for different ways."""
         whole = int.from_bytes(self._digest.digest(), "little")
         return [whole >> (20 * part) & 0xFFFFF for part in range(_HASHES)]
 
@@ -75,11 +74,9 @@ class StepPath:
 
 @dataclass(frozen=True)
 class WholeStepMicrobatch:
-    """A micro-batch that a worker has in a step.
+    """A micro-batch of a worker in a step.
 
-    Args:
-        counts: whether it contributes. A worker for which the schedule has nothing does another's work without
-            contributing, as its optimizers must step like all others.
+    ``counts``: whether it contributes. A worker without work repeats another's, as its optimizers must step, too.
     """
 
     index: int
@@ -91,9 +88,8 @@ class WholeStepMicrobatch:
 class WholeStepRunner(StepRunner):
     """A runner whose steps are run by ``body``, with ``state`` kept before them.
 
-    Args:
-        body: the user's step: (number, this worker's micro-batches, this runner for what the workers do together, the
-            way) -> of each its loss (NaN if it has none), and what must reach all workers.
+    ``body``: the user's step: (number, this worker's micro-batches, this runner for common work, the way) -> of each
+    its loss (NaN for none), and bytes for all workers.
     """
 
     def __init__(
@@ -153,7 +149,6 @@ class WholeStepRunner(StepRunner):
         self.communicator.end_step()
 
     def _read(self, step: int) -> list[WholeStepMicrobatch]:
-        """Reads this worker's micro-batches."""
         handle = self.steps[step].handle
         self.attempt.place = (step, "reading data")
         wanted = [
@@ -185,7 +180,6 @@ class WholeStepRunner(StepRunner):
     # ------------------------------------------------------------------ what the workers do together
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums ``tensor`` in place over the workers."""
         if self._broken is None and self.client.interrupted:
             self._broken = Interrupted()
         if self._broken is not None:
@@ -237,7 +231,7 @@ class WholeStepRunner(StepRunner):
 
     @override
     def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
-        """The step that was done counts."""
+        """Makes the finished step count."""
         self._has_begun = False
         super().apply(payloads, guesses)
 
@@ -247,7 +241,7 @@ _END = "the end of the step"
 
 
 class _Ended(BaseException):
-    """Ends a function where it met; no ``except Exception`` of the user's stops it."""
+    """Ends a function at its meeting; no ``except Exception`` of the user's stops it."""
 
 
 @dataclass(frozen=True)
@@ -293,12 +287,11 @@ class _Coroutine(Generic[_T]):
         return state
 
     def meet(self, state: _Met) -> Any:
-        """Within the thread: what :meth:`resume` is called with next."""
+        """Within the thread: the argument of the next :meth:`resume`."""
         self._states.put(state)
         return self._answered()
 
     def end(self) -> None:
-        """Ends it where it met."""
         if not self._has_ended:
             self._has_ended = True
             self._answers.put(_Ended)
@@ -326,17 +319,14 @@ _here = threading.local()
 
 
 class Lockstep:
-    """Functions that run in turns and meet to do some things together.
+    """Functions that run in turns and meet for common work.
 
-    Each function runs until it calls :meth:`meet`; when all have, what they do together is done once, by the thread
-    that called :meth:`run`; and all go on with the answer. Never do two of them run at the same time, and their order
-    is fixed. A single function runs in the caller's thread; several have a thread each, as Python can suspend a
-    function that calls user's code no other way. If one raises, or what is done together does, the others end where
-    they met.
+    Each runs until it calls :meth:`meet`; when all have, the common work is done once, by the thread that called
+    :meth:`run`, and all go on with the answer. Never do two of them run at the same time, and their order is fixed. A
+    single function runs in the caller's thread; several have a thread each, as Python can suspend a function that calls
+    user's code no other way. If one raises, or the common work does, the others end where they met.
 
-    Args:
-        places: what is entered while each function runs, one for each of several; what they do together is done in the
-            first of them.
+    ``places``: the context of each of several functions; the common work is in the first.
     """
 
     def __init__(self, places: Sequence[AbstractContextManager[Any]] = ()) -> None:
@@ -344,21 +334,15 @@ class Lockstep:
 
     @property
     def number(self) -> int:
-        """The number of the function that calls this; 0 in what they do together."""
+        """The number of the calling function; 0 in common work."""
         coroutine = getattr(_here, "coroutine", None)
         return 0 if coroutine is None else coroutine.number
 
     def meet(self, what: str, part: Any, together: Callable[[list[Any]], _T]) -> _T:
-        """A point where all functions meet.
+        """A point where all functions meet; the result of ``together``, for each of them.
 
-        Args:
-            together: called once, with what each of them brought; one that calls it again is not met again.
-
-        Returns:
-            What ``together`` returned, to each of them.
-
-        Raises:
-            UnsupportedFeatureError: if they come to different points.
+        ``together`` is called once, with all parts; a call of ``meet`` within it is not a meeting. Raises
+        UnsupportedFeatureError if the functions come to different points.
         """
         coroutine: _Coroutine[Any] | None = getattr(_here, "coroutine", None)
         if coroutine is None:
@@ -366,7 +350,7 @@ class Lockstep:
         return coroutine.meet(_Met(what, part, together))  # type: ignore[no-any-return]
 
     def run(self, bodies: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Runs all of ``bodies``; returns what they returned."""
+        """Runs all of ``bodies``; returns their results."""
         if len(bodies) == 1:
             return [bodies[0]()]
         coroutines = [_Coroutine(body, number) for number, body in enumerate(bodies)]

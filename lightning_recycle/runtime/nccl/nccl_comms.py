@@ -1,14 +1,13 @@
 """NCCL's communicators of a generation, and a reserve for the next one.
 
-To begin a communicator takes NCCL long: its members meet, and find out about devices and networks. So while a
-generation goes well its workers begin, in the background, what the next one may need: each pair once more, and each
-group once more, as it is and without any one of its members. When a generation ends, what of this *reserve* is complete
-is kept, as nothing was ever launched on it; all else is aborted together, as an abort by itself would wait for what is
-on the device. The next generation uses what all members of a communicator have kept (:func:`kept_by_all`), and begins
-the rest.
+Beginning a communicator is slow: members meet and explore devices and networks. So in the background workers begin the
+next generation's likely ones: each pair, and each group complete and without any one member. The complete part of this
+*reserve* is kept at the end of a generation, as nothing was ever launched on it; all else is aborted together, as a
+single abort would wait for the device. The next generation uses communicators that all of their members have kept
+(:func:`kept_by_all`), and begins the rest.
 
-The first member of a communicator *founds* it: it makes the unique id, and invites the others by notes. No worker waits
-for a communicator before all that are wanted are begun, as others may begin them in another order.
+The first member *founds* a communicator: it makes the unique id, and invites the others by notes. No worker waits for a
+communicator before it has begun all wanted ones, as others may begin them in another order.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ _MOST_WITHOUT = 8  # members of a group that has a reserve for the loss of each
 class PendingOp:
     """``tensors`` that are launched one after the other, and live as long as this.
 
-    Each is launched when the one before has ended: a kernel behind one that waits for others would hold up what CUDA
-    puts into the same queue of the hardware, which may be what those wait for.
-
-    Args:
-        comm: the communicator. Each call may leave it in progress, and then nothing may be called.
-        launch: the call, with one of them.
+    Each is launched when the one before has ended: a kernel behind a waiting one would hold up others in the same queue
+    of the hardware, perhaps the awaited ones. ``launch`` takes one tensor, and may leave ``comm`` in progress; then
+    nothing may be called.
     """
 
     comm: NcclComm
@@ -54,7 +50,7 @@ class PendingOp:
     end: torch.cuda.Event | None = None  # behind the newest of them
 
     def proceed(self, library: NcclLibrary) -> bool:
-        """Launches what can be launched; returns whether the device has done all of it."""
+        """Launches as far as possible; whether the device has done all of it."""
         while not library.in_progress(self.comm):  # what is in progress is not on the stream yet
             if self.launched > 0:
                 self.end = self.end or self.stream.record_event()
@@ -68,14 +64,16 @@ class PendingOp:
 
 
 Key: TypeAlias = tuple[int, int]
-"""(channel, tag) of a payload. Only one under the same key is on its way from one worker to another. Of what a group
-does together: the number of the group is the tag; of an invitation: that of the communicator."""
+"""(channel, tag) of a payload, unique on its way from one worker to another.
+
+In collectives the group's number is the tag; in invitations the communicator's.
+"""
 
 _NOTE = struct.Struct("=BBIQQ")
 
 
 class Kind(IntEnum):
-    """What a note says."""
+    """Meaning of a note."""
 
     OFFER = 1  # the sender has a payload
     GO = 2  # the receiver has begun to receive it
@@ -88,8 +86,7 @@ class Kind(IntEnum):
 class Note:
     """A message between workers about a payload, a collective or a communicator.
 
-    Args:
-        digest: tells its layout from others; all sides must mean the same.
+    ``digest``: of the layout, which must be the same on all sides.
     """
 
     kind: Kind
@@ -99,16 +96,11 @@ class Note:
     body: bytes = b""
 
     def encode(self) -> bytes:
-        """The note as bytes."""
         return _NOTE.pack(self.kind, *self.key, self.number, self.digest) + self.body
 
     @classmethod
     def decode_all(cls, data: bytearray) -> list[Note]:
-        """Takes the complete notes from the beginning of ``data``.
-
-        Raises:
-            ValueError: for bytes that are no note.
-        """
+        """Takes the complete notes from the beginning of ``data``; ValueError if damaged."""
         notes, start = [], 0
         while len(data) - start >= _NOTE.size:
             kind, channel, tag, number, digest = _NOTE.unpack_from(data, start)
@@ -123,11 +115,9 @@ class Note:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Which communicator.
+    """Identity of a communicator.
 
-    Args:
-        ranks: of its members, in order; the first one founds it.
-        kind: tells those with the same members apart.
+    ``ranks``: its members, in order; the first founds it. ``kind`` separates those with the same members.
     """
 
     ranks: tuple[int, ...]
@@ -152,7 +142,7 @@ class Kept:
 
 
 def pair(sender: int, receiver: int) -> Place:
-    """The communicator for what ``sender`` sends to ``receiver``."""
+    """The communicator for messages from ``sender`` to ``receiver``."""
     return Place((sender, receiver), _PAIR)
 
 
@@ -182,8 +172,7 @@ def kept_by_all(
 ) -> dict[Place, Kept]:
     """The communicators of ``kept`` that all of their members have kept.
 
-    Args:
-        told: the digests that each member, this one included, tells of what it has kept, by names of places.
+    ``told``: by member, this one included, the digests of its kept ones by name of place.
     """
     return {
         place: kept[place]
@@ -203,7 +192,6 @@ class _Batch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether all are begun."""
         return not self._awaited
 
     def begin(self, places: Iterable[Place]) -> None:
@@ -218,7 +206,6 @@ class _Batch:
                 self._awaited[number] = place
 
     def take_note(self, note: Note) -> None:
-        """Takes an invitation."""
         number = note.key[1]
         if number in self._awaited:
             self._join(self._awaited.pop(number), note.body)
@@ -240,8 +227,7 @@ class _Batch:
 class Comms:
     """The communicators of one worker in one generation.
 
-    Args:
-        outdated: what was kept and is not needed; it is aborted before anything is begun.
+    ``outdated``: kept but unneeded; aborted before anything is begun.
     """
 
     def __init__(
@@ -267,13 +253,13 @@ class Comms:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that are wanted can be used."""
+        """Whether all wanted ones can be used."""
         if not self._is_ready and self._has_begun and self._wanted.has_begun:
             self._is_ready = not any(self._library.in_progress(kept.comm) for kept in self._wanted.comms.values())
         return self._is_ready
 
     def begin(self) -> None:
-        """Begins those that are wanted, when called for the first time."""
+        """Begins the wanted ones, when called for the first time."""
         if not self._has_begun:
             self._has_begun = True
             outdated, self._outdated = self._outdated, []
@@ -285,7 +271,6 @@ class Comms:
         self._unharmed(lambda: self._reserve.begin(places))
 
     def take_note(self, note: Note) -> None:
-        """Takes an invitation."""
         if note.key[0] == _WANTED:
             self._wanted.take_note(note)
         else:

@@ -1,10 +1,9 @@
 """NCCL's C library through ``ctypes``, and streams of a device and their events.
 
-To end a transfer in milliseconds, its communicator must be at hand. torch's ``ProcessGroupNCCL`` hides it behind a
-watchdog, makes one lazily for each pair of workers, and aborts what it knows of; so this is the library that torch has
-loaded, called directly, with communicators that never block.
+Ending a transfer in milliseconds needs its communicator, which torch's ``ProcessGroupNCCL`` hides behind a watchdog and
+makes lazily for each pair. So torch's library is called directly, with communicators that never block.
 
-A call on a communicator may leave it *in progress*; until :meth:`NcclLibrary.in_progress` denies that, nothing but
+A call may leave a communicator *in progress*; until :meth:`NcclLibrary.in_progress` denies that, nothing but
 :meth:`NcclLibrary.abort` may be called with it, and the request is not on its stream yet. One thread calls at a time.
 Communicators that may have kernels on the device are aborted together, between ``group_start`` and ``group_end``. None
 is destroyed: that waits for the others. An imitation of a device has the same three classes
@@ -33,7 +32,7 @@ class CudaStreams:
         self._idle: torch.cuda.Stream | None = None
 
     def use(self) -> None:
-        """Makes it the device of the calling thread, which has streams of its own."""
+        """Makes it the calling thread's device, with streams of its own."""
         torch.cuda.set_device(self._device)
         ignore_recordings()
 
@@ -47,7 +46,7 @@ class CudaStreams:
         return torch.cuda.Stream(self._device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new tensor for the calling thread, whose memory nothing that is enqueued uses.
+        """A new tensor for the calling thread, in memory that no enqueued work uses.
 
         Another stream may write to it at once, if the caller keeps the tensor meanwhile.
         """
@@ -62,16 +61,15 @@ class CudaStreams:
         return tensor
 
     def check(self) -> None:
-        """Waits for all that is enqueued; a lost device is a RuntimeError ("CUDA error")."""
+        """Waits for all enqueued work; a lost device is a RuntimeError ("CUDA error")."""
         torch.cuda.synchronize(self._device)
 
 
 def ignore_recordings(path: str = "libcuda.so.1") -> bool:
     """Lets this thread go on while another records a CUDA graph; whether it can.
 
-    By default ``torch.cuda.graph`` records in the mode "global", in which no thread may ask whether an event is done,
-    or allocate memory: the recording and this thread would fail. torch's own thread for NCCL does the same. ``path`` is
-    that of CUDA's driver.
+    ``torch.cuda.graph`` records in the mode "global", in which other threads' queries of events and allocations fail,
+    and the recording with them. torch's own thread for NCCL does the same. ``path``: CUDA's driver.
     """
     try:
         exchange = ctypes.CDLL(path).cuThreadExchangeStreamCaptureMode
@@ -96,7 +94,7 @@ _TYPES = {  # ncclDataType_t
     torch.float64: 8, torch.bfloat16: 9, torch.complex64: 7, torch.complex128: 8,
 }  # fmt: skip
 SUMMED = frozenset(_TYPES)
-"""What :meth:`NcclLibrary.all_reduce` takes."""
+"""Types that :meth:`NcclLibrary.all_reduce` takes."""
 
 
 class NcclError(RuntimeError):
@@ -121,8 +119,7 @@ class _Config(ctypes.Structure):
 class NcclLibrary:
     """NCCL as torch ships it; ``path``: by default the library that torch has loaded.
 
-    Raises:
-        ConfigurationError: if there is none, or one that cannot be relied on.
+    Raises ConfigurationError if there is none, or an unsuitable one.
     """
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
@@ -167,7 +164,7 @@ class NcclLibrary:
             function.argtypes, function.restype = types, ctypes.c_char_p
 
     def _check(self, call: str, result: int) -> None:
-        """Raises for the ``result`` of ``call``, unless it is a success or not known yet."""
+        """Raises for the ``result`` of ``call``, unless it succeeded or is not known yet."""
         if result in (_SUCCESS, _IN_PROGRESS):
             return
         text = self._library.ncclGetErrorString(result).decode(errors="replace")
@@ -198,9 +195,7 @@ class NcclLibrary:
     def in_progress(self, comm: NcclComm) -> bool:
         """Whether the last call on ``comm`` is not done yet.
 
-        Raises:
-            NcclError: if it, or anything else on this communicator, has failed.
-            RuntimeError: if the device is lost ("CUDA error").
+        Raises NcclError if it, or anything else on this communicator, has failed; RuntimeError for a lost device.
         """
         state = ctypes.c_int()
         self._check("ncclCommGetAsyncError", self._library.ncclCommGetAsyncError(comm, ctypes.byref(state)))
@@ -234,24 +229,24 @@ class NcclLibrary:
         self._check("ncclAllReduce", result)
 
     def broadcast(self, comm: NcclComm, tensor: Tensor, root: int, stream: torch.cuda.Stream) -> None:
-        """Enqueues replacing the contiguous ``tensor`` by that of member ``root``."""
+        """Enqueues replacing the contiguous ``tensor`` by member ``root``'s."""
         assert tensor.is_contiguous()
         memory, handle = tensor.data_ptr(), ctypes.c_void_p(stream.cuda_stream)
         result = self._library.ncclBroadcast(memory, memory, tensor.nbytes, _BYTES, root, comm, handle)
         self._check("ncclBroadcast", result)
 
     def group_start(self) -> None:
-        """What is called from now on happens together, at :meth:`group_end`."""
+        """Calls from now on happen together, at :meth:`group_end`."""
         self._check("ncclGroupStart", self._library.ncclGroupStart())
 
     def group_end(self) -> None:
         self._check("ncclGroupEnd", self._library.ncclGroupEnd())
 
     def abort(self, comm: NcclComm) -> None:
-        """Ends ``comm`` and all of its kernels; what they have received is incomplete."""
+        """Ends ``comm`` and all of its kernels; received data is incomplete."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(comm))
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device, the same in all processes that use it, and no other's."""
+    """A unique name of a device, the same in all processes that use it."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,9 +1,9 @@
 """The thread that owns NCCL in a worker: its operations, and links for its notes.
 
-One thread per generation calls NCCL, exchanges notes over plain connections with the neighbours and the leaders of
-groups, and launches what :class:`NcclOps` decides. So no call of NCCL is made by two threads at a time, a send leaves
-although the main thread is computing, and an abort is not held up by a wait of the main thread. The main thread hands
-over its requests and waits until they are done; what an abort ends counts as never done, whatever the device reports.
+One thread per generation calls NCCL, exchanges notes with the neighbours and the leaders of groups, and launches
+:class:`NcclOps`' decisions. So no two threads call NCCL at a time, a send leaves although the main thread is computing,
+and an abort is not held up by its waits. The main thread hands over requests and waits; an aborted one counts as never
+done, whatever the device reports.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, P
 
 
 class NcclOps:
-    """The communicators of one worker in one generation, and what goes over them.
+    """The communicators of one worker in one generation, and their traffic.
 
-    Called by the thread alone. Results count once they are *finished*, which the device has confirmed, and never after
-    :meth:`abort`. Tensors live as long as the device may use them.
+    Called by the thread alone. Results count once *finished*, confirmed by the device, and never after :meth:`abort`.
+    Tensors live as long as the device may use them.
     """
 
     def __init__(self, comms: Comms, pairs: Payloads, groups: GroupPayloads) -> None:
@@ -41,23 +41,22 @@ class NcclOps:
 
     @property
     def lost(self) -> set[int]:
-        """Workers that can be told nothing any more."""
+        """Workers that can no longer be notified."""
         return self.pairs.lost
 
     def lose(self, rank: int) -> None:
-        """Nothing is launched with worker ``rank`` any more."""
+        """Launches nothing more with worker ``rank``."""
         self.pairs.lost.add(rank)
         self.groups.lost.add(rank)
 
     def take_note(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``."""
         if note.kind is Kind.INVITE:
             self._comms.take_note(note)
         else:
             (self.pairs if note.kind in (Kind.OFFER, Kind.GO) else self.groups).take_note(peer, note)
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon."""
+        """Does all possible work; returns whether to call it again soon."""
         self._comms.begin()
         pairs, groups = self.pairs.advance(), self.groups.advance()
         return pairs or groups
@@ -69,7 +68,7 @@ class NcclOps:
     def abort(self) -> dict[Place, Kept]:
         """Ends everything once the device is done with it; returns the kept communicators.
 
-        All workers abort: a transfer with one that has aborted would otherwise never end.
+        All workers must abort: a transfer with one that has aborted would otherwise never end.
         """
         if self._aborted:
             return {}
@@ -90,11 +89,8 @@ _LOOK_SECONDS = 0.1  # between checks of what nobody is woken up for
 class NcclThread:
     """The thread that owns the communicators of one generation.
 
-    Args:
-        traffic: makes all that goes over them, given how it tells notes and that something has finished.
-
-    Attributes:
-        kept: the communicators that the next generation can use; complete once it has ended.
+    ``traffic`` makes the operations, given callbacks for notes and for finished work. ``kept``: communicators for the
+    next generation, complete after the end.
     """
 
     def __init__(
@@ -132,15 +128,12 @@ class NcclThread:
     # the main thread
 
     def members(self, group: int) -> Collection[int]:
-        """Of group number ``group``."""
         return self._traffic.groups.members(group)
 
     def begin(self, collective: Collective) -> None:
-        """Has ``collective`` done."""
         self._ask(lambda: self._traffic.groups.begin(collective))
 
     def send(self, sending: Sending) -> None:
-        """Has ``sending`` sent."""
         self._ask(lambda: self._traffic.pairs.send(sending))
 
     def receive(self, receiving: Receiving) -> None:
@@ -149,7 +142,7 @@ class NcclThread:
         self.wait_for(lambda: receiving.finished, (receiving.peer,))
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Begins communicators for the next generation, in the background. Called once."""
+        """See :meth:`NcclOps.reserve`."""
         self._ask(lambda: self._traffic.reserve(places))
 
     def _ask(self, request: Callable[[], None]) -> None:
@@ -157,7 +150,7 @@ class NcclThread:
         self.wake()
 
     def wake(self) -> None:
-        """Has the thread look at what has changed."""
+        """Has the thread look for changes."""
         with contextlib.suppress(OSError):  # full, so it has been rung; or closed, as the thread has ended
             self._bell.send(b"!")
         self._notify()
@@ -167,10 +160,8 @@ class NcclThread:
     ) -> None:
         """Waits for ``condition``, for which workers ``peers`` must stay connected.
 
-        Raises:
-            CommunicationError: if the generation is aborted, or one of them is gone.
-            TimeoutError: after ``timeout`` seconds.
-            RuntimeError: of NCCL, or of a device that is lost.
+        Raises CommunicationError after an abort or the loss of a peer, TimeoutError after ``timeout`` seconds, and
+        RuntimeError for NCCL or a lost device.
         """
         began = time.monotonic()
         with self._changed:
@@ -196,7 +187,6 @@ class NcclThread:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Ends the thread."""
         self._is_over.set()
         self.wake()
         if self._thread.ident is not None:
@@ -256,8 +246,8 @@ class NcclThread:
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
         """Ready connections, after ``timeout`` seconds at most.
 
-        epoll counts milliseconds; ``select`` does not, and takes the epoll instance for one descriptor, if that has a
-        small number.
+        epoll counts milliseconds; ``select`` does not, and takes the epoll instance for one descriptor, if its number
+        is small.
         """
         descriptor = self._selector.fileno()
         if timeout >= 1e-3 or descriptor >= _MOST_SELECTED:
@@ -282,7 +272,7 @@ class _Link:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what it can; the rest leaves with the next look."""
+        """Sends without blocking; the rest leaves with the next look."""
         if not self._outgoing or self.ended:
             return
         try:
@@ -293,7 +283,7 @@ class _Link:
             self._outgoing.clear()
 
     def notes(self) -> list[Note]:
-        """What has come."""
+        """Arrived notes."""
         try:
             data = self.socket.recv(64 * 1024)
         except BlockingIOError:
@@ -306,5 +296,5 @@ class _Link:
 
 
 def _poll_seconds(waited: float) -> float:
-    """How long to wait for the device, if nothing has happened for ``waited`` seconds."""
+    """Interval between looks at the device after ``waited`` seconds without events."""
     return min(max(_POLL_SHARE * waited, _POLL_SECONDS[0]), _POLL_SECONDS[1])

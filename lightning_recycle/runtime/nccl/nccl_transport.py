@@ -1,12 +1,10 @@
 """Payloads, sums and broadcasts from device to device, by NCCL; experimental.
 
 NCCL is tried in each generation before anything depends on it. Two workers use it if each has a device of its own, a
-link leads from one to the other, and something has gone over all of their communicators; a group does if that holds for
-all members. Else Gloo does it, and the log says why. All sides decide that from what all have published. A communicator
-that an earlier generation has begun for this one is used if all of its members have kept it; if these turn out not to
-work all connect once more, without them. Nothing else of this room is used from outside.
-
-Not tried with a device: see docs/gpu.md.
+link joins them, and something has gone over all of their communicators; a group if that holds for all members. Else
+Gloo does it, and the log has the reason. All sides decide that from the same published facts. A kept communicator is
+used if all of its members have kept it; if it does not work all connect once more, without kept ones. The rest of this
+package is private to it. Not tried with a device: see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ _CHANNELS = {channel: number for number, channel in enumerate(Channel)}
 
 @dataclass
 class _Agreement:
-    """What a worker does by NCCL in a generation.
+    """Use of NCCL by a worker in a generation.
 
-    Args:
-        obstacles: why not with others.
-        kept: the digests of what each worker has kept of the generation before, by rank and name of a place.
+    ``obstacles``: reasons for Gloo. ``kept``: digests of communicators kept from the generation before, by rank and
+    place.
     """
 
     rank: int
@@ -68,7 +65,7 @@ class _Agreement:
 
     @property
     def peers(self) -> set[int]:
-        """All other workers that it has a communicator with."""
+        """All workers with which it shares a communicator."""
         return self.neighbours.union(*self.rosters.values()) - {self.rank}
 
     @property
@@ -78,7 +75,7 @@ class _Agreement:
 
     @property
     def places(self) -> list[Place]:
-        """All communicators that it needs."""
+        """All needed communicators."""
         pairs = (place for peer in self.neighbours for place in (pair(self.rank, peer), pair(peer, self.rank)))
         return sorted({*pairs, *self.groups.values()})
 
@@ -87,9 +84,9 @@ class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
     Args:
-        library: NCCL; a text that says why this worker has none.
-        name: of the device; no two workers have one of the same name if each has its own.
-        required: whether that is an error instead.
+        library: NCCL, or the reason for its lack.
+        name: unique name of the device; workers that share one have the same.
+        required: whether a lack is an error instead.
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
@@ -194,7 +191,7 @@ class NcclTransport(Transport):
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
     ) -> _Agreement:
-        """What can be done by NCCL, from what all have published about themselves."""
+        """The possible uses of NCCL, from all workers' published facts."""
         own: dict[str, Any] = {
             "device": None if isinstance(self._library, str) else self._name,
             "why": self._library if isinstance(self._library, str) else "",
@@ -217,10 +214,9 @@ class NcclTransport(Transport):
         return agreed
 
     def _try(self, thread: NcclThread, uses_kept: bool, cancelled: threading.Event) -> Exception | None:
-        """Connects; returns why it does not work, if Gloo can do it instead.
+        """Connects; the reason if it does not work and Gloo can replace it.
 
-        Args:
-            uses_kept: whether it uses communicators that were begun earlier, which may have become useless.
+        ``uses_kept``: with communicators begun earlier, which may have become useless.
         """
         try:
             if uses_kept or not self._required:
@@ -328,8 +324,7 @@ class NcclTransport(Transport):
     def close(self) -> None:
         """Waits until the device uses none of the generation's tensors any more.
 
-        Raises:
-            RuntimeError: if that takes too long. This process cannot go on with its device.
+        Raises RuntimeError if that takes too long: this process cannot go on with its device.
         """
         with self._lock:
             thread, self._thread = self._thread, None
@@ -355,7 +350,7 @@ class _Meeting:
     rendezvous: Rendezvous
 
     def exchange(self, what: str, mine: Any, cancelled: threading.Event) -> dict[int, Any]:
-        """What the others say, by rank."""
+        """The others' contributions, by rank."""
         prefix, others = f"generation{self.generation}/{what}", sorted(self.others)
         self.rendezvous.publish(f"{prefix}{self.rank}", json.dumps(mine).encode())
         answers = self.rendezvous.lookup([f"{prefix}{rank}" for rank in others], cancelled)
@@ -385,7 +380,7 @@ def _digest(layout: ValueLayout) -> int:
 
 
 def check_transport(option: str, device: torch.device) -> None:
-    """Whether ``CommunicationOptions(transport=option)`` is possible with a device."""
+    """Checks that ``CommunicationOptions(transport=option)`` is possible on a device."""
     if option == "nccl" and device.type != "cuda":
         raise ConfigurationError(
             "CommunicationOptions(transport='nccl') carries tensors of CUDA devices, and this run is on"
@@ -396,8 +391,7 @@ def check_transport(option: str, device: torch.device) -> None:
 def transport_for(options: CommunicationOptions, rank: int, device: torch.device) -> Transport:
     """The transport of worker ``rank``, whose tensors are on ``device``.
 
-    Raises:
-        ConfigurationError: if it is "nccl", and there is no CUDA device or no library.
+    Raises ConfigurationError if it is "nccl", and there is no CUDA device or no library.
     """
     check_transport(options.transport, device)
     if options.transport == "gloo":

@@ -1,16 +1,15 @@
 """Payloads between two workers, on devices: the order of their launches.
 
-NCCL has no tags, and a transfer occupies its stream until both sides are in it. So nothing is launched before it is
-certain that the other side does the same. The sender *offers* a payload once the device has computed it. The receiver,
-which knows from the header what comes and has memory for it, answers with a *go*, one at a time, and launches its
-receive; the sender launches payloads in the order of the goes. Offers and goes are notes of some bytes between
-processors.
+NCCL has no tags, and a transfer occupies its stream until both sides are in it. So nothing is launched before the other
+side surely does the same. The sender *offers* a payload once the device has computed it. The receiver, which knows the
+header and has memory, answers with a *go*, one at a time, and launches its receive; the sender launches payloads in the
+order of the goes. Offers and goes are small notes between processors.
 
 Why no workers wait in a circle: a worker has one receive under way, at the head of its stream, and one send, to a
-worker whose receive is under way. So each send that was launched ends, and after it the one behind it. Streams of their
-own for several receives would not do: CUDA may put two streams in one queue of the hardware. The order is the same on
-both sides, as each directed pair of workers has a communicator of its own; one for both directions would run its
-kernels in the order of their launches, and a send of each side would wait for the receive behind the other's.
+worker whose receive is under way. So each launched send ends, and after it the one behind it. Streams of their own for
+several receives would not do: CUDA may put two streams in one queue of the hardware. Each directed pair of workers has
+a communicator, so the order is the same on both sides; with one for both directions a send of each side would wait for
+the receive behind the other's.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Sending:
 
 @dataclass(eq=False)
 class Receiving:
-    """A payload to receive into contiguous ``tensors``, whose memory nothing uses yet."""
+    """A payload to receive into contiguous, unused ``tensors``."""
 
     peer: int
     key: Key
@@ -55,7 +54,7 @@ class Receiving:
 
 @dataclass(frozen=True)
 class Side:
-    """One worker in one generation, as its payloads and collectives know it."""
+    """One worker in one generation, from its payloads' and collectives' view."""
 
     rank: int
     generation: int
@@ -70,9 +69,8 @@ class Side:
 class _Traffic:
     """Launches of one worker in one generation, driven by one thread.
 
-    Attributes:
-        connected: whether every communicator was used, so that the next launch finds it connected.
-        lost: workers that can be told nothing any more; nothing is launched with them.
+    ``connected``: whether every communicator was used. ``lost``: workers that can no longer be notified; nothing is
+    launched with them.
     """
 
     def __init__(self, side: Side) -> None:
@@ -113,7 +111,6 @@ class Payloads(_Traffic):
         self._wanted[receiving.peer, receiving.key] = receiving
 
     def take_note(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``."""
         if note.kind is Kind.OFFER and (peer, note.key) not in self._offers:
             self._offers[peer, note.key] = note
             return
@@ -125,7 +122,7 @@ class Payloads(_Traffic):
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon."""
+        """Does all possible work; returns whether to call it again soon."""
         if not self.connected:
             self._connect()
         self._offer()
@@ -166,7 +163,7 @@ class Payloads(_Traffic):
             self._send_note(sending.peer, Note(Kind.OFFER, sending.key, sending.number, sending.digest))
 
     def _next_offer(self) -> tuple[int, Key] | None:
-        """The oldest offer of something that is wanted."""
+        """The oldest offer of a wanted payload."""
         for place, note in self._offers.items():
             receiving = self._wanted.get(place)
             if receiving is not None and receiving.digest == note.digest and receiving.peer not in self.lost:
@@ -174,7 +171,6 @@ class Payloads(_Traffic):
         return None
 
     def _go(self) -> None:
-        """Begins a receive, if one can begin."""
         place = self._next_offer()
         if place is None:
             return
@@ -225,8 +221,7 @@ _TRIAL_NUMBERS = 1 << 18  # summed to connect a group: NCCL connects what it use
 class Collective:
     """Replaces ``tensor``, contiguous, once ``ready`` is done.
 
-    Args:
-        tensor: what is replaced: by the sum over all members, if ``root`` is None, else by that of rank ``root``.
+    By the sum over all members, if ``root`` is None, else by rank ``root``'s.
     """
 
     group: int
@@ -238,45 +233,39 @@ class Collective:
 
     @property
     def digest(self) -> int:
-        """What all members must mean alike."""
+        """Digest of the meaning, equal on all members."""
         return zlib.crc32(repr((self.root, self.tensor.numel(), self.tensor.dtype)).encode())
 
 
 @dataclass
 class _State:
-    """What a worker knows of a group."""
+    """A worker's knowledge of a group."""
 
     begun: int = 0  # collectives that it was asked for
     told: int = 0  # those for which it has said that it is ready
     may_start: int = 0  # those that all members are ready for
     ready: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Of the leader: number of a collective -> rank of a member that is ready for it -> digest."""
+    """On the leader: number of a collective -> rank of a ready member -> digest."""
 
 
 class GroupPayloads(_Traffic):
     """The collectives of one worker; an aborted sum is undefined.
 
-    A collective occupies a member's device until all members are in it, and does so for ever if one never comes. NCCL
-    has no tags: the n-th call of each member belongs together. So each member tells the *leader* of the group that it
-    is *ready* for its next one, once its device has computed what it contributes; the leader, once all are, tells them
-    to *start*, and all launch. The order of a group is that in which its members were asked, the same for all of them.
+    A collective occupies a member's device until all members are in it, for ever if one never comes, and the n-th calls
+    of all members belong together. So each member reports to the *leader*, the group communicator's founder, that it is
+    *ready* for its next one, once its device has computed its part; the leader, once all are, has them *start*. The
+    order of a group is that of the requests, the same on all members.
 
-    Why no workers wait in a circle: a worker is ready only for what it was asked for first, and what follows that in
-    the same group. All workers are asked in orders that agree with one order of all collectives, so the first of these
-    that has not ended becomes ready everywhere, and every member launches it, or has done so. Transfers between two
-    workers are on other streams, and each that was launched ends without any collective. The device needs room for
-    three of NCCL's kernels at a time: a send, a receive and a collective. NCCL's documentation asks for one order of
-    all operations of all communicators, because kernels that wait for others may leave no room for those ("Using
-    multiple NCCL communicators concurrently"); between pipelines there is no such order that does not make transfers
-    wait for sums. A kernel takes one multiprocessor per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not
-    been tried on a device.
+    Why no workers wait in a circle: all workers are asked in orders that agree with one order of all collectives, so
+    the first unfinished one becomes ready everywhere, and every member launches it, or has done so. Transfers between
+    two workers are on other streams, and end without any collective. The device needs room for three of NCCL's kernels
+    at a time: a send, a receive and a collective. NCCL's documentation asks for one order of all operations of all
+    communicators, because waiting kernels may leave no room for others ("Using multiple NCCL communicators
+    concurrently"); between pipelines any such order makes transfers wait for sums. A kernel takes one multiprocessor
+    per channel, which ``NCCL_MAX_CTAS`` limits; that three fit has not been tried on a device.
 
     The same bits everywhere: NCCL adds each part of a tensor in one place, and passes the sum on (rings, trees, and
-    sums within a switch). It would add in several places only in memory that is registered as a symmetric window, which
-    none is.
-
-    Args:
-        groups: the communicator of each of its groups, by number; who founds that leads the group.
+    sums within a switch). Only memory registered as a symmetric window is added in several places; none is.
     """
 
     def __init__(self, side: Side, groups: Mapping[int, Place]) -> None:
@@ -295,14 +284,13 @@ class GroupPayloads(_Traffic):
     # what is asked for
 
     def begin(self, collective: Collective) -> None:
-        """Has ``collective`` done when it is its turn, and all members are ready."""
+        """Launches ``collective`` in its turn, once all members are ready."""
         state = self._states[collective.group]
         collective.number = state.begun
         state.begun += 1
         self._asked.append(collective)
 
     def take_note(self, peer: int, note: Note) -> None:
-        """Takes a note of worker ``peer``."""
         group = note.key[1]
         members = self._groups.get(group)
         if members is None or peer not in members.ranks or note.key[0] != _GROUPS:
@@ -317,7 +305,7 @@ class GroupPayloads(_Traffic):
     # what follows
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether to call it again soon."""
+        """Does all possible work; returns whether to call it again soon."""
         if not self.connected:
             self._connect()
         self._proceed()
@@ -350,10 +338,7 @@ class GroupPayloads(_Traffic):
         return value
 
     def _report_ready(self) -> bool:
-        """Reports readiness for the first collectives of a group, as far as computed.
-
-        Returns whether the device has computed all of those.
-        """
+        """Reports readiness for a group's first collectives; whether all are computed."""
         for collective in self._asked:
             state = self._states[collective.group]
             if collective.group != self._asked[0].group:
@@ -372,7 +357,7 @@ class GroupPayloads(_Traffic):
         return True
 
     def _note_ready(self, group: int, rank: int, number: int, digest: int) -> None:
-        """A member is ready; the last one starts all, if each of them can be told."""
+        """A member is ready; the last one starts all, if each can be notified."""
         members, state = self._groups[group], self._states[group]
         ready = state.ready[number]
         ready[rank] = digest

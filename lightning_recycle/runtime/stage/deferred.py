@@ -1,20 +1,19 @@
 """Split backward: weight gradients after the input gradients.
 
 Inside :class:`intercept_linear` every product with a trainable leaf weight (``F.linear``, or ``torch.addmm`` as in
-Hugging Face's ``Conv1D``) becomes an autograd function that, while a :class:`WeightGradQueue` is active, returns only
-the input gradient and queues the weight and bias gradients. The weight may be a part of a leaf, as the packed
-projections of ``nn.MultiheadAttention`` are. Under autocast the product is that of the cast tensors. Other parameters
-get their gradient from autograd at once, so every module stays correct; the values are bit-identical either way. The
-active queue is global to the process, not thread-local: autograd runs the backward of a device's operations in its own
-threads.
+Hugging Face's ``Conv1D``), or a part of one (``nn.MultiheadAttention``), becomes an autograd function that, while a
+:class:`WeightGradQueue` is active, returns only the input gradient and queues the weight and bias gradients. Under
+autocast the product is that of the cast tensors. Other parameters get their gradient from autograd at once; the values
+are bit-identical either way. The active queue is global to the process, not thread-local: autograd runs the backward of
+a device's operations in its own threads.
 
-Inside ``torch.compile`` the compiled backward is a fixed graph, of which the gradients of all weights are outputs. So
-two opaque operations take part in it (``torch.library.custom_op``, :func:`define_linear`): ``linear`` is the product;
-``offer``, in its backward, either computes the gradients of weight and bias, or queues them and returns zeros in their
-place, which autograd adds. They are negative zeros, which change not even a negative zero. Copies of the layer's input
-and of the gradient of its output wait: the compiler may reuse their memory. As a compiler does not know of the effect
-of ``offer``, each call in a graph has a number, or two with the same arguments would be made once; and it is left out
-of CUDA graphs. torch before 2.8 cannot do the latter: its compiled backwards compute all gradients.
+Inside ``torch.compile`` the compiled backward is a fixed graph, of which all weights' gradients are outputs. So two
+opaque operations take part in it (``torch.library.custom_op``, :func:`define_linear`): ``linear`` is the product;
+``offer``, in its backward, either computes the gradients of weight and bias, or queues them and returns zeros, negative
+ones, which change not even a negative zero. Copies of input and output gradient wait: the compiler may reuse their
+memory. The compiler does not know of the effect of ``offer``, so each call in a graph has a number, or equal ones would
+be merged; and it is left out of CUDA graphs, which torch before 2.8 cannot do: its compiled backwards compute all
+gradients.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ from torch import Tensor, nn
 from lightning_recycle.devices import UNSAFE_IN_GRAPHS
 
 Defer = Callable[[Tensor, Tensor | None, Tensor, Tensor], bool]
-"""(weight, bias, x, gradient of the output) -> whether the gradients of weight and bias are computed later, from the
-tensors ``x`` (rows, in) and gradient (rows, out)."""
+"""(weight, bias, x, output gradient) -> whether their gradients are deferred.
+
+``x``: (rows, in); gradient: (rows, out).
+"""
 
 _linear = F.linear
 _HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
@@ -44,8 +45,7 @@ _UNSAFE = UNSAFE_IN_GRAPHS if _HAS_TAGS else None
 def define_linear(defer: Defer) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """The product; None if torch is too old. Called once in a process.
 
-    Its arguments are ``x`` (..., in), a weight (out, in) and a bias (out,) or None, which are cast to the dtype of
-    ``x``.
+    ``x`` (..., in), weight (out, in) and bias (out,) or None; both are cast to the dtype of ``x``.
     """
     if _UNSAFE is None:
         return None
@@ -107,7 +107,7 @@ _HALVED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns 
 
 
 class _ViewPart(NamedTuple):
-    """Which part of a contiguous parameter a view of it is."""
+    """The part of a contiguous parameter that a view of it is."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -119,10 +119,10 @@ class _ViewPart(NamedTuple):
 
 
 class _Queued(NamedTuple):
-    """A gradient that waits: of all of ``parameter``, or of a part.
+    """A waiting gradient of all of ``parameter``, or of a part.
 
-    It is computed in the dtype of autocast, which gradients of all of a parameter keep until they are added if they
-    have one cast of it in common; others do not (``widened``).
+    It is computed in the dtype of autocast, which gradients of a whole parameter with one common cast keep until they
+    are added; others do not (``widened``).
     """
 
     parameter: nn.Parameter
@@ -139,7 +139,7 @@ class _Queued(NamedTuple):
 class WeightGradQueue:
     """The weight gradients that one micro-batch's backward left for later.
 
-    Holds the layer inputs and output gradients until :meth:`flush`; that memory is the price of deferring.
+    Holds layer inputs and output gradients until :meth:`flush`: the price of deferring.
     """
 
     def __init__(self) -> None:
@@ -172,20 +172,20 @@ class WeightGradQueue:
         self._pending.append(_Queued(parameter, part, compute, widened))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the queued computations hold as variables of their functions."""
+        """Tensors held by queued computations, as variables of their functions."""
         cells = (cell for queued in self._pending for cell in getattr(queued.compute, "__closure__", None) or ())
         return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients wait, once for each gradient."""
+        """Parameters with waiting gradients, once for each gradient."""
         return [queued.parameter for queued in self._pending]
 
     @torch.no_grad()
     def flush(self, done: Callable[[nn.Parameter], None] | None = None) -> None:
         """Adds every queued gradient to ``parameter.grad``, in the order of the backward.
 
-        Gradients of the same parameter, or of the same part of it, are summed first, as in autograd: the bits depend on
-        the order. ``done`` is called with each parameter as soon as it has all of them.
+        Gradients of the same parameter, or part of it, are summed first, as in autograd: the bits depend on the order.
+        ``done`` is called with each complete parameter.
         """
         left = Counter(queued.key for queued in self._pending)
         uses = Counter(id(queued.parameter) for queued in self._pending) if done is not None else Counter()
@@ -265,7 +265,7 @@ def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | 
 class _Linear(torch.autograd.Function):
     """``F.linear`` that offers weight and bias gradients to :func:`defer_weight_grad`.
 
-    ``x`` is (..., in), ``weight`` (out, in); they and ``bias`` are cast to the dtype of ``x``, as by autocast.
+    ``x`` is (..., in), ``weight`` (out, in); weight and ``bias`` are cast to the dtype of ``x``, as by autocast.
     """
 
     @staticmethod
@@ -331,10 +331,7 @@ _is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def _deferrable(parameter: Tensor | None) -> bool:
-    """Whether a gradient of ``parameter`` may be added behind autograd's back.
-
-    Of an unobserved leaf, or a part of one.
-    """
+    """Whether ``parameter`` is an unobserved leaf, or a part of one."""
     if parameter is None:
         return True
     leaf: Any = parameter
@@ -352,7 +349,7 @@ def _deferrable(parameter: Tensor | None) -> bool:
 
 
 def _as_computed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``input`` in the dtype in which the product is computed; None if undecided here."""
+    """``input`` in the product's dtype; None if undecided here."""
     dtype = input.dtype
     if not _is_cast() or not torch.is_autocast_enabled(device := input.device.type):
         return input if dtype is weight.dtype and (bias is None or dtype is bias.dtype) else None
@@ -383,7 +380,7 @@ _compiled_linear = define_linear(_defer_compiled)
 
 
 def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` as ``torch.compile`` is to see it."""
+    """``F.linear`` for ``torch.compile``."""
     kind, dtypes = input.device.type, (input.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     if _compiled_linear is not None and isinstance(weight, nn.Parameter) and torch.is_grad_enabled():
         if torch.is_autocast_enabled(kind):

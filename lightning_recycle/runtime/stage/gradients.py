@@ -1,22 +1,18 @@
 """Gradients of a stage: those of parameters, and flat buffers that a step adds up.
 
-Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. When a step begins that is *put
-aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. Once the
-sum over all workers is there, what was put aside comes back, the user's zeroing changes it or not, and the sum is added
-to it as autograd adds: so gradients accumulate over batches, and what an override of ``optimizer_zero_grad`` leaves
-counts.
+Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. At a step's begin it is *put
+aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. After the
+sum over all workers the old value comes back, the user's zeroing changes it or not, and the sum is added as autograd
+adds: so gradients accumulate over batches, and an override of ``optimizer_zero_grad`` counts.
 
-A bucket is a part of a buffer, with whole gradients: those of the last layers are the first bucket, since a backward
-completes them first. Weights of several stages are in buckets of their own, which are laid out alike in all of them.
-Behind its gradients a bucket has a number for each of them: in how many workers a backward wrote it. A parameter that
-no micro-batch used has no gradient (None), as on one device. Beside gradients there are *statistics*: tensors of
-floating-point numbers to which each micro-batch adds, summed as gradients are. Of a DTensor the buffers hold the
-gradient of this process's shard.
+A bucket is a part of a buffer, with whole gradients, those of the last layers first, as a backward completes them
+first. Weights of several stages have buckets of their own, laid out alike in all of them. Behind its gradients a bucket
+counts for each of them in how many workers a backward wrote it: an unused parameter has no gradient (None), as on one
+device. *Statistics* are floating-point tensors summed as gradients are. DTensors count by this process's shard.
 
-There are two sets of buffers, used by even and odd steps: the reduced gradient of a step is kept until the step after
-the next begins, so a peer that lost its part of an all-reduce can adopt it. That is so with a single stage, too: its
-workers do not wait for each other between REDUCE and the next step. Each set is laid out for the step that begins in
-it, as parameters may change between two steps.
+Even and odd steps have separate buffers: the reduced gradient of a step is kept until the step after the next begins,
+for peers that lost their part of an all-reduce. That is so with a single stage, too: its workers do not wait for each
+other between REDUCE and the next step. Parameters may change between two steps, so each step lays out its buffers.
 """
 
 from __future__ import annotations
@@ -51,10 +47,9 @@ _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a batch in the step of the optimizer that it belongs to.
+    """The share of a batch in its step of the optimizer.
 
-    Args:
-        batches: the number of batches by which the sum of their gradients is divided.
+    ``batches``: the number of batches by which the sum of gradients is divided.
     """
 
     batches: int = 1
@@ -68,7 +63,7 @@ class Bucket:
     Attributes:
         views: their gradients, of sharded ones this process's part; each knows how often it was written.
         grads: the same, of sharded ones as DTensors.
-        stages: those that hold the parameters, if not this one alone. The sum is over all of their workers.
+        stages: the holders of the parameters, if not this one alone. The sum is over all of their workers.
     """
 
     def __init__(
@@ -83,12 +78,11 @@ class Bucket:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the gradients of the parameters are still those."""
+        """Whether the parameters' gradients are still these."""
         return all(p.grad is grad for p, grad in zip(self.parameters, self.grads, strict=True))
 
     @property
     def version(self) -> int:
-        """The number of writes to the gradients."""
         return sum(self._versions())
 
     def _versions(self) -> list[int]:
@@ -102,12 +96,12 @@ class Bucket:
         self._clean = self._versions()
 
     def count(self) -> None:
-        """Notes behind the gradients which of them were written, before they are summed."""
+        """Records behind the gradients which were written, before they are summed."""
         written = [version > clean for version, clean in zip(self._versions(), self._clean, strict=True)]
         self._counts.copy_(torch.tensor(written, dtype=self._counts.dtype))
 
     def written(self) -> list[bool]:
-        """Which gradients some worker's backward has written, once they are summed."""
+        """Which gradients some worker's backward has written, after the sum."""
         return (self._counts != 0).tolist()
 
 
@@ -195,15 +189,13 @@ def _ranges(sizes: Sequence[int], most: float) -> Iterator[tuple[int, int]]:
 class GradientBuffers:
     """Gradients of the parameters that require one when a step begins, in buckets.
 
-    After a failure others may want the reduced gradient of a step that this worker has applied. So where hooks or the
-    optimizer change gradients in place, they get copies.
+    Other workers may need the reduced gradient of an applied step, so where hooks or the optimizer change gradients in
+    place, they get copies.
 
     Args:
-        lends_copies: whether gradients may be changed in place. If a change is seen, copies are lent from then on.
-        holders: for each parameter that other stages hold as well, all stages that do; in the same order in all of
-            them.
-        statistics: returns tensors of the shapes and dtypes of the statistics, when a step begins; the same on all
-            workers of the stage.
+        lends_copies: whether gradients may be changed in place; a seen change sets it.
+        holders: for each parameter of several stages, all of them, in the same order everywhere.
+        statistics: tensors of the shapes and dtypes of the statistics, the same on all workers of the stage.
     """
 
     def __init__(
@@ -247,7 +239,6 @@ class GradientBuffers:
         self._sets[step % 2] = self._like(self._sets[step % 2])
 
     def _like(self, chosen: _Set) -> _Set:
-        """Other memory of the same layout."""
         held = {id(p) for p, _, _ in chosen.pairs}
         ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs)) if id(p) in held]
         return self._empty(list(dict.fromkeys(ordered)), chosen.statistics)
@@ -298,13 +289,13 @@ class GradientBuffers:
     # ------------------------------------------------------------------ between steps
 
     def give_back(self) -> None:
-        """Parameters hold again what was put aside."""
+        """Restores the parameters' gradients from before the step."""
         left, self._left = self._left, None
         for parameter, grad in (left or {}).items():
             parameter.grad = grad
 
     def held(self) -> dict[nn.Parameter, Tensor]:
-        """What parameters hold between steps."""
+        """Gradients of parameters between steps."""
         found = {p: p.grad for p in self.parameters} if self._left is None else self._left
         return {parameter: grad for parameter, grad in found.items() if grad is not None}
 
@@ -339,7 +330,7 @@ class GradientBuffers:
         return self._lent
 
     def hand_over_again(self, step: int) -> None:
-        """Gives parameters that held nothing before the gradients of ``step`` once more."""
+        """Gives the gradients of ``step`` once more to parameters that had none."""
         chosen = self._lent if self._lends_copies and self._lent is not None else self._sets[step % 2]
         for parameter in self.parameters:
             parameter.grad = None
@@ -364,7 +355,7 @@ class GradientBuffers:
     def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:
         """The squared norm of the optimizer's gradients, but of ``without``.
 
-        What an override of ``optimizer_zero_grad`` leaves does not count.
+        The rest after an overridden ``optimizer_zero_grad`` does not count.
         """
         counted = self._after(step, share, without)
         return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
@@ -390,24 +381,20 @@ _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)
 class BucketedReduction:
     """The reduction of one worker, step after step.
 
-    A worker's last W (or BW) of a step completes one gradient after the other, those of the last layers first. A bucket
-    whose gradients are all complete is summed over its *group* in the background, while the next ones are computed;
-    REDUCE begins the rest and waits for all. The group is the workers of the stage, or of all stages that hold those
-    weights. In a W the queue of weight gradients knows what it holds; everything else is complete. In a BW autograd
-    reports each gradient that it has added, and it may add several to one parameter (reentrant activation
-    checkpointing). So only those parameters count as complete before the end that got exactly one in each backward
-    before, and none does where the user's code runs the backward. Weights of several stages are complete once the last
-    operation has ended that adds to what these stages hold in common; whether that holds is seen in the first step, as
-    a loss may use the parameters of a layer that its micro-batch was not run through here.
+    A worker's last W (or BW) completes the gradients one by one. A complete bucket is summed over its *group* (the
+    workers of the stage, or of all stages with those weights) in the background; REDUCE begins the rest and waits for
+    all. In a W the queue of weight gradients knows its contents. In a BW autograd reports each gradient that it has
+    added, perhaps several to one parameter (reentrant activation checkpointing): only parameters that got exactly one
+    in each backward before count as complete early, and none where the user's code runs the backward. Weights of
+    several stages are complete after the last operation that adds to them; the first step shows which, as a loss may
+    use the parameters of a layer that its micro-batch was not run through here.
 
     There is no circle of waits: the buckets and their order follow from the parameters alone, so all workers of a group
     begin the same ones in the same order, and no worker waits before it has begun all of its own. Buckets of several
     stages follow the numbers of the stages; where groups wait for each other (NCCL), they come last. An attempt that
     ended before :meth:`BucketedReduction.finish` is dropped: its sums are computed again, in other memory if a sum may
-    still write to it. Where some of several stages have finished an attempt before, and others have not, nothing is
-    summed: one that has it gives the sum.
-
-    With one bucket, or without peers, all of it is in REDUCE.
+    still write to it. Where some of several stages have finished an attempt before, nothing is summed: one of them
+    gives the sum.
     """
 
     def __init__(
@@ -439,10 +426,9 @@ class BucketedReduction:
     ) -> None:
         """Empties the gradients of ``step``, at which an attempt begins.
 
-        Args:
-            program: what this worker runs in it; nothing if nothing may leave before REDUCE.
-            givers: by the stages that hold weights in common, the rank that gives the sum of an attempt before.
-            adds_to_all: an operation that adds to all gradients, whatever it runs.
+        ``program``: this worker's tasks; empty if nothing may leave before REDUCE. ``givers``: by the stages with
+        common weights, the rank that gives an earlier attempt's sum. ``adds_to_all``: an operation that adds to all
+        gradients.
         """
         self._gradients.begin(step)
         self._step, self._givers, self._last = step, givers, None
@@ -479,7 +465,6 @@ class BucketedReduction:
         return self._complete
 
     def during_backward(self, task: Task) -> AbstractContextManager[None]:
-        """The context of the BW of ``task``."""
         return self._watched() if task is self._last and self._stage.differentiates_itself else nullcontext()
 
     @contextmanager
@@ -508,7 +493,7 @@ class BucketedReduction:
         self._times.update({p: max(count, self._times.get(p, 0)) for p, count in times.items()})
 
     def _expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """The gradients of ``parameters`` are not complete; all others are."""
+        """Marks the gradients of ``parameters`` as incomplete, all others as complete."""
         waiting = set(map(id, parameters))
         for bucket, missing in self._missing.items():
             missing &= waiting if self._ends[bucket] is self._last else set()
@@ -522,7 +507,7 @@ class BucketedReduction:
             self._begin_complete()
 
     def completed(self, task: Task) -> None:
-        """``task``, a W or BW, has ended, and its gradients are where they belong."""
+        """``task``, a W or BW, has ended, and its gradients are in their places."""
         if self._last is None:
             return
         for bucket in self._missing:
@@ -554,10 +539,8 @@ class BucketedReduction:
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
 
-        A stage that trains nothing waits for its peers, too: no worker gets further ahead of them.
-
-        Raises:
-            UnsupportedFeatureError: if a gradient has left its buffer, or was added to when it seemed to be complete.
+        A stage that trains nothing waits for its peers, too: no worker gets further ahead of them. Raises
+        UnsupportedFeatureError if a gradient has left its buffer, or grew after it seemed complete.
         """
         self._gradients.check(self._step)
         if any(bucket.version != version for bucket, version in self._versions.items()):

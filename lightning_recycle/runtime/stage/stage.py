@@ -1,11 +1,10 @@
 """One pipeline stage: layers, run as F, R, B, W or BW on micro-batches.
 
-The stage holds what a micro-batch needs between its operations: after F the inputs and the graph (or, if R will make
-the graph, the inputs alone), after B the queued weight gradients. Where a forward is computed again (R), its first run
-is a usual one, with autograd, so the output is the same; but whatever autograd saves is dropped at once. The second run
-begins with the same *input* (:class:`SavedInput`: the first run gets copies, as layers may write into their inputs);
-*randomness*, autocast and the values that layers change follow from the micro-batch. Hooks of layers run twice, as with
-``torch.utils.checkpoint``.
+The stage holds a micro-batch's needs between its operations: after F the inputs and the graph (or, before an R, the
+inputs alone), after B the queued weight gradients. Before an R the first forward is a usual one, with autograd, so the
+output is the same; but the tensors that autograd saves are dropped at once. The second run begins with the same *input*
+(:class:`SavedInput`: the first run gets copies, as layers may write into their inputs); *randomness*, autocast and
+changing values of layers follow from the micro-batch. Hooks of layers run twice, as with ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_
 
 
 def fully_sharded_modules(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Those of ``modules`` that ``fully_shard`` was called for, each once."""
+    """The ``modules`` that ``fully_shard`` was called for, each once."""
     kind = _fsdp_module()
     if kind is not None:
         yield from (module for module in dict.fromkeys(modules) if isinstance(module, kind))
@@ -56,10 +55,10 @@ def can_be_reset() -> bool:
 class FullyShardedLayers:
     """The modules in ``layers`` that are sharded by FSDP2; true if there are any.
 
-    Such a layer gathers its parameters before its forward and its backward, and sums their gradients over the members
-    of the position at the end of each backward. An attempt that is aborted leaves parameters gathered, which later
-    changes of the shards do not reach, and gradients that the next backward would add to its own. ``reset_iter_state``
-    is there from torch 2.13 on.
+    Such a layer gathers its parameters before its forward and its backward, and sums their gradients over the
+    position's members after each backward. An aborted attempt leaves gathered parameters, which later changes of the
+    shards do not reach, and gradients that the next backward would add to. ``reset_iter_state`` exists from torch 2.13
+    on.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -78,8 +77,9 @@ class FullyShardedLayers:
 
 Value = Tensor | tuple[Tensor | None, ...]
 Sharing: TypeAlias = Callable[[Sequence[nn.Module], int | None], tuple[Sequence[nn.Module], int]]
-"""(layers of a stage, index of a micro-batch, or None for what is none) -> (those of them that it runs there, the index
-of the first of these in the whole model)
+"""(layers of a stage, micro-batch or None) -> (its layers there, offset).
+
+The offset is the index of the first of these layers in the whole model.
 """
 
 _NOTHING = nullcontext()
@@ -97,11 +97,10 @@ class _InFlight:
 
 
 class _Enter(torch.autograd.Function):
-    """Where a received tensor enters the graph of this stage; hands its gradient out.
+    """Where a received tensor enters this stage's graph, and its gradient leaves it.
 
     A leaf that requires a gradient would do, except for in-place layers such as ``nn.ReLU(inplace=True)``, which
-    autograd forbids on leaves and their views. ``anchor`` is a scalar that requires a gradient and makes the result do
-    so.
+    autograd forbids on leaves and their views. ``anchor``: a scalar that requires a gradient, and passes this on.
     """
 
     @staticmethod
@@ -122,11 +121,10 @@ class Stage:
 
     Args:
         loss: on the last stage, maps (output, target) to the scalar mean over the micro-batch; else None.
-        evaluation_layers: what :meth:`evaluate` runs instead of ``layers``, if it is something else.
+        evaluation_layers: layers for :meth:`evaluate`, if different.
         loss_is_optional: whether a micro-batch may have no loss (None); then it adds nothing to the gradient.
-        takes_target: whether the layers take the message of the previous stage, as one argument, and behind it what is
-            the target elsewhere.
-        sharing: which of the layers a micro-batch runs here, if neighbouring stages share some; None: all.
+        takes_target: whether the layers take the previous stage's message as one argument, and the target behind it.
+        sharing: which layers a micro-batch runs here, if neighbouring stages share some; None: all.
 
     Attributes:
         seed: seed of the run, for the micro-batches that begin from now on.
@@ -211,15 +209,11 @@ class Stage:
         split_backward: bool,
         recomputed: bool = False,
     ) -> Value:
-        """F: runs the layers on ``value`` and keeps the graph.
+        """F: runs the layers on ``value`` and keeps the graph; the output, detached.
 
-        Args:
-            value: input of the first layer, or the message of the previous stage; the gradient of what requires one
-                there is sent back.
-            recomputed: whether :meth:`recompute` will make the graph; not on the last stage. Only ``value`` is kept.
-
-        Returns:
-            The output, detached, to be sent on. On the last stage call :meth:`loss` next.
+        ``value``: input of the first layer, or the message of the previous stage; gradients that it requires are sent
+        back. ``recomputed``: :meth:`recompute` will make the graph, so only ``value`` is kept; not on the last stage,
+        where :meth:`loss` follows.
         """
         held = self._in_flight[microbatch] = _InFlight(step)
         if recomputed:
@@ -241,7 +235,7 @@ class Stage:
         self._with_graph(held, microbatch, kept.second_run(), None, split_backward)
 
     def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
-        """Runs the layers; ``held`` gets what the backward begins with."""
+        """Runs the layers; ``held`` gets the beginning of the backward."""
         inputs = value if isinstance(value, tuple) else (value,)
         held.input_grads = [None] * len(inputs)
         if self._first_layer > 0:
@@ -308,11 +302,8 @@ class Stage:
     def loss(self, step: int, microbatch: int, output: Any, target: Any, divisor: int) -> Tensor:
         """Computes a micro-batch's loss and ends the graph with its share of the mean.
 
-        Returns:
-            The micro-batch's loss, detached, a 0-dimensional tensor; zero if it has none.
-
-        Raises:
-            ConfigurationError: if the module's loss is not a scalar tensor that depends on the parameters.
+        Returns the loss, detached, 0-dimensional; zero if it has none. Raises ConfigurationError if the module's loss
+        is not a scalar tensor that depends on the parameters.
         """
         assert self._loss is not None
         with self._forward_context(), microbatch_randomness(self._generator, self.seed, step, microbatch) as draw_for:
@@ -337,10 +328,9 @@ class Stage:
         return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
-        """BW: the fused backward; ``grads``: of the outputs, None on the last stage.
+        """BW: the fused backward from ``grads`` of the outputs; None on the last stage.
 
-        Returns:
-            Gradients of the inputs, for the previous stage; None on the first stage.
+        Returns gradients of the inputs, for the previous stage; None on the first stage.
         """
         held = self._in_flight.pop(microbatch)
         # Activation checkpointing runs layers again.
@@ -358,7 +348,7 @@ class Stage:
         return result
 
     def forget(self, microbatch: int) -> None:
-        """Drops what is left of a micro-batch whose B is done and whose W will not come."""
+        """Drops the rest of a micro-batch whose B is done and whose W will not come."""
         self._in_flight.pop(microbatch, None)
 
     def backward_weight(self, microbatch: int, done: Callable[[nn.Parameter], None] | None = None) -> None:
@@ -384,11 +374,9 @@ class Stage:
 
     @property
     def has_loss(self) -> bool:
-        """Whether it is the last stage."""
         return self._loss is not None
 
     def modules(self) -> Iterator[nn.Module]:
-        """The modules of its layers, each once."""
         yield from dict.fromkeys(module for layer in self._layers for module in layer.modules())
 
     def named_leaves(self) -> Iterator[tuple[str, nn.Module]]:
@@ -400,7 +388,7 @@ class Stage:
                     yield f"layer {path} ({type(module).__name__})", module
 
     def waiting(self, microbatch: int) -> list[Tensor]:
-        """The tensors that W of ``microbatch`` needs, between its B and its W."""
+        """Tensors that W of ``microbatch`` needs, between its B and its W."""
         return self._in_flight[microbatch].queue.tensors()
 
     def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
@@ -444,12 +432,11 @@ class SavedInput:
             yield apply_to_collection(self._value, Tensor, _copy)
 
     def second_run(self) -> Any:
-        """The input of the second run; it is not kept any more."""
+        """The input of the second run, dropped here."""
         value, self._value = self._value, None
         return value
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are kept."""
         found: list[Tensor] = []
         apply_to_collection(self._value, Tensor, found.append)
         return found

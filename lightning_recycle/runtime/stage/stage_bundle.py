@@ -1,11 +1,11 @@
 """A stage's layers, parameters, gradients and ties, replaced as a unit.
 
-Layers that a worker gets from other stages, at a step boundary, lie beside those that it has until the coordinator has
-decided: see :mod:`~lightning_recycle.control.protocol.step_commit`. A *tie* is a weight that several stages hold
-(:mod:`~lightning_recycle.model.layers`). Its gradient is one sum over the workers of all stages that hold it: the same
-bits everywhere. A stage counts as REDUCED after that sum. When a step is run again, a stage that is *ahead*, REDUCED in
-an attempt before, gives that sum to the others, so the copies stay equal. The *shadow* has the parameters of the
-previous version, with which a stage that is ahead computes while others redo a step.
+Layers from other stages, got at a step boundary, lie beside the worker's own until the coordinator has decided: see
+:mod:`~lightning_recycle.control.protocol.step_commit`. A *tie* is a weight that several stages hold
+(:mod:`~lightning_recycle.model.layers`). Its gradient is one sum over the workers of all of them, with the same bits
+everywhere; a stage counts as REDUCED after that sum. When a step is run again, a stage that is *ahead*, REDUCED in an
+attempt before, gives that sum to the others, so the copies stay equal. The *shadow* has the parameters of the previous
+version, with which a stage that is ahead computes while others redo a step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from lightning_recycle.torch_internals import foreach_copy_
 class StageBundle:
     """The parts of a worker that change when it gets other layers.
 
-    Args:
-        left: the gradients that parameters from other workers held there.
-        replicated: those of the parameters that another member of the position holds, too, and counts.
+    ``left``: gradients that parameters from other workers held there. ``replicated``: parameters that another member of
+    the position holds, too, and counts.
     """
 
     stage: Stage
@@ -59,8 +58,7 @@ class StageBundle:
 class StageTies:
     """The ties between stages of a run, as one worker sees them.
 
-    Args:
-        ties: those of its stage at least, in the same order on all workers of their stages.
+    ``ties``: those of its stage at least, in the same order on all workers of their stages.
     """
 
     ties: tuple[Tie, ...] = ()
@@ -69,7 +67,7 @@ class StageTies:
 
     @property
     def copies(self) -> dict[tuple[int, str], str]:
-        """For the stage and the name of each copy but the owner's: the owner's name."""
+        """By stage and name of each copy, except the owner's, the owner's name."""
         return {copy: tie.copies[0][1] for tie in self.ties for copy in tie.copies[1:]}
 
     @property
@@ -87,7 +85,7 @@ class StageTies:
         )
 
     def givers(self, ahead: Collection[int]) -> dict[tuple[int, ...], int]:
-        """The stages that give others a tie's sum, by stages: those ``ahead`` have it."""
+        """Stages that give others a tie's sum, by stages: those ``ahead`` have it."""
         of_ties = {tie.stages for tie in self.ties if self.stage in tie.stages}
         partly = [stages for stages in of_ties if not set(stages) <= set(ahead)]
         return {stages: min(have) for stages in partly if (have := set(stages).intersection(ahead))}
@@ -96,8 +94,7 @@ class StageTies:
 class Shadow:
     """A copy of ``parameters``, one version old; empty before :meth:`update`.
 
-    Args:
-        on_host: whether the copy is kept in host instead of device memory, at the cost of a transfer per step.
+    ``on_host``: kept in host instead of device memory, at the cost of a transfer per step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
@@ -125,7 +122,7 @@ class Shadow:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes the current parameters those of the previous version again."""
+        """Restores the parameters of the previous version."""
         if self._copies:
             foreach_copy_(self._parts(), self._copies)
 
@@ -143,7 +140,7 @@ class Shadow:
 
 
 def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Makes ``value`` what this process holds of ``parameter``; returns what it held."""
+    """Makes ``value`` this process's part of ``parameter``; returns the old part."""
     part = local_part(parameter).detach()
     if not is_sharded(parameter):
         before, parameter.data = parameter.data, value.to(parameter.device)
@@ -154,7 +151,7 @@ def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 class LayerKeeper(Protocol):
-    """Gives layers away and takes them up, with all that belongs to them."""
+    """Gives layers away and takes them up, with all of their state."""
 
     @property
     def cuts(self) -> Cuts:
@@ -167,12 +164,12 @@ class LayerKeeper(Protocol):
         """These layers, to be sent to another worker."""
 
     def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
-        """Takes over the layers of its stage under ``cuts``: its own, and those ``given``."""
+        """Takes over the layers of its stage under ``cuts``: its own, and ``given`` ones."""
 
 
 @dataclass(frozen=True)
 class _NewLayers:
-    """The layers that this worker has got for the layout ``cuts``."""
+    """New layers of this worker for the layout ``cuts``."""
 
     cuts: Cuts
     given: tuple[Any, ...]
@@ -197,7 +194,6 @@ class LayerMoves:
 
     @property
     def cuts(self) -> Cuts:
-        """The layout whose layers this worker has."""
         return () if self._mover is None else self._mover.cuts
 
     @property
@@ -207,7 +203,7 @@ class LayerMoves:
         return self._mover
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        """Which stages hold the same weights under the layout ``cuts``."""
+        """Stages that hold the same weights under the layout ``cuts``."""
         return self._tied if self._mover is None else self._mover.tied_stages(cuts or self._start)
 
     def partners(self, resume: Resume) -> set[int]:
@@ -235,10 +231,7 @@ class LayerMoves:
         return [one for one in transfers(self._grid, roster, self.cuts, becomes) if rank in (one.donor, one.receiver)]
 
     def decided(self, cuts: Cuts) -> StageBundle | None:
-        """Takes up the layout ``cuts``, if it differs.
-
-        A worker that joins takes its donor's.
-        """
+        """Takes up the layout ``cuts``, if it differs; a joining worker takes its donor's."""
         held, self._held = self._held, None
         cuts = cuts or self._start
         if cuts == self.cuts:
