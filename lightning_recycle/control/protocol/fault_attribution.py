@@ -15,7 +15,8 @@
   times more, at most one worker of a stage is evicted in a step (a full disk is common to all), and in a step a stage
   raises at most ``retries + 1`` times.
 - Links that break without a death (Broken, GraceElapsed): the same workers connect again and check whom they reach. The
-  fewest workers that leave no broken pair are evicted, never the last holder of a stage (:func:`choose_evictions`).
+  fewest workers that leave no broken pair (a minimum vertex cover) are evicted, never the last holder of a stage
+  (:func:`choose_evictions`).
 
 Must not know: how checksums are made, what a device is, sockets, which exceptions are suspected
 (:mod:`~lightning_recycle.runtime.machine_errors`).
