@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from simulated_device.choice import ON_DEVICES, choose_for_devices
-from support.sampling import LONG_SAMPLE, chooses_by_default
+from support.sampling import LONG_SAMPLE, LONGEST, chooses_by_default
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script: its children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +73,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves a seeded sample of the long tests in a run of many; ``make test-long`` runs all of them."""
+    """Leaves a seeded sample of the long tests in a run of many; ``make test-long`` runs all of them.
+
+    The longest files begin first: at the end, nothing would run beside them.
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if ON_DEVICES:
         choose_for_devices(config, items)
     if not chooses_by_default(config):
