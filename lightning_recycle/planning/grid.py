@@ -175,6 +175,7 @@ class ScheduledOp:
 
     @property
     def duration(self) -> float:
+        """``end - start``."""
         return self.end - self.start
 
 

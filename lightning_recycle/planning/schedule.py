@@ -125,10 +125,12 @@ class Schedule:
 
     @property
     def grid(self) -> Grid:
+        """The problem's grid."""
         return self.problem.grid
 
     @property
     def failed(self) -> frozenset[Worker]:
+        """The dead workers."""
         return self.problem.failed
 
     @property
@@ -138,6 +140,7 @@ class Schedule:
 
     @property
     def num_operations(self) -> int:
+        """The number of operations of all workers."""
         return sum(len(ops) for ops in self.workers.values())
 
     @cached_property
