@@ -55,10 +55,7 @@ _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation
 
 
 class Verifier:
-    """One worker's part in the checks of its stage.
-
-    ``tasks``: this worker's tasks in the attempt that begins, with its CHECK, if any.
-    """
+    """One worker's part in the checks; ``tasks``: its next ones, with its CHECK."""
 
     def __init__(
         self,
@@ -171,10 +168,7 @@ class Verifier:
     # ------------------------------------------------------------------ checking
 
     def check(self, step: int) -> None:
-        """Computes the record of a peer once more, if the step has checks, and compares.
-
-        Raises Interrupted if the results differ: a new generation begins before the commit.
-        """
+        """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
         if self._incoming is None or self._checks is None:
             return
         other, incoming = self._checks, self._incoming

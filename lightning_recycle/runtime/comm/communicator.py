@@ -588,10 +588,7 @@ class Communicator:
             self.on_progress()
 
     def abandon(self, reduction: Reduction) -> bool:
-        """Gives up a reduction with closed connections; whether its memory is free.
-
-        It is not if the sum goes on there, as one of Gloo's may.
-        """
+        """Gives up a reduction with closed connections; whether its memory is free."""
         for part, staged, work in reduction.parts:
             try:
                 work.wait(LAST_LOOK)

@@ -45,10 +45,7 @@ _COLLECTIVES = tuple(
 
 
 def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ...]]:
-    """The members of each group that ``member`` is in: of all, and of each dimension.
-
-    ``sizes``: the dimensions of the mesh, FSDP shards and tensor parallelism.
-    """
+    """The members of each group of ``member``: of all, and of each dimension."""
     shards, tensor = sizes
     shard, part = divmod(member, tensor)
     return {

@@ -69,10 +69,8 @@ class Step:
 class Attempt:
     """Progress of a worker in its attempt.
 
-    Attributes:
-        place: the step and the operation to which an exception belongs.
-        is_past: whether it can no longer do the same again.
-        computes: whether it is in an attempt, not in a hook that is called only once.
+    ``place``: the step and the operation to which an exception belongs. ``is_past``: it can no longer do the same
+    again. ``computes``: it is in an attempt, not in a hook that is called only once.
     """
 
     place: tuple[int, str] = (0, "")

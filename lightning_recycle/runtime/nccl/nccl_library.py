@@ -117,10 +117,7 @@ class _Config(ctypes.Structure):
 
 
 class NcclLibrary:
-    """NCCL as torch ships it; ``path``: by default the library that torch has loaded.
-
-    Raises ConfigurationError if there is none, or an unsuitable one.
-    """
+    """NCCL as torch has loaded it, or at ``path``; ConfigurationError if unsuitable."""
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
         remedy = 'Install a build of torch for CUDA, or choose CommunicationOptions(transport="gloo").'
