@@ -227,7 +227,7 @@ class Stages:
         return self._traced(back) if count in reached else None
 
     def _ends(self, stage: int, begin: float, limit: float) -> Iterator[tuple[float, int]]:
-        """Whole ends of a stage within ``limit``, and the last one within a layer."""
+        """Whole ends of a stage, and the last within a layer, with their fewest workers."""
         options, at = self.options[stage], 0  # more layers never need fewer workers
         behind = len(self.options) - stage - 1  # each of them needs a layer
         last = len(self.work) - behind

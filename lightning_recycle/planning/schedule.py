@@ -56,7 +56,8 @@ class OperationColumns:
     """Operations of one worker, field by field: for files, pickles and checks.
 
     Unpickling an object for every operation lets no other thread run, 8 s for 590,000; five blocks of bytes are read at
-    once. ``kinds`` are numbers of :data:`KINDS`; ``pipelines`` and ``indices`` are -1 for no micro-batch.
+    once. ``kinds`` are numbers of :data:`KINDS`; ``pipelines`` and ``indices`` are -1 for no micro-batch; times are in
+    the unit of the costs.
     """
 
     kinds: bytes

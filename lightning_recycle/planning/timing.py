@@ -177,7 +177,6 @@ def _durations(costs: Costs, fused: bool) -> list[float]:
 
 
 def _by_microbatch(costs: Costs, variation: MicrobatchVariation, fused: bool) -> list[list[float]]:
-    """The durations of each micro-batch, by key."""
     split = (costs.forward, variation.forward), (costs.backward_input, variation.backward_input)
     weight = costs.backward_weight, variation.backward_weight
     forward, backward, weights = (
