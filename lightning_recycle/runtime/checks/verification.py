@@ -149,7 +149,6 @@ class Verifier:
             self._apart.begin()
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.differentiated(grads, input_grads)
             if task.op.kind is OpKind.BACKWARD_INPUT:
@@ -202,7 +201,6 @@ class Verifier:
         raise Interrupted
 
     def vote(self, vote: messages.Vote) -> None:
-        """This worker's part in the vote on a record."""
         rank = self._client.rank
         if rank in vote.voters:
             with self._client.waiting("a record of a peer"):
@@ -323,7 +321,6 @@ class FiniteChecks:
         self._inspected, self._excused = inspected, excused
 
     def begin(self, step: int) -> None:
-        """An attempt at ``step`` begins."""
         self._inspects, self._recorders = self._possible and step == self._inspected, {}
 
     @property
@@ -332,7 +329,6 @@ class FiniteChecks:
         return self._inspects
 
     def applied(self, loss: float) -> None:
-        """A step with this loss was applied."""
         self._was_finite = math.isfinite(loss)
 
     # ------------------------------------------------------------------ looking
@@ -383,7 +379,6 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return

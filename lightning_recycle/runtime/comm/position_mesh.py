@@ -256,7 +256,6 @@ class PositionMesh:
             group.enters_hook = enters_hook
 
     def meet(self) -> None:
-        """Returns when all members have called it."""
         self.groups[_WHOLE].run("barrier")
 
     def disconnect(self) -> None:

@@ -332,7 +332,6 @@ class Executor:
 
     @property
     def _positions(self) -> Positions:
-        """Positions of workers in the entered generation."""
         return replace(self.runner.positions, moved=self.client.member.moved)
 
     @property

@@ -38,7 +38,6 @@ class CudaStreams:
 
     @property
     def current(self) -> torch.cuda.Stream:
-        """The stream on which the calling thread computes."""
         return torch.cuda.current_stream(self._device)
 
     def create(self) -> torch.cuda.Stream:

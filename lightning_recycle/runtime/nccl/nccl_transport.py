@@ -70,12 +70,10 @@ class _Agreement:
 
     @property
     def groups(self) -> dict[str, Place]:
-        """The communicators of its groups."""
         return group_places(self.rosters)
 
     @property
     def places(self) -> list[Place]:
-        """All needed communicators."""
         pairs = (place for peer in self.neighbours for place in (pair(self.rank, peer), pair(peer, self.rank)))
         return sorted({*pairs, *self.groups.values()})
 

@@ -169,7 +169,6 @@ class Stage:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The modules that F runs, in order."""
         return self._layers
 
     def remember_modes(self) -> None:
