@@ -249,7 +249,6 @@ class Oobleck(Policy):
 
 
 def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:
-    """The units that each worker holds."""
     return {
         worker: held for team in teams for worker, held in zip(team, stage_ranges(cut(units, len(team))), strict=True)
     }

@@ -246,7 +246,6 @@ def account(spans: Sequence[Span], gpus: int) -> Accounting:
 
 
 def _training(span: Span, ticks: int) -> tuple[int, int]:
-    """Useful and repeated GPU time."""
     configuration = span.configuration
     step = max(1, as_ticks(configuration.step_seconds))
     work, again = as_ticks(configuration.useful_gpu_seconds), as_ticks(configuration.repeated_gpu_seconds)

@@ -81,7 +81,6 @@ class Run:
         self._take(first, Trigger(0.0, self.live))
 
     def play(self) -> None:
-        """Plays until the end."""
         while self.now < self.end:
             upcoming = self._next()
             self._span(upcoming)
@@ -189,7 +188,6 @@ class Run:
             self._start_steps()
 
     def _start_steps(self) -> None:
-        """The first step begins now."""
         self.origin = self.begun = self.now
         if self.pending is not None:  # it waits for a step that begins only now, after a checkpoint
             self.pending.tick = self._boundary(self.pending.tick)
