@@ -58,7 +58,7 @@ class Chain:
 def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
     """The chain that the user names, or the only one that ``module`` can have.
 
-    Raises ConfigurationError if there is none, with at least ``num_stages`` layers, or several may be meant.
+    Raises ConfigurationError if there is none with at least ``num_stages`` layers, or if several may be meant.
     """
     kind = type(module).__name__
     named = _found(module, num_stages) if pipeline is None else [pipeline] if isinstance(pipeline, str) else pipeline

@@ -44,7 +44,7 @@ class ModelParts:
     loss_is_optional = True
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
     takes_target = False
-    """Whether parts take the previous stage's message as one argument, then the target."""
+    """Whether parts take the previous stage's message in one argument, then targets."""
     whole = ""
     """Why neighbouring stages cannot share a part; empty if they can."""
 
