@@ -41,7 +41,7 @@ _SETTINGS = frozenset(
     }
 )
 Address: TypeAlias = tuple[int, Any]
-"""(epoch, index); the index is an integer, or a list of integers that the dataset reads at once."""
+"""(epoch, index); the index is an integer, or a list of integers to read at once."""
 
 AddressedSample: TypeAlias = tuple[Address, Any]
 """(address, sample)."""
