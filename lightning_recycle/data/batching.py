@@ -1,11 +1,9 @@
 """Batching of a user's DataLoader, and the errors for unusable ones.
 
 Any worker must be able to get any sample, even a second time. So the data has addresses (a map-style dataset, or an
-IterableDataset that can be indexed), or it is a *stream*: dataset, iterator or loader have ``state_dict`` and
-``load_state_dict``, or reading again gives the same samples.
-
-Tensor datasets of torch with torch's own collate function are read without seeding the generators, which would take
-longer than reading a sample.
+IterableDataset with indices), or it is a *stream*: dataset, iterator or loader have ``state_dict`` and
+``load_state_dict``, or reading again gives the same samples. Torch's tensor datasets with torch's own collate function
+are read without seeding the generators, which would take longer than a read.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def is_stream(dataloader: Any) -> bool:
 
 
 def promises_nothing(dataloader: DataLoader[Any]) -> bool:
-    """Whether a stream neither has a state nor is said to give the same samples again."""
+    """Whether a stream has no state and is not said to give the same samples again."""
     dataset = dataloader.dataset
     if is_stateful(dataset) or is_stateful(dataloader):
         return False
@@ -68,7 +66,7 @@ def promises_nothing(dataloader: DataLoader[Any]) -> bool:
 def yields_batches(loader: Any) -> bool:
     """Whether ``loader`` can only be iterated over, and yields whole batches.
 
-    That is anything that is no DataLoader, and one with ``batch_size=None`` over a stream.
+    No DataLoader, or one with ``batch_size=None`` over a stream.
     """
     if not isinstance(loader, DataLoader):
         return True
@@ -78,8 +76,8 @@ def yields_batches(loader: Any) -> bool:
 class AllReplicas(Sampler[int]):
     """The samples of all replicas of a DistributedSampler, taken in turns.
 
-    With as many replicas as pipelines, each pipeline gets what its replica would. It shuffles, seeds and drops what the
-    given sampler does. Without ``repeats``, a sample that is repeated to give all replicas equally many is left out.
+    With as many replicas as pipelines, each pipeline gets its replica's samples. Without ``repeats``, samples repeated
+    for equal replicas are left out.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], repeats: bool) -> None:
@@ -110,7 +108,7 @@ class AllReplicas(Sampler[int]):
 def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[int | None, Any]:
     """(batch size, sampler over all data) of a DataLoader.
 
-    Without a batch size the sampler yields the indices of each batch, or the index of a sample that is a batch. An
+    Without a batch size the sampler yields each batch's indices, or the index of a sample that is a batch. An
     IterableDataset with indices is read in their order.
     """
     if dataloader.batch_size is not None:
@@ -162,11 +160,9 @@ def drops_last(dataloader: DataLoader[Any]) -> bool:
 def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool = False) -> None:
     """Raises the errors of a DataLoader that can be found without a worker.
 
-    ``microbatches`` is M in training, None in evaluation; ``by_default``: chosen before the batch size was known.
-
-    Raises:
-        UnsupportedFeatureError: for data that cannot be read a second time, and for user-defined batches.
-        ConfigurationError: if a training batch cannot be split into M micro-batches, or it is no data at all.
+    ``microbatches``: M in training, None in evaluation; ``by_default``: chosen before the batch size was known.
+    UnsupportedFeatureError for data that cannot be read again, and user-defined batches; ConfigurationError if a
+    training batch cannot be split into M micro-batches, or it is no data at all.
     """
     if not isinstance(dataloader, (Iterable, Tensor)) and not hasattr(dataloader, "__getitem__"):
         raise ConfigurationError(

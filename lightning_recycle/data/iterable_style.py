@@ -3,21 +3,20 @@
 Every worker reads all of it, even in middle stages, which must know when it ends. The reader only moves forward; redone
 steps need the samples of at most three steps, which are kept.
 
-**A stream of samples** (:class:`StreamLoader`). One batch of the reader is what one device would read with
-``batch_size`` times the number of pipelines, so the grid has no influence on the order. A pass is read by this process,
-or by DataLoader processes that each read a part in turns. Randomness depends only on (seed, epoch, part, number of the
-sample). A worker that joins, or a run that resumes, rewinds the dataset to the newest step whose state could be saved,
-and reads again what has been read since; a dataset without state is read again from the start of the epoch. Digests
-show whether all workers read the same, and the same again.
+**A stream of samples** (:class:`StreamLoader`) is read as by one device with ``batch_size`` times the number of
+pipelines, so the grid has no influence on the order, by this process or by DataLoader processes that each read a part
+in turns. Randomness depends only on (seed, epoch, part, number of the sample). A joining worker or resumed run rewinds
+the dataset to the newest step with a saved state, and reads on from there; without state, from the start of the epoch.
+Digests show whether all workers read the same, and the same again.
 
-Streams of Hugging Face's ``datasets`` (version 5.2) return to a loaded state also at the beginning of later passes that
-have its epoch number, ignore it if they have another one, and leave the samples in a shuffle buffer out of it. So a
-state is reset before the next pass (``load_state_dict(None)``), the epoch number is part of the place in the data, and
-a dataset with a shuffle buffer is read again up to its place. ``datasets`` must not be imported here.
+Streams of Hugging Face's ``datasets`` (version 5.2) return to a loaded state also at later passes with its epoch
+number, ignore it otherwise, and leave a shuffle buffer's samples out of it. So a state is reset before the next pass
+(``load_state_dict(None)``), the epoch number is part of the place in the data, and a dataset with a shuffle buffer is
+read again up to its place. ``datasets`` must not be imported here.
 
-**An iterable of batches** (:class:`BatchIterableLoader`). Every pipeline takes each batch, as under DDP; an evaluation
-computes it once. A worker finds its place again from the start of the epoch: the iterable must give the same batches
-each time. Random numbers from the global generators are seeded by (seed, epoch, number of the batch).
+**An iterable of batches** (:class:`BatchIterableLoader`): every pipeline takes each batch, as under DDP; an evaluation
+computes it once. A worker reads again from the start of the epoch, so the iterable must give the same batches each
+time. Global generators are seeded by (seed, epoch, number of the batch).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _KEPT_STEPS = 3  # the current one, the previous one, which others may have to r
 
 
 class ForwardLoader(StepLoader):
-    """Steps that are found only by reading those before them; the newest are kept."""
+    """Steps found only by reading earlier ones; the newest are kept."""
 
     only_forward = True
 
@@ -163,8 +162,8 @@ _Batch: TypeAlias = tuple[int, list[Any], dict[str, Any]]
 class StreamReader:
     """The batches of consecutive passes.
 
-    If ``independent``, every pass begins with the dataset as it was given, as in DataLoader processes; otherwise as the
-    previous pass left it. ``digest`` is that of the newest batch's part in this pass.
+    If ``independent``, every pass begins with the dataset as given, as in DataLoader processes; otherwise as the
+    previous pass left it. ``digest``: of the newest batch's part in this pass.
     """
 
     def __init__(self, dataloader: DataLoader[Any], batch_size: int, seed: int, independent: bool = False) -> None:
@@ -300,7 +299,7 @@ class _PassShare:
 
 
 def _state_of(thing: Any) -> Any:
-    """A copy: the state may be the very dict that the next sample changes."""
+    """A copy: the next sample may change the very dict of the state."""
     if not is_stateful(thing) or (is_huggingface(thing) and has_shuffle_buffer(thing)):
         return None
     return copy.deepcopy(thing.state_dict())
@@ -318,15 +317,13 @@ class _StreamStep:
 class StreamLoader(ForwardLoader, SampleLoader):
     """The steps of an epoch of a stream.
 
-    Its state is a place in the stream, the same on every worker and for every grid: ``reader`` is the reader's state at
-    the start of step ``step`` of ``epoch`` (None: the start of the dataset as it was given), ``passes`` says for that
-    epoch and later ones how many steps were read and whether the stream ended, and ``digest`` is that of step ``step``.
-    No state is saved at the very start of a pass, when a generator has not yet run any of its code.
+    Its state is a place in the stream, the same on every worker and for every grid: ``reader``, the reader's state at
+    the start of step ``step`` of ``epoch`` (None: the start of the dataset as given); ``passes``, by epoch from that
+    one on the steps read and whether the stream ended; and ``digest``, of step ``step``. No state is saved at the very
+    start of a pass, when a generator has not yet run any of its code.
 
-    Raises:
-        UnsupportedFeatureError: for a stream that cannot be read a second time.
-        ConfigurationError: if a training batch cannot be split into M micro-batches; later, if the training stream does
-            not yield a single global batch.
+    Raises UnsupportedFeatureError for a stream that cannot be read again; ConfigurationError if a training batch cannot
+    be split into M micro-batches or, later, a training stream yields no global batch.
     """
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
@@ -352,11 +349,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
     # ------------------------------------------------------------------ what Lightning sees
 
     def __len__(self) -> int:
-        """Steps per epoch.
-
-        Raises:
-            TypeError: if the stream does not know its length, as Lightning expects.
-        """
+        """Steps per epoch; TypeError if unknown, as Lightning expects."""
         samples = len(self.dataset)
         steps = samples // self.global_batch_size
         if not self._drops_last:
@@ -396,11 +389,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopts a place; the next iteration goes there.
-
-        Raises:
-            ConfigurationError: if the state belongs to something else.
-        """
+        """Adopts a place for the next iteration; ConfigurationError for another's state."""
         if not self._place.keys() <= state.keys():
             raise ConfigurationError(
                 "The checkpoint's state of the training data was not written by strategy='recycle', so the place in"
@@ -549,7 +538,7 @@ class BatchIterableLoader(ForwardLoader):
     # ------------------------------------------------------------------ what Lightning sees
 
     def __len__(self) -> int:
-        """Raises TypeError if the iterable does not know, as Lightning expects."""
+        """Raises TypeError if the length is unknown, as Lightning expects."""
         return len(self.dataloader)
 
     @override

@@ -1,7 +1,7 @@
 """Micro-batch data by address (epoch, step, d, m), readable by any worker.
 
 Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
-prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched when they are needed.
+prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched when needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _number(epoch: int, rounds: int) -> int:
 
 
 def identity_collate(batch: Any) -> Any:
-    """In place of a collate function, where there is nothing to collate."""
+    """A collate function where there is nothing to collate."""
     return batch
 
 
@@ -46,7 +46,7 @@ class _Addressed(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at (epoch, index) ``addresses``; ``reseed`` is None to draw nothing."""
+        """The samples at (epoch, index) ``addresses``; ``reseed``: None to draw nothing."""
         samples = []
         for epoch, index in addresses:
             if reseed is not None:
@@ -65,7 +65,7 @@ class _Addressed(Dataset[Any]):
 class WorkerInit:
     """Ends a DataLoader process with its parent; calls the user's ``worker_init_fn``.
 
-    ``get_worker_info()`` shows ``dataset``, the user's, instead of this package's wrapper.
+    ``get_worker_info()`` shows the user's ``dataset`` instead of this package's wrapper.
     """
 
     def __init__(self, user: Callable[[int], None] | None, dataset: Any) -> None:
@@ -94,13 +94,12 @@ def process_settings(user: DataLoader[Any], dataset: Any) -> dict[str, Any]:
 class MicrobatchLoader(SampleLoader):
     """The steps of an epoch of a dataset whose samples have indices.
 
-    The steps beyond the length of an epoch are those of further *rounds* through the data, each in an order of its own:
-    where Lightning combines it with a longer loader, it begins again within the epoch. The micro-batches of
-    ``pipeline`` are prefetched; with ``prefetch=False`` this worker's stage needs no data.
+    Further steps belong to further *rounds* through the data, each in its own order: where Lightning combines it with a
+    longer loader, it begins again within the epoch. The micro-batches of ``pipeline`` are prefetched; with
+    ``prefetch=False`` this worker's stage needs no data.
 
-    Raises:
-        UnsupportedFeatureError: if batches are not consecutive samples of a sampler.
-        ConfigurationError: if a training batch cannot be split into M micro-batches, or there is not even one batch.
+    Raises UnsupportedFeatureError if batches are not consecutive samples of a sampler; ConfigurationError if a training
+    batch cannot be split into M micro-batches, or there is no batch.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class MicrobatchLoader(SampleLoader):
             )
 
     _unit = "samples"
-    """Items of the sampler."""
 
     @property
     def _draws_from_seed(self) -> bool:
@@ -246,7 +244,7 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ inside
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
-        """Reads micro-batches; together, because saving the generators' state dominates."""
+        """Reads micro-batches together, because saving the generators' state dominates."""
         missing = {key: own for key in keys if key not in self._fetched and (own := self.addresses(*key))}
         if missing:
             found = self._collected(keys[0][0], [*missing.values()])
@@ -268,9 +266,9 @@ class MicrobatchLoader(SampleLoader):
         return list(reader)
 
     def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
-        """The number of the round of ``step``, and the sampler's order in it.
+        """The number of the round of ``step``, which seeds it, and its sampler's order.
 
-        The number seeds its randomness; that of the first round is the epoch's.
+        The first round has the epoch's number.
         """
         rounds = step // self._num_steps
         number = _number(epoch, rounds)
@@ -311,7 +309,7 @@ class MicrobatchLoader(SampleLoader):
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
 
     def _draw_base_seed(self, sampler: Any) -> None:
-        """Draws what a DataLoader draws at the start of an epoch from its generator."""
+        """Draws a DataLoader's base seed from its generator, as at the start of an epoch."""
         generator = self.dataloader.generator
         if generator is not None and generator is getattr(sampler, "generator", None):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
@@ -327,7 +325,7 @@ class MicrobatchLoader(SampleLoader):
     def load_order_state(self, state: dict[str, Any] | None) -> None:
         """The next order is drawn from this state, or for its epoch from the one before.
 
-        Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as it was given.
+        Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as given.
         """
         if state is not None:
             self._restored, self._draws = state, None
@@ -358,11 +356,7 @@ class MicrobatchLoader(SampleLoader):
         return bool(self.dataloader.num_workers > 0 and context.get_start_method() != "fork")
 
     def take_over(self, order: dict[str, Any]) -> None:
-        """Continues in the order of a donor.
-
-        Raises:
-            ConfigurationError: if the samples at the donor's places are others.
-        """
+        """Continues in a donor's order; ConfigurationError if its samples are others."""
         self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
         self._before, self._restored = order["before"], order["restored"]
         self._sampler_state.load(order["sampler"])
@@ -395,10 +389,10 @@ class MicrobatchLoader(SampleLoader):
         return [as_index(item)]
 
     def _probe(self, addresses: list[Any]) -> int | None:
-        """A digest of the samples at ``addresses``; None where it could tell nothing.
+        """A digest of the samples at ``addresses``; None where it would prove nothing.
 
-        A dataset that is read in processes of its own is read in one, once: it may open files there that no process
-        may inherit. What a dataset draws from a generator of its own differs with each reading, and is not compared.
+        A dataset read in processes is read in one, once: it may open files there that no process may inherit. Draws
+        from a dataset's own generator differ with each reading, and are not compared.
         """
         again = self._probed is None
         if self.dataloader.num_workers == 0:
@@ -421,7 +415,7 @@ class MicrobatchLoader(SampleLoader):
         return None if self._varies else digests[0]
 
     _varies = False
-    """Whether a sample differs when it is read again."""
+    """Whether a sample differs when read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
         """Moves prefetched data up to ``key`` into the cache; False if ``key`` is older."""

@@ -1,7 +1,7 @@
 """Batches with addresses, from a batch sampler or a dataset of batches.
 
-The sampler gives the order of all batches, and a step takes one for each pipeline, in this order. In training a
-pipeline's batch is divided into M equal micro-batches; in an evaluation it is one.
+A step takes one batch for each pipeline, in the sampler's order. In training it is divided into M equal micro-batches;
+in an evaluation it is one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map
 def sliced(batch: Any, number: int, count: int) -> Any:
     """Part ``number`` of ``count`` equal parts of a batch, along the first dimension.
 
-    Raises:
-        ConfigurationError: if it is not clear how to divide it.
+    Raises ConfigurationError for a batch without a clear division.
     """
     if count == 1:
         return batch

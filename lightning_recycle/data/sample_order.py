@@ -1,9 +1,9 @@
 """Order of an epoch's samples: drawn, compared between workers, and drawn again.
 
 A :class:`SamplerState` is taken before the order of an epoch is drawn, so that a replacement or a resumed run draws the
-same. It travels in checkpoints, so it holds the sampler's generators and plain values, not the datasets and modules
-that it refers to. Digests of what was read depend on tensors, arrays, numbers and texts; of any other object only its
-type counts, since equal objects may have different pickles.
+same. It travels in checkpoints with the sampler's generators and plain values, without datasets and modules. Digests
+depend on tensors, arrays, numbers and texts; of any other object only its type counts, since equal objects may have
+different pickles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def digest_of(order: Sequence[Any]) -> str:
 
 
 def different(name: str, what: str) -> str:
-    """The message of an error about data that are not the same on all workers."""
+    """Error message for data that differ between workers."""
     return (
         f"The workers have different data: the {what} differ. {name} must be the same in every process. Seed"
         " divisions and shuffles of the data, such as np.random.default_rng(0) or"
@@ -64,10 +64,9 @@ def different(name: str, what: str) -> str:
 
 
 def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-    """Compares the workers' facts of each of their loaders; None is not compared.
+    """Compares the workers' facts of each loader; ConfigurationError if they differ.
 
-    Raises:
-        ConfigurationError: if they differ.
+    None is not compared.
     """
     every = list(facts)
     if len({len(loaders) for loaders in every}) > 1:
@@ -96,8 +95,8 @@ class _Unknown(Exception):
 class SamplerState:
     """Takes the state of a sampler, and restores it in place.
 
-    Large values are in it only if they have changed since the start, by their digests ``at_start``. ``lost`` names
-    attributes that hold an iterator, as "Class.attribute": such a place cannot be restored.
+    Large values are in it only if changed since the start, by their digests ``at_start``. ``lost``: attributes with an
+    iterator, as "Class.attribute", whose place cannot be restored.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -133,7 +132,7 @@ class SamplerState:
                 vars(owner)[name] = _decode(encoded, current)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        """The sampler and the objects that it holds, with the prefixes of their paths."""
+        """The sampler and its objects, with the prefixes of their paths."""
         seen: set[int] = set()
         waiting = [("", self._sampler)]
         while waiting:
@@ -146,7 +145,7 @@ class SamplerState:
             waiting += [(f"{prefix}{name}.", value) for name, value in own if _is_object(value)]
 
     def _values(self) -> Iterator[tuple[str, tuple[Any, str, Any]]]:
-        """The attributes of these as (path, (owner, name, value))."""
+        """Their attributes as (path, (owner, name, value))."""
         for prefix, owner in self._owners():
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if not _is_object(value) and not _is_foreign(value):
@@ -154,7 +153,7 @@ class SamplerState:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether ``value`` is not the sampler's own, but what it reads or is told."""
+    """Whether ``value`` belongs to the sampler's surroundings, not to itself."""
     return isinstance(value, _NOT_ITS_OWN) or type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning")
 
 

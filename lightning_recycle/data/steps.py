@@ -1,13 +1,12 @@
 """The steps of an epoch as Lightning's loops see them, and the sources of data.
 
-A step takes a *global batch*: ``batch_size`` samples of each pipeline. Pipeline d gets the samples d, d+D, d+2D, ... of
-it, as with a DistributedSampler, and micro-batch m of that pipeline every M-th of those. So the composition of the
-global micro-batch g = m * D + d depends only on D * M: with the same number of micro-batches, every grid computes the
-same sums and draws the same dropout.
+A step takes a *global batch*: ``batch_size`` samples of each pipeline. Pipeline d gets its samples d, d+D, d+2D, ...,
+as with a DistributedSampler, and micro-batch m of that pipeline every M-th of these. So the composition of the global
+micro-batch g = m * D + d depends only on D * M: with the same number of micro-batches, every grid computes the same
+sums and draws the same dropout.
 
-Several DataLoaders at once: Lightning's ``CombinedLoader`` combines addresses as it combines batches. A micro-batch of
-such a :class:`CombinedStep` is the combination of that micro-batch of each loader, so a loader's samples are divided as
-if it were alone.
+Several DataLoaders: Lightning's ``CombinedLoader`` combines addresses as it combines batches. A micro-batch of such a
+:class:`CombinedStep` combines that micro-batch of each loader, so a loader's samples are divided as if it were alone.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _SETTINGS = frozenset(
     }
 )
 Address: TypeAlias = tuple[int, Any]
-"""(epoch, index); the index is an integer, or a list of integers that the dataset reads at once."""
+"""(epoch, index); the index is an integer, or a list of integers to read at once."""
 
 AddressedSample: TypeAlias = tuple[Address, Any]
 """(address, sample)."""
@@ -56,7 +55,7 @@ def numbers_of(index: Any) -> Iterable[int]:
 class StepHandle:
     """Address of the batch of a step, which loops and hooks see instead of the data.
 
-    Callbacks that look into the batch find the whole global batch: this process reads it on the first access.
+    Callbacks that look into the batch find the whole global batch, read here on the first access.
     """
 
     def __init__(self, loader: StepSource, epoch: int, index: int) -> None:
@@ -68,7 +67,7 @@ class StepHandle:
         return self.loader.samples_in(self)
 
     def read(self) -> Any:
-        """The whole global batch as the user's collate function makes it, on the device."""
+        """The whole global batch by the user's collate function, on the device."""
         if self._data is None:
             self._data = (self.loader.read_batch(self),)
         return self._data[0]
@@ -93,7 +92,7 @@ class Collate:
         self.collate, self.seed = collate, seed
 
     def collect(self, addressed: list[AddressedSample], reseed: Callable[[int], None] | None) -> Any:
-        """The batch of these samples; ``reseed`` is None if the function draws nothing."""
+        """The batch of these samples; ``reseed``: None if the function draws nothing."""
         epoch = addressed[0][0][0]
         if reseed is not None:
             reseed(derive_seed(self.seed, epoch, *(n for (_, index), _ in addressed for n in numbers_of(index))))
@@ -107,14 +106,10 @@ class Collate:
 class StepSource(ABC):
     """The executor's view of the data of a step.
 
-    Args:
-        grid: the grid, for D, S and M.
-        seed: seed of the run.
-        evaluation: whether a step may be smaller than others, so that some of its micro-batches are empty.
+    ``evaluation``: a step may be smaller than others, with empty micro-batches.
 
     Attributes:
-        prepare: called with collated data, its seed and :attr:`dataloader_idx` before anything else sees it; moves it
-            to the device.
+        prepare: called first with collated data, its seed and :attr:`dataloader_idx`; moves it to the device.
         dataloader_idx: index among several loaders of an evaluation that are read one after another.
     """
 
@@ -133,7 +128,6 @@ class StepSource(ABC):
         return self._prepared(self.collated(handle, microbatch), handle, global_index(self.grid, microbatch))
 
     def read_batch(self, handle: StepHandle) -> Any:
-        """The whole global batch of ``handle``, collated as one, on the device."""
         return self._prepared(self.collated_whole(handle), handle, -1)
 
     def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
@@ -152,11 +146,11 @@ class StepSource(ABC):
 
     @abstractmethod
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        """The micro-batch of :meth:`fetch`, as the user's collate function made it."""
+        """The micro-batch of :meth:`fetch` by the user's collate function."""
 
     @abstractmethod
     def collated_whole(self, handle: StepHandle) -> Any:
-        """The batch of :meth:`read_batch`, as the user's collate function made it."""
+        """The batch of :meth:`read_batch` by the user's collate function."""
 
     @abstractmethod
     def samples_in(self, handle: StepHandle) -> int:
@@ -170,8 +164,8 @@ class StepSource(ABC):
     def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
         """Places in :meth:`read_batch` of the samples of all micro-batches, by loader.
 
-        For a training step, by global index, the same on every worker; a loader whose division is unknown has none.
-        ``samples``: the number of samples of each micro-batch, None if unknown.
+        For a training step, by global index, the same on every worker; a loader with unknown division has none.
+        ``samples``: of each micro-batch, None if unknown.
         """
 
     def digest(self, handle: StepHandle) -> int:
@@ -200,18 +194,16 @@ class StepSource(ABC):
 class StepLoader(StepSource):
     """The steps of an epoch as Lightning sees them, from one of the user's loaders.
 
-    Iterating yields a :class:`StepHandle` per step; Lightning counts with those.
+    Iterating yields a :class:`StepHandle` per step; Lightning counts with these.
 
     Args:
-        dataloader: the user's loader.
-        grid, seed: as :class:`StepSource`.
         batch_pipelines: number of pipelines for which ``batch_size`` was chosen, if not the grid's: the global batch
             stays the same when training continues with fewer pipelines.
-        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples,
-            as even as possible; some may be empty.
+        evaluation: whether to keep a trailing incomplete global batch and make micro-batches of consecutive samples, as
+            even as possible; some may be empty.
 
     Attributes:
-        only_forward: whether a step is found only by reading those before it.
+        only_forward: whether a step is found only by reading earlier ones.
         first_step: first step of the next iteration; not 0 while the training loop enters an epoch in its middle.
         end_step: the step before which the loop ends the epoch, at the latest.
     """
@@ -253,7 +245,7 @@ class StepLoader(StepSource):
         self._is_entering = True
 
     def entered(self) -> None:
-        """The training loop has its iterator; those of hooks have passes of their own."""
+        """The training loop has its iterator; hooks' iterators have passes of their own."""
         self.first_step, self._is_entering = 0, False
 
     def facts(self) -> dict[str, Any]:
@@ -267,7 +259,7 @@ class StepLoader(StepSource):
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepHandle]:
-        """The steps of an epoch from :attr:`first_step`, as it is at the call."""
+        """The steps of an epoch from :attr:`first_step`, as set at the call."""
 
     @abstractmethod
     def close(self) -> None:
@@ -277,8 +269,7 @@ class StepLoader(StepSource):
 class SampleLoader(StepLoader):
     """The steps of a DataLoader, whose samples are divided among the micro-batches.
 
-    Raises:
-        UnsupportedFeatureError, ConfigurationError: as for :func:`~lightning_recycle.data.batching.check_dataloader`.
+    Raises the errors of :func:`~lightning_recycle.data.batching.check_dataloader`.
     """
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
@@ -335,10 +326,10 @@ def _continued(part: StepHandle, newest: int) -> StepHandle:
 
 
 class CombinedStep(StepSource):
-    """The data of one step of several loaders, in the structure the user gave them.
+    """The data of one step of several loaders, in the user's structure.
 
-    Where an evaluation has fewer samples of one of them than micro-batches, all of the step is one micro-batch: no
-    other division leaves none of them without samples of that loader.
+    Where an evaluation has fewer samples of a loader than micro-batches, the whole step is one micro-batch: any other
+    division leaves one of them without samples of that loader.
     """
 
     def __init__(self, parts: Any) -> None:

@@ -1,12 +1,11 @@
 """Agent of a machine: runs and restarts processes, and reports one exit status.
 
 Each task is a worker, or the coordinator. A worker that lost its coordinator, was evicted, or was killed is no fault of
-the program: another process takes its place. All other ends are final, and a process that dies at once, again and
-again, is given up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as a shell says it.
+the program: another process takes its place. All other ends are final, and a process that keeps dying at once is given
+up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as in a shell.
 
-The run is at its end when a process finished, when one failed with an error of its program, when the coordinator
-stopped it, or when a signal asks for it; from then on no process is started. When :meth:`Agent.run` returns, no process
-is left.
+The run ends when a process finished or failed with an error of its program, when the coordinator stopped it, or at a
+signal; from then on no process is started. When :meth:`Agent.run` returns, no process is left.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SIGNALS = range(1, 65)
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """How often a process is started again.
+    """Limits of the restarts of a process.
 
     Args:
         max_restarts: for each process, over the whole run.
@@ -50,7 +49,7 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RestartRecord:
-    """How often a process was restarted, and how many ends in a row were quick."""
+    """Number of restarts of a process, and of quick ends in a row."""
 
     restarts: int = 0
     quick: int = 0
@@ -58,7 +57,7 @@ class RestartRecord:
 
 @dataclass(frozen=True)
 class RestartAfter:
-    """Start it again after ``pause`` seconds."""
+    """The process starts again after ``pause`` seconds."""
 
     slot: RestartRecord
     pause: float
@@ -66,7 +65,7 @@ class RestartAfter:
 
 @dataclass(frozen=True)
 class FinalStatus:
-    """It is not started again; ``given_up`` says why, if its end alone is no reason."""
+    """It is not started again; ``given_up``: the reason, unless its end is one."""
 
     status: int
     given_up: str = ""
@@ -100,9 +99,9 @@ def is_error(status: int) -> bool:
 def verdict(ends: Sequence[tuple[int, bool]], asked: int | None, finished: bool = False) -> int:
     """The exit status for all processes together.
 
-    A run in which one process finished has finished, whatever was lost on the way; but an error of the program is one,
-    also after the training, unless it is that of a replacement. ``ends``: the final status of each process, and whether
-    it was the first of its slot; ``asked``: the signal that was to end the run.
+    A run with one finished process has finished, whatever was lost on the way; but an error of the program counts, also
+    after the training, unless it is a replacement's. ``ends``: the final status of each process, and whether it was the
+    first of its slot; ``asked``: the signal to end the run.
     """
     statuses = [status for status, _ in ends]
     finished = finished or 0 in statuses
@@ -125,7 +124,7 @@ def exit_status(status: int) -> int:
 
 
 def in_words(status: int) -> str:
-    """How a process ended, for people."""
+    """End of a process in words, for people."""
     number = -status if status < 0 else _signal_of(status)
     if number is not None:
         try:
@@ -142,7 +141,7 @@ def in_words(status: int) -> str:
 
 
 def _signal_of(status: int) -> int | None:
-    """The signal that killed a process, as a shell says it; none for polite signals."""
+    """The signal that killed a process, as in a shell; None for polite signals."""
     number = status - 128
     return number if number in _SIGNALS and status not in (EXIT_INTERRUPTED, EXIT_LEFT) else None
 
@@ -205,13 +204,9 @@ class ProcessCommand:
 class Child:
     """A process that leads its own group, killed by the kernel with this process.
 
-    To be made by the main thread: the kernel looks at the thread that forked. ``on_end`` is called from another thread
-    with the status, see :class:`subprocess.Popen`; without ``printer`` it prints where this process does.
-
-    Raises:
-        OSError: if there is no such program.
-
-    To be made by the main thread: the kernel looks at the thread that forked.
+    To be made by the main thread: the kernel looks at the thread that forked. ``on_end`` gets the status, see
+    :class:`subprocess.Popen`, from another thread; without ``printer`` it prints where this process does. Raises
+    OSError if there is no such program.
     """
 
     def __init__(self, task: ProcessCommand, printer: Printer | None, on_end: Callable[[Child, int], None]) -> None:
@@ -265,7 +260,7 @@ class Child:
 
 
 OVER, END = b"over\n", b"end\n"
-"""Words of the agent to its coordinator: there will be no further run; end."""
+"""The agent's words to its coordinator: there will be no further run; end."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OTHERS_SECONDS = 15.0  # for the others to end by themselves after one failed, as the coordinator tells them to
@@ -290,10 +285,10 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    ``grace``: seconds for processes to end after a signal; None if the sender of signals sends them to all processes
-    and waits for these: then no process is killed, and no signal passed on. ``pipes``: whether output goes through
-    ``printer``. ``another`` makes the command of a further process by its number. ``on_finish`` is called when a
-    process has finished, the first time; ``heard``: the signals that came.
+    ``grace``: seconds for processes to end after a signal; None if the sender signals and awaits all processes: then
+    this agent kills none, and passes on no signal. ``pipes``: output goes through ``printer``. ``another`` makes the
+    command of a further process by its number. ``on_finish`` is called when the first process has finished; ``heard``:
+    signals so far.
     """
 
     def __init__(
@@ -329,7 +324,7 @@ class Agent:
         self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
-        """A signal asks for the end of the run; the second one at once."""
+        """A signal requests the end of the run; the second one at once."""
         self._events.put(lambda: self._on_signal(number))
 
     def finished_elsewhere(self) -> None:
@@ -413,7 +408,7 @@ class Agent:
         self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
 
     def _settle(self, running: _Running, final: FinalStatus) -> None:
-        """The task is over; ends the others if its end asks for that."""
+        """The task is over; ends the others if its end requires that."""
         running.final = final
         name, was_first = running.task.name, running.slot.restarts == 0
         if final.given_up:
@@ -442,7 +437,7 @@ class Agent:
                 running.final = FinalStatus(running.status)
 
     def _scale(self, count: int) -> None:
-        """Starts processes, or asks the last ones to leave, so that ``count`` stay."""
+        """Starts processes, or has the last ones leave, so that ``count`` stay."""
         assert self._another is not None
         if self._is_ending:
             return
@@ -478,7 +473,7 @@ class Agent:
         self._kill_at = time.monotonic() + self._grace
 
     def _enforce_deadlines(self) -> None:
-        """Asks, and then makes, processes end that should have ended by now."""
+        """Asks, then forces, processes to end that are past their deadline."""
         now = time.monotonic()
         if now >= self._ask_at:
             self._ask_at, self._kill_at = math.inf, min(self._kill_at, now + (self._grace or _GRACE_SECONDS))

@@ -1,8 +1,8 @@
 """Environment of a worker: its run, its machine, its device; copies of a script.
 
 The starter of a worker (a user, ``recycle-run``, SLURM, Kubernetes, Ray) describes its place in environment variables.
-A script without ``RECYCLE_COORDINATOR`` launches its own workers; started N times by ``torchrun``, ``srun`` or
-``mpirun``, it would train N times: :func:`check_copies` refuses that.
+A script without ``RECYCLE_COORDINATOR`` launches its own workers; :func:`check_copies` refuses N starts by
+``torchrun``, ``srun`` or ``mpirun``, which would train N times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Discovered:
         node: the name of its machine (``RECYCLE_NODE``).
         device: the index of its device (``LOCAL_RANK``, or ``SLURM_LOCALID``).
         device_from: the variable with that index; empty if there is none.
-        host: the address for other workers (``RECYCLE_HOST``, or that of ``RECYCLE_INTERFACE``); None for the one that
+        host: the address for other workers (``RECYCLE_HOST``, or by ``RECYCLE_INTERFACE``); None for the address that
             the coordinator reaches.
     """
 
@@ -62,8 +62,7 @@ class Discovered:
 def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
     """The place of this worker by ``environ``; None for a process that is no worker.
 
-    Raises:
-        ConfigurationError: for values that cannot be right, and if there is no key.
+    Raises ConfigurationError for values that cannot be right, and if there is no key.
     """
     where = environ.get("RECYCLE_COORDINATOR")
     if where is None:
@@ -81,11 +80,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
 
 
 def port_range(environ: Mapping[str, str] = os.environ) -> range | None:
-    """The ports at which workers may listen for each other; None for any.
-
-    Raises:
-        ConfigurationError: if it is no range of ports.
-    """
+    """Ports at which workers may listen; None: any; ConfigurationError for no range."""
     text = environ.get("RECYCLE_PORTS")
     if not text:
         return None
@@ -125,11 +120,8 @@ _SIOCGIFADDR = 0x8915
 def address_at(interface: str, setting: str) -> str:
     """The address of this machine on an interface ("eth0") or in a network.
 
-    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: the
-    variable that it was given in, for errors.
-
-    Raises:
-        ConfigurationError: if there is none.
+    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: its
+    variable, for errors. Raises ConfigurationError if there is none.
     """
     found = None
     if "/" in interface:
@@ -161,22 +153,14 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str) -> int:
-    """A free port of ``host``, an address of this machine.
-
-    Raises:
-        OSError: if this machine has no such address.
-    """
+    """A free port of ``host``; OSError if this machine has no such address."""
     with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def own_address_towards(host: str) -> str:
-    """The address of this machine from which it reaches ``host``; nothing is sent.
-
-    Raises:
-        OSError: if there is no way to ``host``.
-    """
+    """This machine's address towards ``host``, found without sending; or OSError."""
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)

@@ -1,9 +1,9 @@
-"""Ray's nodes: which take workers, and where the workers of a grid are placed.
+"""Ray's nodes: those that take workers, and the placement of a grid's workers.
 
-Placement: the loss of one node costs at most one replica of each stage. A pipeline gets a node of its own where one has
-room for all of its positions, else several nodes that no other pipeline uses, else any room. A replacement goes to the
-node of its predecessor; if that is gone, or about to go, to one that no other worker uses, else wherever Ray has room.
-The members of a position go to the same node.
+The loss of one node costs at most one replica of each stage. A pipeline gets a node of its own where one has room for
+all of its positions, else several nodes without other pipelines, else any room. A replacement goes to the node of its
+predecessor, unless that is gone or about to go; then to an unused one, else wherever Ray has room. The members of a
+position go to the same node.
 
 The one module that touches Ray's private state. Ray is imported when the first run needs it.
 """
@@ -56,7 +56,7 @@ def needs_of_worker(accelerator: str | None, given: Mapping[str, float] | None) 
 
 
 def room(node: Node, needs: Mapping[str, float]) -> int:
-    """How many workers that need so much of each resource fit into ``node``."""
+    """Number of workers with these needs that fit into ``node``."""
     fits = (int(node.free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount > 0)
     return min(fits, default=1_000_000)
 
@@ -100,7 +100,7 @@ def nodes_with_room(nodes: Sequence[Node], needs: Mapping[str, float], taken: It
 
 
 def replacement_node(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
-    """A node with room for a worker that none of the ``used`` ones is; None if none."""
+    """A node with room for a worker, none of the ``used`` ones; None if none."""
     fitting = [node for node in nodes if node.name not in used and room(node, needs) > 0]
     return max(fitting, key=lambda node: room(node, needs)).name if fitting else None
 
@@ -109,11 +109,7 @@ def replacement_node(nodes: Sequence[Node], needs: Mapping[str, float], used: Co
 
 
 def import_ray() -> Any:
-    """The package ``ray``.
-
-    Raises:
-        ConfigurationError: if it is not installed.
-    """
+    """The package ``ray``; ConfigurationError if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
@@ -125,8 +121,7 @@ def import_ray() -> Any:
 def connect() -> Any:
     """The package ``ray``, connected to its cluster, RAY_ADDRESS's, or a local one.
 
-    Raises:
-        ConfigurationError: if it is not installed, or is connected as a client, from outside of the cluster.
+    Raises ConfigurationError if it is missing, or connected as a client from outside of the cluster.
     """
     ray = import_ray()
     if not ray.is_initialized():

@@ -50,7 +50,7 @@ class _RunAddress:
     key: str
     hosts_it: bool
     task: SlurmTask | None = None
-    """The task of SLURM that this process is; then the environment says which device its one worker has."""
+    """This process's task of SLURM; its environment then names its worker's device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """Where the coordinator listens, and the command by which another machine joins the run."""
+    """The coordinator's address, and the command by which another machine joins."""
     listens = f"the coordinator listens at {shown(place.address)}"
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
@@ -102,7 +102,7 @@ def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
 
 
 def _own_address(given: str | None) -> tuple[str, int]:
-    """Where this process's coordinator listens; the port is known before it does."""
+    """This process's coordinator's address; the port is known before it listens."""
     host, port = (_HOST, 0) if given is None else address_from(given, "--coordinator")
     if host in ("0.0.0.0", "::"):
         raise ConfigurationError(
@@ -210,8 +210,8 @@ def _serve_scale(listener: socket.socket, agent: Agent, least: int) -> None:
 def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     """The coordinator; it ends with its parent.
 
-    It obeys words on its standard input, and no signals: SLURM sends those that are for the workers to every process of
-    a task, and the coordinator is needed until they have saved what they are to save.
+    It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
+    the coordinator is needed until they have saved.
     """
     shows = ["--terminal"] if sys.stderr.isatty() else []
     command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey", *shows)

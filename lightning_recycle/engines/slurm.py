@@ -1,11 +1,9 @@
 """The meeting of tasks of ``srun``: a shared file with the coordinator and key.
 
-Task 0 hosts the coordinator and writes address and key to a file in a folder that all nodes share, the one the job was
-submitted from; the others wait for that file, and so does a further job that joins. When a worker has finished, its
-agent leaves a note beside the file: then no worker is started again that could not find the run any more.
-
-The file is its owner's alone (mode 0600); otherwise it is ignored. It appears under its name when it is complete. Task
-0 removes both when it ends.
+Task 0 hosts the coordinator and writes address and key to a file in a folder that all nodes share, from which the job
+was submitted; other tasks wait for that file, and so does a further job that joins. When a worker has finished, its
+agent leaves a note beside the file, so that no worker is started again without a run. The file is its owner's alone
+(mode 0600), otherwise ignored, and appears complete. Task 0 removes both when it ends.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ _NOTICE_SECONDS = 4.0  # for all agents to see that the run is over
 class SlurmTask:
     """One task of a step of ``srun``.
 
-    ``step`` is ``<job>.<step>.<how often the job was requeued>``, ``launcher`` an address of the machine of ``srun``,
-    ``folder`` where the job was submitted from.
+    ``step``: ``<job>.<step>.<number of requeues>``; ``launcher``: an address of the machine of ``srun``; ``folder``:
+    the folder of submission.
     """
 
     step: str
@@ -53,7 +51,7 @@ class SlurmTask:
 
 
 def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
-    """The task that this process is; None as in a batch script without ``srun``."""
+    """This process's task; None as in a batch script without ``srun``."""
     job, step, rank = (environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     if job is None or step is None or rank is None:
         return None
@@ -70,13 +68,10 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
 
 
 def own_address(task: SlurmTask) -> tuple[str, int]:
-    """Where the coordinator of the step can listen, on the machine of this task.
+    """Address for the step's coordinator on the machine of this task.
 
-    The address is that of the node's name, unless that leads to nowhere or to this machine only, as ``/etc/hosts`` may
-    say; then the one from which the machine of ``srun`` is reached.
-
-    Raises:
-        ConfigurationError: if there is none.
+    It is that of the node's name, unless that leads nowhere or only to this machine, as ``/etc/hosts`` may say; then
+    the one that reaches the machine of ``srun``. Raises ConfigurationError if there is none.
     """
     try:
         host = _address_of(task.node) or own_address_towards(task.launcher)
@@ -115,10 +110,9 @@ class Meeting:
         return self._path.with_name(f"{self._path.name}.finished")
 
     def announce(self, address: tuple[str, int], key: str) -> None:
-        """Announces the coordinator to all tasks; by the task that hosts it.
+        """Announces the coordinator to all tasks; called by its host.
 
-        Raises:
-            ConfigurationError: if the folder cannot be written to.
+        Raises ConfigurationError if the folder cannot be written to.
         """
         try:
             os.stat(self._folder)  # it is not made here: others would not see it
@@ -133,8 +127,7 @@ class Meeting:
     def wait(self, seconds: float) -> tuple[tuple[str, int], str]:
         """The coordinator's address and the key, once task 0 has announced them.
 
-        Raises:
-            ConfigurationError: if it does not within ``seconds``.
+        Raises ConfigurationError after ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while (text := self._read()) is None:
@@ -200,7 +193,7 @@ class Meeting:
                 path.unlink()
 
     def _read(self) -> str | None:
-        """The content of the file; None if it is not there, or not this user's alone."""
+        """The content of the file; None if it is missing, or not this user's alone."""
         with contextlib.suppress(OSError):
             names = os.listdir(self._folder)  # also lets NFS look again for a name that was not there
             if self._job is not None:
@@ -216,7 +209,7 @@ class Meeting:
 
 
 def _number_of(name: str) -> tuple[int, int]:
-    """How often the job had been requeued, and the step, by the name of its file."""
+    """Number of requeues of the job, and the step, by the name of its file."""
     _, step, requeued = name.rsplit(".", 2)
     return int(requeued), int(step)
 
@@ -230,7 +223,7 @@ log = logging.getLogger(__name__)
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
     """SLURM's name of this job, or of this task of an array: ``123`` or ``120_3``.
 
-    The number of an array's last task is also that of the whole array: ``scontrol requeue 120`` would requeue all.
+    An array's last task shares the array's number: ``scontrol requeue 120`` would requeue all.
     """
     array = environ.get("SLURM_ARRAY_JOB_ID")
     return environ["SLURM_JOB_ID"] if array is None else f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"

@@ -1,7 +1,7 @@
 """Preload of the fork server: imports for all processes that it forks.
 
-Without the garbage collector they take a sixth less time. What they made is frozen: workers neither look through it nor
-copy its pages for that.
+Without the garbage collector imports take a sixth less time. Their objects are frozen: workers neither traverse them
+nor copy their pages for that.
 """
 
 import gc

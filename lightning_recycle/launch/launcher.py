@@ -1,8 +1,8 @@
 """The launching process: a supervisor, not a rank.
 
-It starts the workers, hosts the coordinator, waits, and takes the results. After the loss of a whole stage it can start
-again from the newest checkpoint. A process with ``RECYCLE_COORDINATOR`` in its environment becomes a worker of the run
-that listens there.
+It starts the workers, hosts the coordinator, waits, and takes the results. After the loss of a whole stage it can
+restart from the newest checkpoint. A process with ``RECYCLE_COORDINATOR`` in its environment becomes a worker of that
+run.
 """
 
 from __future__ import annotations
@@ -160,11 +160,7 @@ class SupervisorLauncher:
         return returned
 
     def _restarted(self, run: PreparedRun, policy: RestartPolicy, outcome: StageLost) -> PreparedRun:
-        """The run that starts again from the newest checkpoint.
-
-        Raises:
-            StageLostError: if there is none.
-        """
+        """The run that restarts from the newest checkpoint; StageLostError without one."""
         positions = run.setup.positions
         trainer = run.call.trainer
         folders = folders_of_saves(trainer)
@@ -204,8 +200,7 @@ class SupervisorLauncher:
     def may_save(self, checkpoint: Mapping[str, Any], path: Any) -> bool:
         """Whether this process has the weights to write ``checkpoint``.
 
-        Raises:
-            UnsupportedFeatureError: if its weights or its optimizers' states did not come home.
+        Raises UnsupportedFeatureError if its weights or its optimizers' states did not come home.
         """
         if self._interrupted:
             if not any(event.kind == "saved" and event.details["path"] == os.fspath(path) for event in self.history):
@@ -227,7 +222,7 @@ class SupervisorLauncher:
         return True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Logs how the run ended, if a signal ended this process."""
+        """Logs the end of the run, if a signal ended this process."""
         terminated = isinstance(exception, SystemExit) and exception.code == 128 + signal.SIGTERM
         if (terminated or isinstance(exception, KeyboardInterrupt)) and not self._said_how_it_ended:
             how = self._how_it_ended(Ended())

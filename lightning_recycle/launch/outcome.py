@@ -1,4 +1,4 @@
-"""Outcome of a run as an exception: that of a worker, or one that says how the run ended."""
+"""Outcome of a run as an exception: a worker's own, or a description of the end."""
 
 from __future__ import annotations
 
@@ -109,9 +109,8 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Pytho
 def dump_exception(error: BaseException) -> bytes | None:
     """Pickle of ``error`` without unpicklable attributes; None for such a class.
 
-    Python's own pickles of exceptions call the class with ``args`` again, which fails where ``__init__`` takes other
-    arguments than it hands on. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own
-    pickling.
+    Python's own pickles of exceptions call the class with ``args`` again, which fails for an ``__init__`` with other
+    arguments. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own pickling.
     """
     with contextlib.suppress(Exception):
         return _dumps(error)

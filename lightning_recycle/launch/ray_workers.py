@@ -1,7 +1,7 @@
 """``ReCycleStrategy(engine="ray")``: workers as actors of a Ray cluster.
 
-The Trainer, model and data travel through Ray's object store; all of the user's script travels by value, as
-``__main__`` is Ray's own program there.
+Trainer, model and data travel through Ray's object store; the user's script travels by value, as ``__main__`` is Ray's
+own program there.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINA
 class RayPayload:
     """A value for all workers, in Ray's object store.
 
-    Raises:
-        ConfigurationError: if it cannot be pickled.
+    Raises ConfigurationError if it cannot be pickled.
     """
 
     logs = None  # Ray passes on what workers print
@@ -65,7 +64,7 @@ class TrainerActor:
     def run(self, target: Callable[[Any], None], argument: Any, environment: Mapping[str, str]) -> Any:
         """Runs ``target(argument)``; returns a process's exit status.
 
-        Its device is the first that this process sees: Ray shows it only those that it assigned.
+        Its device is the first visible one: Ray shows it only its assigned ones.
         """
         for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE"):
             os.environ.pop(variable, None)  # of another run; an actor is replaced, and never joins again
@@ -119,10 +118,8 @@ class RayWorkerGroup(WorkerGroup):
 
     A replacement counts as started when Ray has found room for it, however long that takes. The first workers need room
     within ``start_timeout`` seconds, at least ``least`` of each stage; the others are then requested again, to join.
-    The members of a position have one node if one has room for them.
-
-    Raises:
-        ConfigurationError: if the payload cannot be pickled, or Ray is not installed.
+    The members of a position have one node if one has room for them. Raises ConfigurationError if the payload cannot be
+    pickled, or Ray is not installed.
     """
 
     def __init__(
@@ -173,10 +170,8 @@ class RayWorkerGroup(WorkerGroup):
     def start(self, argument: Any, name: str) -> RayWorkerProcess:
         """Starts a worker; callable from any thread.
 
-        A replacement is waited for until Ray has room; with the last of the first workers, all of these.
-
-        Raises:
-            WorkerStartError: if the run is over, or Ray has no room for the first workers in time.
+        A replacement is awaited until Ray has room; with the last of the first workers, all of these. Raises
+        WorkerStartError if the run is over, or Ray has no room for the first workers in time.
         """
         rank = argument.place.rank
         if not argument.joining:
@@ -286,7 +281,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def free_slots(needs: Mapping[str, float], wanted: int) -> int:
-    """How many positions, up to ``wanted``, the cluster has room for now."""
+    """Number of positions, up to ``wanted``, that the cluster has room for now."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
         found = min(wanted, sum(ray_cluster.room(node, needs) for node in ray_cluster.schedulable_nodes()))

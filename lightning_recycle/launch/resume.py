@@ -1,8 +1,8 @@
 """Checkpoint from which a run starts, and restarts after the loss of a stage.
 
 The checkpoint is chosen and checked once, so that all workers read the same file. "last" and "hpc" mean the newest
-undamaged one; a damaged checkpoint that the user named, or the best one, is an error. Paths that are not on this
-machine's file systems, and files of the user's own CheckpointIO, are taken unchecked.
+undamaged one; if the user named it, or it is the best one, damage is an error. Paths outside this machine's file
+systems, and files of the user's own CheckpointIO, are taken unchecked.
 
 A restart starts a process on every device that the engine has; where devices are missing, positions are vacant.
 Restarts without a newer checkpoint in between are bounded, the more so if they all end in the same step.
@@ -46,8 +46,7 @@ _HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     """The call with a ``ckpt_path`` that needs no search any more.
 
-    Raises:
-        CheckpointError: if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
+    Raises CheckpointError if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
     """
     trainer, given = call.trainer, call.arguments
     wanted = given.get("ckpt_path")
@@ -76,9 +75,9 @@ def newest_saved(
 ) -> str | None:
     """The newest undamaged checkpoint of this run, of a whole step if there is one.
 
-    If it is unknown which workers held wrong bits in the end, it is older than the steps in which they may have come to
-    hold them. A checkpoint that no event names, as it was completed when the coordinator had stopped, is known by the
-    name of the ``run`` in it; it lies in one of ``folders``, or beside those that events name.
+    If it is unknown which workers held wrong bits in the end, it precedes the steps that may have been wrong. A
+    checkpoint completed after the coordinator's stop, which no event names, is known by the name of the ``run`` in it,
+    in one of ``folders`` or beside named ones.
     """
     differed = next((e for e in reversed(history) if e.kind == "corruption" and e.worker is None), None)
     saved = [
@@ -166,10 +165,7 @@ def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
 def _newest_last(trainer: pl.Trainer) -> Path | None:
     """The newest whole checkpoint among Lightning's last ones, or else beside them.
 
-    None if there is none at all, or if they are not on this machine's file systems.
-
-    Raises:
-        CheckpointError: if all are damaged.
+    None if there is none, or outside this machine's file systems. Raises CheckpointError if all are damaged.
     """
     lasts: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
@@ -198,8 +194,7 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
 def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
     """The checkpoint ``path`` if whole; with ``take_older``, else the newest one.
 
-    Raises:
-        CheckpointError: if there is none.
+    Raises CheckpointError if there is none.
     """
     local = local_path(path)
     found = None if local is None else restored(local)
@@ -274,7 +269,7 @@ _SAME_STEP = 1  # steps between two losses by one cause, as the newest step may 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run: grid, workers of each stage, and how many are enough to begin."""
+    """A start of a run: grid, workers of each stage, and the least number to begin."""
 
     grid: Grid
     workers: int
@@ -292,10 +287,8 @@ class RestartPolicy:
     def next_start(self, saved_step: int | None, devices: int, lost_at: int) -> Start | str:
         """The next start, or why there is none.
 
-        Args:
-            saved_step: the step of the newest checkpoint that the run has written; None if no checkpoint can be read.
-            devices: the number of devices that workers can be started on.
-            lost_at: the newest step before the loss.
+        ``saved_step``: the step of the run's newest checkpoint, None without a readable one; ``devices``: number of
+        usable devices; ``lost_at``: the newest step before the loss.
         """
         if saved_step is None:
             return (

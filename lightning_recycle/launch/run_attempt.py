@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _ALL_INTERFACES = {"0.0.0.0": _HOST, "::": "::1"}  # where workers of this machine reach a listener at all of them
 INCARNATIONS_PER_START = 1_000_000
-"""More than one position can have in one attempt, so a worker's incarnation tells which attempt it belongs to."""
+"""Above any attempt's incarnations of a position, so they identify the attempt."""
 
 _LOOK_SECONDS = 0.1  # between two looks whether a signal has come
 _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
@@ -53,9 +53,9 @@ _EXIT_SECONDS = 10.0  # for a worker to leave after the run, before it is killed
 class EndSignals:
     """SIGTERM and Ctrl-C end a run within the block, like exceptions.
 
-    In the main thread only. ``gracefully`` (also for SIGUSR1), the first signal is only noted as ``received``, and the
-    main thread acts upon it; a second one ends the run at once. Ctrl-C is left alone if it is ignored, as in a
-    background job, or has a handler of the user's.
+    In the main thread only. ``gracefully`` (also for SIGUSR1), the first signal is only ``received``, and the main
+    thread acts upon it; a second one ends the run at once. Ctrl-C is left alone if it is ignored, as in a background
+    job, or has a handler of the user's.
     """
 
     def __init__(self, gracefully: bool) -> None:
@@ -71,7 +71,7 @@ class EndSignals:
 
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """Within the block, which cleans up for seconds at most, signals are only noted."""
+        """Within the block, a cleanup of seconds at most, signals are only recorded."""
         self._shielded = True
         try:
             yield
@@ -164,9 +164,8 @@ class RunAttempt:
     def _make_group(self) -> WorkerGroup:
         """The worker group on the engine of the run.
 
-        Raises:
-            ConfigurationError: if the Trainer cannot be pickled, or the engine is not installed.
-            WorkerStartError: if there is no room for the workers in time.
+        Raises ConfigurationError if the Trainer cannot be pickled, or the engine is not installed; WorkerStartError if
+        there is no room for the workers in time.
         """
         options, payload = self._run.options, (self._run.call, Settings.capture())
         if options.ray is not None:
@@ -216,7 +215,7 @@ class RunAttempt:
         return self._group.start(start, f"recycle-worker-{rank}")
 
     def _await_end(self) -> Outcome | None:
-        """How the run ended; None if a signal's checkpoint is not complete in time."""
+        """Outcome of the run; None if a signal's checkpoint is not complete in time."""
         # A graceful handler only leaves a note. The handler of a signal that comes just before a wait runs after it, so
         # no wait is long.
         while not self._signals.gracefully or self._signals.received is None:
@@ -239,7 +238,7 @@ class RunAttempt:
 
 
 def devices_left(run: PreparedRun) -> int:
-    """How many workers of ``run`` can be started when none are left."""
+    """Number of workers of ``run`` that can be started when none are left."""
     if run.options.ray is not None:
         from lightning_recycle.launch.ray_workers import free_slots
 

@@ -1,8 +1,8 @@
 """Preparation of a run: its call, checks without workers, the cut of the model.
 
-If the layers of a module cannot be described yet, as its ``configure_pipeline()`` needs what ``setup()`` makes, the
-launching process prepares the data and calls the ``setup()`` hooks as one device does, describes the layers, and then
-forgets what the hooks left: the workers call them again.
+If ``configure_pipeline()`` needs results of ``setup()``, the launching process prepares the data and calls the
+``setup()`` hooks as one device does, describes the layers, and then forgets the hooks' results: the workers call them
+again.
 """
 
 from __future__ import annotations
@@ -129,17 +129,16 @@ class PreparedRun:
 
     @property
     def samples_per_step(self) -> int | None:
-        """How many samples a step has; None if unknown before the data is loaded."""
+        """Samples of a step; None if unknown before the data is loaded."""
         if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
             return None
         sizes = [batch_size_of(loader) for loader in requirements.loaders_in(self.call.loaders)]
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
-        """The path of the profile, and the profile that is already there.
+        """The profile's path, and its content if present.
 
-        Raises:
-            ConfigurationError: if it is that of another number of stages.
+        Raises ConfigurationError for another number of stages.
         """
         wanted, grid = self.options.planning.profile, self.setup.grid
         if wanted is None:
@@ -163,11 +162,8 @@ def prepare(
 ) -> PreparedRun:
     """Checks everything that needs no worker, and settles the workers' common setup.
 
-    ``outside``: the place of this process in the run of another one; ``has_run``: whether this Trainer has had workers
-    before.
-
-    Raises:
-        ConfigurationError, UnsupportedFeatureError: if the run cannot start.
+    ``outside``: the place of this process in another's run; ``has_run``: whether this Trainer has had workers before.
+    Raises ConfigurationError or UnsupportedFeatureError if the run cannot start.
     """
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
@@ -278,9 +274,8 @@ def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCa
 def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
     """Finds the parts of the model; ``is_outside``: in a worker from outside.
 
-    Raises:
-        ConfigurationError: if they cannot be parts; in a worker that is started by hand, if they need ``setup()``.
-        Exception: the user's own, also after ``setup()``.
+    Raises ConfigurationError if they cannot be parts, or need ``setup()`` in a worker started by hand; and the user's
+    own exceptions, also after ``setup()``.
     """
     try:
         parts.describe()
@@ -307,7 +302,7 @@ def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
 def _as_before(owner: Any) -> Iterator[None]:
     """Afterwards ``owner`` has its old attributes and its layers.
 
-    What setup() made may be large, or open.
+    Objects made by setup() may be large, or open.
     """
     before = {} if owner is None else dict(vars(owner))
     try:

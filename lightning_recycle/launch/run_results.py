@@ -65,7 +65,7 @@ from lightning_recycle.torch_internals import tree_leaves, version_of
 log = logging.getLogger(__name__)
 
 StageOptimizers: TypeAlias = Sequence[tuple[dict[str, Any], list[list[str]]]]
-"""Of each optimizer of a stage the state dict, and the names of the parameters by group."""
+"""By optimizer of a stage, the state dict and the parameters' names by group."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,12 @@ class StageResult:
     """Result of a stage, or of one member of its position.
 
     Args:
-        stage: which.
         state: its weights; None if they stay in the workers.
-        optimizers: of each of its optimizers the state dict, and the names of the parameters by group; None if the
-            stage does not train, or writes checkpoints of its own because the whole is too large for one place.
-        objects: its layers, with what they keep outside of state dicts.
-        beside: its parameters and buffers that state dicts do not hold.
-        member: the number of the member of its position that it is of; it has that one's shards.
+        optimizers: None if the stage does not train, or writes its own checkpoints because the whole is too large for
+            one place.
+        objects: its layers, with their state outside of state dicts.
+        beside: its parameters and buffers outside of state dicts.
+        member: the number of the member of its position, whose shards it has.
     """
 
     stage: int
@@ -112,8 +111,7 @@ class StageResultFile:
     def read(self) -> StageResult:
         """The part, mapped from the file, which may be deleted.
 
-        Weights are copied into a module; states of optimizers stay mapped, so they take room on the disk as long as
-        they live.
+        Weights are copied into a module; optimizer states stay mapped, and take room on the disk while they live.
         """
         part = torch.load(self.path, map_location="cpu", weights_only=False, mmap=True)
         assert isinstance(part, StageResult)
@@ -124,7 +122,7 @@ class StageResultFile:
 class CarriedObjects:
     """The user's objects on their way to the launching process; weights are names.
 
-    ``whole``: the module is carried with its parameters, buffers and submodules; ``shared``: so is what is no module;
+    ``whole``: with the module's parameters, buffers and submodules; ``shared``: with objects that are no module;
     ``trained``: whether each parameter requires a gradient.
     """
 
@@ -135,9 +133,9 @@ class CarriedObjects:
 
 
 class UserObjects:
-    """The user's objects that a worker and the launching process have in common.
+    """Objects that a worker and the launching process share, as the run began.
 
-    As the run finds them at its beginning. With ``keeps_large``, large data is noted, to tell later what has changed.
+    With ``keeps_large``, large data is recorded, to find later changes.
     """
 
     def __init__(self, call: TrainerCall, keeps_large: bool = False) -> None:
@@ -174,8 +172,7 @@ class UserObjects:
     def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
         """Packs the submodules for which ``wanted``, or with None the whole module.
 
-        ``shared``: what is no module is carried, too; ``most_bytes`` of large data that the data module did not have at
-        the beginning.
+        ``shared``: with objects that are no module; ``most_bytes``: of large data that is new in the data module.
         """
         module = self._trainer.lightning_module
         names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
@@ -193,7 +190,7 @@ class UserObjects:
         return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
 
     def take(self, brought: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
-        """Updates this process's objects; ``weights`` are for what its module lacks."""
+        """Updates this process's objects; ``weights``: for those missing in its module."""
         module = self._trainer.lightning_module
         modules = {"": module} if brought.whole else dict(module.named_modules())
         graph = self._graph(modules, brought.whole, brought.shared)
@@ -205,9 +202,8 @@ class UserObjects:
 class LeaderResult:
     """Common part of a result, which the leader delivers.
 
-    ``trainer`` has attributes of the Trainer and its parts by path, ``loaders`` states of the DataLoaders of each loop,
-    ``objects`` those of the user outside of stages, ``copies`` the parameters that are a copy of another stage's, by
-    stage and name.
+    ``trainer``: attributes of the Trainer and its parts, by path; ``loaders``: states of the DataLoaders of each loop;
+    ``objects``: the user's, outside of stages; ``copies``: parameters that copy another stage's, by stage and name.
     """
 
     returned: Any
@@ -221,7 +217,7 @@ class LeaderResult:
 
 
 def result_route(session: Session, gathering: Gathering) -> ResultRoute:
-    """How the result of the run comes home: all workers ask, and are answered alike."""
+    """Route of the run's result: all workers ask, and are answered alike."""
     if not gathering.depends_on_size:
         return gathering.way(0)
     return gathering.way(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _size(session))))
@@ -240,7 +236,7 @@ def _brings_optimizers(session: Session) -> bool:
 def stage_result(
     session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
 ) -> StageResult | StageResultFile:
-    """The part of this worker's stage: for a message, or in a new file of ``folder``."""
+    """This stage's part, for a message or in a new file of ``folder``."""
     if way is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
@@ -310,11 +306,7 @@ class MissingWeights:
         self._versions = _versions(module)
 
     def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
-        """Refuses to run ``module`` as if it were trained.
-
-        Raises:
-            UnsupportedFeatureError: if ``module`` is to run as if it were trained.
-        """
+        """Raises UnsupportedFeatureError if ``module`` is to run as if it were trained."""
         if module is not self._module() or _versions(module) != self._versions:
             return
         if self._one_stage:
@@ -332,7 +324,7 @@ class MissingWeights:
 
 
 def _versions(module: pl.LightningModule) -> int:
-    """A number that changes when something is written to the parameters."""
+    """A number that changes with each write to the parameters."""
     return sum(version_of(parameter) for parameter in module.parameters())
 
 
@@ -354,8 +346,7 @@ def make_optimizers(
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """The optimizers and schedulers of the whole model, from those of all stages.
 
-    Raises:
-        ConfigurationError: if the module cannot make them here.
+    Raises ConfigurationError if the module cannot make them here.
     """
     try:
         optimizers, configs = internals.init_optimizers(module)
@@ -427,10 +418,7 @@ def _take_weights(
 ) -> None:
     """Makes the module of ``trainer`` the trained one.
 
-    ``reshape`` makes it a module that has these weights.
-
-    Raises:
-        ReCycleError: if its weights do not fit into it; they are in a file then.
+    ``reshape`` fits it to these weights. Raises ReCycleError if they do not fit; they are in a file then.
     """
     module = trainer.lightning_module
     try:
@@ -455,7 +443,7 @@ def _take_weights(
 
 
 def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
-    """Adds weights that hooks have given to modules which this process has.
+    """Adds weights that hooks have given to local modules.
 
     ``trained``: whether each parameter requires a gradient, by name.
     """

@@ -1,10 +1,9 @@
 """Worker group: all worker processes of one run, and how they start and end.
 
-Callable from any thread. Once :meth:`WorkerGroup.end` has begun, no new worker is taken.
-
-On this machine a fork server that has done the slow imports forks the workers, but they do not depend on it: each ends
-with the launching process, which sees the end of each by itself. If the server dies, the next start brings up a new
-one, and all that is lost is how the workers of the old one end. A server that was stopped is killed.
+Callable from any thread. Once :meth:`WorkerGroup.end` has begun, no new worker is taken. On this machine a fork server
+with the slow imports forks the workers, which do not depend on it: each ends with the launching process, which sees the
+end of each by itself. If the server dies, the next start brings up a new one, and only its workers' exit codes are
+lost. A server that was stopped is killed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def describe_exit(self, timeout: float) -> str | None:
-        """How the worker ended, or None if it is alive after ``timeout`` seconds."""
+        """The worker's end, or None if it is alive after ``timeout`` seconds."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -72,8 +71,8 @@ class WorkerHandle(ABC):
 class WorkerGroup(ABC):
     """The worker processes of one run. A context manager: none survives it.
 
-    ``payload`` is to be passed within the argument of each worker, ``host`` the address of this machine as the workers
-    reach it, ``without_room`` the ranks of first workers that are not started, as there is no room yet.
+    ``payload``: part of each worker's argument; ``host``: this machine's address for the workers; ``without_room``:
+    ranks of first workers that are not started for lack of room.
     """
 
     payload: Any
@@ -89,8 +88,7 @@ class WorkerGroup(ABC):
     def start(self, argument: Any, name: str) -> WorkerHandle:
         """Starts a worker; callable from any thread.
 
-        Raises:
-            WorkerStartError: if the run is over, or workers cannot be started from here at all.
+        Raises WorkerStartError if the run is over, or workers cannot be started from here.
         """
 
     @abstractmethod
@@ -328,8 +326,7 @@ def _run_worker(launcher: int, target: Callable[[Any], None], argument: Any) -> 
 class LocalWorkerGroup(WorkerGroup):
     """The worker processes that one run starts here, with this process's environment.
 
-    Raises:
-        ConfigurationError: if the payload cannot be pickled, or there is no room for it.
+    Raises ConfigurationError if the payload cannot be pickled, or there is no room for it.
     """
 
     host = "127.0.0.1"

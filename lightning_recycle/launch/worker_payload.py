@@ -1,13 +1,13 @@
 """Payload of a worker: environment, settings, pickled Trainer; its log records.
 
-The fork server has the environment of the first run, so the variables of each run travel with every worker, before it
-imports the user's script. Global settings (dtype, precision, determinism, resolvers of OmegaConf, filters of warnings,
-levels of loggers) made under the script's main guard reach the launching process alone. The Trainer and its function
-are pickled once, in a file in memory whose descriptor workers inherit.
+The fork server has the environment of the first run, so each run's variables travel with every worker, before it
+imports the user's script. Global settings (dtype, precision, determinism, OmegaConf's resolvers, warning filters, log
+levels) made under the script's main guard reach the launching process alone. The Trainer and its function are pickled
+once, in a file in memory whose descriptor workers inherit.
 
-Handlers of logs that a script configures under its main guard exist in the launching process alone, so they write the
-workers' records, too. A record is one message of a socket that all workers share: it arrives whole or not at all,
-whenever its sender is killed. While the socket is full, records are dropped and counted.
+Log handlers configured under the main guard exist in the launching process alone, so they write the workers' records,
+too. A record is one message of a shared socket: it arrives whole or not at all, whenever its sender is killed. While
+the socket is full, records are dropped and counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _has_entered = False
 
 
 class NameWithEnvironment(str):
-    """The name of a worker process, on whose way there its environment arrives.
+    """The name of a worker process, which brings its environment along.
 
     A process is sent its name first, before it imports the main module (``multiprocessing.spawn.prepare``).
     """
@@ -80,9 +80,9 @@ def _enter(name: str, environment: dict[str, str]) -> str:
 
 
 def set_num_threads(workers: int) -> None:
-    """Lets torch use the threads that this worker's environment says.
+    """Lets torch use the number of threads in this worker's environment.
 
-    If it says nothing, this worker's share of the processors, and child processes as well.
+    If there is none, this worker's share of the processors, and for child processes as well.
     """
     wanted = os.environ.get(_THREADS)
     if wanted is None:
@@ -94,10 +94,10 @@ def set_num_threads(workers: int) -> None:
 
 @contextlib.contextmanager
 def modules_found() -> Iterator[None]:
-    """Python processes that start in the block find the modules that this one finds.
+    """Python processes that start in the block find this one's modules.
 
-    The fork server is not told ``sys.path`` before Python 3.13; and what lies in the working directory, such as a
-    checkout of this package, would come first (before Python 3.11 it still does).
+    The fork server does not get ``sys.path`` before Python 3.13; and the working directory, such as a checkout of this
+    package, would come first (before Python 3.11 it still does).
     """
     wanted = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -173,7 +173,7 @@ def _is_own(name: str, resolver: Any) -> bool:
 
 
 def ignore_deprecations_of_lightning() -> None:
-    """Hides what newer torch deprecates in Lightning 2.6."""
+    """Hides newer torch's deprecations in Lightning 2.6."""
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec.*")
 
 
@@ -192,8 +192,7 @@ def ignore_untrue_warnings() -> None:
 class WorkerPayload:
     """A value for all workers, in a nameless file in memory; there a ReceivedPayload.
 
-    Raises:
-        ConfigurationError: if it cannot be pickled.
+    Raises ConfigurationError if it cannot be pickled.
     """
 
     def __init__(self, value: Any, main: MainModule) -> None:
@@ -238,8 +237,7 @@ class ReceivedPayload:
 def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
     """Pickles ``value``, whose first item is the Trainer's call, for :func:`load`.
 
-    Raises:
-        ConfigurationError: if it cannot be pickled, with the path of the member that is to blame.
+    Raises ConfigurationError with the path of an unpicklable member.
     """
     try:
         _dump(value, main, file)
@@ -285,7 +283,7 @@ class _NullFile(io.RawIOBase):
 def _find_unpicklable(payload: Any, main: MainModule) -> str | None:
     """Path of the member that cannot be pickled, such as ``model.helpers['db']``.
 
-    Members are pickled once more, one by one, down to the one in which nothing else fails.
+    Members are pickled one by one, down to the one in which nothing else fails.
     """
     call = payload[0] if isinstance(payload, tuple) and payload else None
     roots = dict(getattr(call, "arguments", {}))

@@ -1,8 +1,8 @@
 """The life of a worker process: it connects, runs the function, delivers a result.
 
-The launching process starts it, or a user or a cluster manager. The latter waits as a spare until there is a position
-for it, and goes on as an ordinary process. It tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its
-coordinator, and again for as long when it has lost it; after that the process ends.
+The launching process starts it, or a user or a cluster manager; then it waits as a spare for a position, and goes on as
+an ordinary process afterwards. It tries for ``RECYCLE_CONNECT_SECONDS``, 60 by default, to reach its coordinator, also
+after losing it, and then ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 class WorkerStart:
     """Start argument of a worker process.
 
-    ``payload``: the :class:`~lightning_recycle.launch.worker_payload.WorkerPayload` of the run, which is
+    ``payload``: a :class:`~lightning_recycle.launch.worker_payload.WorkerPayload`, which is a
     :class:`~lightning_recycle.launch.worker_payload.ReceivedPayload` in the worker.
     """
 
@@ -63,7 +63,7 @@ class WorkerStart:
 
 
 def worker_main(start: WorkerStart) -> None:
-    """Runs in a process that the supervisor started."""
+    """Main function of a process that the supervisor started."""
     # What the fork server imported is never garbage; a collection over it would hold up every thread, even the
     # heartbeat, and copy its pages (measured: 0.7 s with four workers on a busy machine).
     gc.freeze()
@@ -103,8 +103,7 @@ def run_worker(
 ) -> Any:
     """Runs the function in this worker; returns its result.
 
-    ``continues``: this process goes on as a launching process; ``reports``: there is a launching process that wants the
-    result.
+    ``continues``: as a launching process afterwards; ``reports``: to one that wants the result.
     """
     trainer = call.trainer
     set_num_threads(setup.positions.num_workers)
@@ -151,7 +150,7 @@ def log_fields(client: ControlClient) -> dict[str, int]:
 def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
     """Reports an exception to the coordinator, and ends with the status for that.
 
-    ``shows``: whether the traceback is shown here; otherwise the supervisor decides.
+    ``shows``: the traceback is shown here; otherwise the supervisor decides.
     """
     status = EXIT_RAISED
     try:
@@ -183,12 +182,8 @@ _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, end
 def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     """Runs as a worker in this process, first as a spare until a position is vacant.
 
-    Afterwards the module in this process is whole again.
-
-    Raises:
-        ConfigurationError: if no coordinator listens there, the key is not the run's, another version runs there, or
-            the run is not what ``run`` asks for.
-        SystemExit: if this worker ended by an exception.
+    Afterwards the module in this process is whole again. Raises ConfigurationError if no coordinator listens there, the
+    key, version or ``run`` is not its own; SystemExit if this worker ended by an exception.
     """
     global _run_ended
     address, seconds = outside.coordinator, connect_seconds()
@@ -231,10 +226,9 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
 
 
 def connect_seconds() -> float:
-    """For how long a worker tries to reach its coordinator; 0 for not at all.
+    """Seconds for reaching the coordinator; 0 for not at all.
 
-    Raises:
-        ConfigurationError: if ``RECYCLE_CONNECT_SECONDS`` is no such number.
+    Raises ConfigurationError if ``RECYCLE_CONNECT_SECONDS`` is no such number.
     """
     text = os.environ.get(_VARIABLE, "60")
     try:
@@ -279,7 +273,7 @@ def _own_setup(setup: RunSetup, assignment: Assign) -> RunSetup:
 
 
 def _run_request(run: PreparedRun) -> RunRequest:
-    """The run that the script asks for; the coordinator refuses what it cannot do."""
+    """The script's requests; the coordinator refuses impossible ones."""
     trainer, options = run.call.trainer, run.options
     assert trainer.state.fn is not None
     named = isinstance(options.planning.planner, str)

@@ -1,10 +1,9 @@
 """One run of a user's step on a worker that has only some layers of the chain.
 
-The step is the user's code, so it calls all layers. Those of other stages are stubs (:class:`RemoteLayer`), which
-return a :class:`RemoteTensor`. A :class:`ChainTracer` sees every call and so proves that the module is the chain that
-it is taken for: each layer is called once, in order, with what the one before returned, and nothing else looks at that
-in between. Whatever else the step does is an error that names the layers. Without an active tracer a stub is an absent
-layer, and says so.
+The user's step calls all layers. Those of other stages are stubs (:class:`RemoteLayer`), which return a
+:class:`RemoteTensor`. A :class:`ChainTracer` sees every call and so proves that the module is a chain: each layer is
+called once, in order, with the previous layer's result, which nothing else uses in between. Any other use is an error
+that names the layers. Without an active tracer a stub is an absent layer, and says so.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ChainEnd(BaseException):
 
 @dataclass(frozen=True)
 class Call:
-    """How the step called a layer, with None for what the layer before returned."""
+    """A call of a layer by the step, with None for the previous layer's result."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -65,7 +64,7 @@ class Call:
 class ReturnShape:
     """Items that a layer returns beside the value that goes on.
 
-    ``is_tuple``: the value that goes on is the first item of a tuple; ``rest``: of the others, whether each is None.
+    ``is_tuple``: the value that goes on is the first item of a tuple; ``rest``: whether each other item is None.
     """
 
     is_tuple: bool = False
@@ -73,7 +72,7 @@ class ReturnShape:
 
     @classmethod
     def of(cls, output: Any, whole: bool) -> tuple[Any, ReturnShape]:
-        """The value of ``output`` that goes on, or the ``whole`` of it, and the shape."""
+        """The part of ``output`` that goes on (``whole``: all of it), and the shape."""
         if whole or not isinstance(output, tuple) or not output:
             return output, cls()
         return output[0], cls(True, tuple(item is None for item in output[1:]))
@@ -125,7 +124,7 @@ _KNOWN = {
 
 
 class _PastLayers(torch.autograd.Function):
-    """What layers of other stages made of ``inputs``: it changes with these, and only there is known how."""
+    """Result of other stages' layers from ``inputs``, with a derivative only there."""
 
     @staticmethod
     @override
@@ -167,18 +166,17 @@ class ChainTracer:
     """Calls of the chain so far.
 
     Args:
-        chain: the layers.
         step: the user's function in words, for errors.
         edge: the first layer of the next stage, or on the last stage the first of its own.
-        received: on the last stage, what enters there, and the shape of what the layer before returned. Elsewhere the
+        received: on the last stage, the entering value, and the shape of the previous layer's return. Elsewhere the
             step ends where it calls the last layer.
         module: on the last stage, the user's module.
-        side_values: on the last stage, those of earlier stages, by the index of the layer.
+        side_values: on the last stage, earlier stages' values, by the index of the layer.
         remedy: for errors.
 
     Attributes:
-        sent: what leaves the stage, and the shape of what its last layer returned.
-        calls: of each layer that is not here, how the step called it.
+        sent: the value that leaves the stage, and the shape of its last layer's return.
+        calls: the step's call of each absent layer.
     """
 
     chain: Chain
@@ -211,10 +209,9 @@ class ChainTracer:
                 _remove(holder, stand_in)
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The step calls the layer ``index``; returns what the layer before returned.
+        """The step calls the layer ``index``; returns the previous layer's result.
 
-        Raises:
-            ConfigurationError: if the chain does not go on like that.
+        Raises ConfigurationError if the chain does not go on like that.
         """
         paths = self.chain.paths
         if index < self._next:
@@ -244,8 +241,7 @@ class ChainTracer:
     def pass_by(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The step calls the layer ``index`` of another stage; returns its stand-in.
 
-        Raises:
-            Reached: if it ends here.
+        Raises Reached if the step ends here.
         """
         hidden = self.enter(index, args, kwargs)
         rest = {name: self._caches.get(id(value), value) for name, value in kwargs.items()}
@@ -273,7 +269,7 @@ class ChainTracer:
         return output
 
     def _past_layers(self, value: Any) -> Any:
-        """``value`` of another stage, of which no derivative by the inputs of the layers can be taken."""
+        """``value`` of another stage, not differentiable by the layers' inputs."""
         if not self._inputs:
             return value
         return tree_map_only(
@@ -302,8 +298,7 @@ class ChainTracer:
     def finish(self, output: Any = None) -> None:
         """The step is over, and returned ``output``.
 
-        Raises:
-            ConfigurationError: if it has not called all layers, or returns something of another stage.
+        Raises ConfigurationError if it has not called all layers, or returns a value of another stage.
         """
         if self._next < len(self.chain.paths):
             raise self.error(f"never calls layer {self.chain.paths[self._next]!r}")
@@ -324,7 +319,7 @@ class ChainTracer:
 def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, like: Tensor) -> Iterator[None]:
     """Within the block absent ``layers`` show stand-ins for their parameters.
 
-    These have the dtype and device of ``like``; an error of ``function`` meets what uses them or asks for an attribute.
+    These have the dtype and device of ``like``; their use, and missing attributes, raise an error of ``function``.
     """
     tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
     for layer in layers:
@@ -347,7 +342,7 @@ def is_tracing() -> bool:
 def is_cache(value: Any) -> bool:
     """Whether ``value`` is a cache of transformers, filled by each layer.
 
-    The layers of other stages get it as it was before the first one; what is put into it does not leave a worker.
+    The layers of other stages get it as before the first one; its new content does not leave a worker.
     """
     bases = type(value).__mro__
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in bases)
@@ -356,8 +351,8 @@ def is_cache(value: Any) -> bool:
 def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[RemovableHandle, RemovableHandle]:
     """Lets tracers and recorders see the calls of ``layer``, until its handles end.
 
-    Its randomness is that of its place in the chain: the part of the step before the chain has the index 0, its layers
-    1, 2, ..., and what follows the next.
+    Its randomness is that of its place: the step before the chain has the index 0, the layers 1, 2, ..., and the rest
+    the next.
     """
 
     # Functions and not methods: they stay what they are when a callback copies the module.
@@ -393,7 +388,7 @@ def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[Removabl
 class _Elsewhere(dict[str, Any]):
     """The parameters or buffers of an absent module: shown only within a step.
 
-    What goes through the parameters of the whole model there meets an error, instead of computing with a part of them.
+    A loop over all parameters meets an error there, instead of computing with a part of them.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -410,7 +405,7 @@ class _Elsewhere(dict[str, Any]):
 class _AbsentModules(dict[str, Any]):
     """The children of an absent module: shown only within a step.
 
-    What looks for modules of a kind there finds their side values.
+    A search for modules of a kind finds their side values there.
     """
 
     def __init__(self, parts: dict[str, AbsentPart | None]) -> None:
@@ -429,7 +424,7 @@ class _AbsentModules(dict[str, Any]):
 class AbsentPart(AbsentLayer):
     """Stands for a submodule whose parameters other stages hold.
 
-    It has the attributes of that module which are no parameters, buffers or modules.
+    It has that module's attributes except parameters, buffers and modules.
     """
 
     def __init__(self, path: str, original: nn.Module) -> None:
@@ -464,7 +459,7 @@ class AbsentPart(AbsentLayer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """In a step it is of the class of its module, as far as ``isinstance`` tells."""
+        """In a step it is of its module's class, as far as ``isinstance`` sees."""
         return type(self) if _tracer is None else self.__dict__.get("_stands_for", type(self))
 
     @override
@@ -501,7 +496,7 @@ class AbsentPart(AbsentLayer):
 
 
 def _emptied(path: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Tensors without elements; of what was released, on the CPU."""
+    """Tensors without elements; released ones on the CPU."""
     return {
         f"{path}.{name}": torch.empty(0, dtype=t.dtype, device="cpu" if t.is_meta else t.device)
         for name, t in tensors.items()

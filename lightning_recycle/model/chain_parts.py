@@ -1,13 +1,13 @@
 """An ordinary LightningModule in several stages, cut between layers of its chain.
 
-The user's step calls the layers. On the *first* stage it runs up to the chain; what it gave to the layers is captured.
-A *middle* stage calls its layers in the same way. On the *last* stage the whole step runs, with received values for
-what the earlier layers return; its loss and logging count.
+The user's step calls the layers. On the *first* stage it runs up to the chain, and its arguments for the layers are
+captured. A *middle* stage calls its layers in the same way. On the *last* stage the whole step runs, with received
+values for the earlier layers' results; its loss and logging count.
 
-Layers are replaced in place, so the names in a state dict stay. What is outside the chain (embeddings, heads) is on the
-first and the last stage, because the step uses it before the chain, after it, or both; those copies are tied weights,
-whose gradients are added. A middle stage has metrics, as every worker, and the parameters of the modules around its
-layers themselves, so that ``configure_optimizers`` finds them.
+Layers are replaced in place, so the names in a state dict stay. Modules outside the chain (embeddings, heads) are on
+the first and the last stage, because the step uses them before the chain, after it, or both; these copies are tied
+weights, whose gradients are added. A middle stage has metrics, as every worker, and the own parameters of the modules
+around its layers, so that ``configure_optimizers`` finds them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from lightning_recycle.torch_internals import modules_of, parameters_of
 class ChainParts(ModelParts):
     """One part per layer of the chain, which ``pipeline`` may name.
 
-    Raises:
-        ConfigurationError: if there is no such chain.
+    Raises ConfigurationError if there is no such chain.
     """
 
     whole = "its own step calls them"
@@ -157,7 +156,7 @@ class ChainParts(ModelParts):
         self.keep(stages, stage)
 
     def _put_back(self) -> None:
-        """The modules of other stages are in their places again, as far as they are here."""
+        """Restores the places of other stages' modules, as far as they are here."""
         restore_forward(self.module)
         for index in list(self._watched):
             self._unwatch(index)
@@ -252,9 +251,9 @@ class ChainParts(ModelParts):
 
 
 class _StageShare:
-    """Which stages hold what, of the whole ``module``.
+    """The weights of each stage, of the whole ``module``.
 
-    ``outside``: the modules that a middle stage does without; ``same_as``: the first name of each parameter.
+    ``outside``: modules missing on a middle stage; ``same_as``: the first name of each parameter.
     """
 
     def __init__(self, module: nn.Module, chain: Chain, stages: Sequence[range]) -> None:
@@ -312,7 +311,7 @@ def _outside(module: nn.Module, path: str, chain: Chain) -> Iterator[tuple[str, 
 
 
 def _release(module: nn.Module) -> None:
-    """Frees what a state dict can give back, of ``module`` itself."""
+    """Frees tensors of ``module`` itself that a state dict can give back."""
     for name, parameter in parameters_of(module).items():
         if parameter is not None:
             parameters_of(module)[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -427,10 +426,9 @@ def is_meant_to_be_cut(module: pl.LightningModule, pipeline: LayerPaths = None) 
 
 
 def parts_of(module: pl.LightningModule, num_stages: int = 1, pipeline: LayerPaths = None) -> ModelParts:
-    """How ``module`` is cut into ``num_stages``; ``pipeline``: layers the user names.
+    """The parts of ``module`` for ``num_stages``; ``pipeline``: layers the user names.
 
-    Raises:
-        ConfigurationError: if it cannot be cut.
+    Raises ConfigurationError if it cannot be cut.
     """
     if isinstance(module, PipelineModule):
         if pipeline is not None:

@@ -1,13 +1,13 @@
 """Chains of layers in an ordinary LightningModule, and tensors they keep beside.
 
-A *chain* is a list of submodules that the module's steps call once each, in order, each with what the one before
-returned. It is found by looks alone, or named by the user; :mod:`~lightning_recycle.model.call_trace` checks it while
-the steps run.
+A *chain* is a list of submodules that the module's steps call once each, in order, each with the previous one's result.
+It is found by structure alone, or named by the user; :mod:`~lightning_recycle.model.call_trace` checks it while the
+steps run.
 
-*Side values* are tensors that a layer, or a hook of it, puts into attributes, lists or dicts of the layer and of the
-modules around the chain, such as a loss. A :class:`SideRecorder` looks there before and after each layer; what is new
-is sent with the layer's output, and the last stage puts it into the same place. In training only what autograd follows
-is sent. Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
+*Side values* are tensors, such as a loss, that a layer or its hook puts into attributes, lists or dicts of the layer
+and the modules around the chain. A :class:`SideRecorder` looks there before and after each layer; new ones are sent
+with the layer's output, and the last stage puts them into the same place; in training only those that autograd follows.
+Tensors of more than :data:`LARGEST` bytes are not sent, only their places.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from torch.nn.parameter import is_lazy
 from lightning_recycle.errors import ConfigurationError
 
 LayerPaths: TypeAlias = str | Sequence[str] | None
-"""The paths of the chain's layers; that of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its entries; None for a
-chain that is to be found."""
+"""Paths of the chain's layers; None for a chain that is to be found.
+
+That of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its entries.
+"""
 
 _CLEARLY = 2  # the container that holds this many times what all others hold is the chain
 _REMEDY = (
@@ -41,8 +43,8 @@ _REMEDY = (
 class Chain:
     """The layers of a module, in order, by path.
 
-    ``whole``: for each layer but the first, whether it gets exactly what the one before returned, as in an
-    ``nn.Sequential``; otherwise it gets the first item of a tuple.
+    ``whole``: for each layer but the first, whether it gets the previous one's whole result, as in an
+    ``nn.Sequential``; otherwise the first item of a tuple.
     """
 
     paths: tuple[str, ...]
@@ -56,8 +58,7 @@ class Chain:
 def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
     """The chain that the user names, or the only one that ``module`` can have.
 
-    Raises:
-        ConfigurationError: if there is no such chain, with fewer layers than ``num_stages``, or several may be meant.
+    Raises ConfigurationError if there is none with at least ``num_stages`` layers, or if several may be meant.
     """
     kind = type(module).__name__
     named = _found(module, num_stages) if pipeline is None else [pipeline] if isinstance(pipeline, str) else pipeline
@@ -113,11 +114,7 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
 
 
 def _found(module: nn.Module, num_stages: int) -> list[str]:
-    """The path of the container that holds most of what can be cut.
-
-    Raises:
-        ConfigurationError: if there is none, or it is not clear which one.
-    """
+    """Path of the container with most layers; ConfigurationError if none or unclear."""
     kind = type(module).__name__
     sizes = {path: size for path, size in _containers(module, "", num_stages) if size}
     if not sizes:
@@ -158,7 +155,7 @@ class SideValue:
     """A tensor and its place.
 
     Args:
-        path: of the module that has the attribute, in the user's module.
+        path: of the module with the attribute, in the user's module.
         name: of the attribute.
         key: of the item, where the attribute is a list or dict; None for the attribute itself.
         is_appended: whether the item is new in a list.

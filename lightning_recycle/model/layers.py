@@ -1,18 +1,16 @@
 """Layers: recipes, placeholders, layers of stages, and weights that layers share.
 
-A process builds only the layers of its own stage. A :class:`LayerSpec` says how a layer is built; an
-:class:`AbsentLayer` keeps its place, its recipe and what was requested of it meanwhile.
+A process builds only the layers of its own stage. A :class:`LayerSpec` is a layer's recipe; an :class:`AbsentLayer`
+keeps its place, its recipe and requests meanwhile. A *group* of tied weights is the names of one parameter, in the
+order of the layers. Across stages, every stage owns a *copy*; copies start equal, see the same gradient, and step with
+the same options, as do layers that neighbouring stages share. The runtime does this for each :class:`Tie`:
 
-A *group* of tied weights is the names of one parameter, in the order of the layers. Where these lie on different
-stages, every such stage owns a *copy*; copies start equal, see the same gradient, and step with the same options. So it
-is with the parameters of a layer that neighbouring stages share. The runtime does this for each :class:`Tie`:
-
-1. **Gradient.** REDUCE sums it over the workers of all stages that hold a copy, in one sum that gives the same bits to
-   all of them. (On one device, autograd adds the uses in another order.)
-2. **Norm**, and anything else counted over all parameters: counted once, on :attr:`Tie.owner`.
+1. **Gradient.** REDUCE sums it over the workers of all stages that hold a copy, with the same bits on all of them. (On
+   one device, autograd adds the uses in another order.)
+2. **Norm**, and any other count over all parameters: counted once, on :attr:`Tie.owner`.
 3. **Commit.** A stage that holds a copy cannot STEP before REDUCE has finished on the other holders.
-4. **Optimizer state.** A merged state holds that of the owner's copy at the owner's position and skips the others;
-   when a state is loaded, every copy gets that of the group. The copies must be in parameter groups with equal options.
+4. **Optimizer state.** A merged state has the owner's copy at the owner's position and skips the others; a loaded state
+   gives every copy the group's. The copies must be in parameter groups with equal options.
 5. **State dict.** Every stage writes its own names, with equal values; of a shared layer, the earlier stage.
 """
 
@@ -76,11 +74,7 @@ def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range])
 
 
 def split_name(name: str) -> tuple[int, str]:
-    """``"layers.3.norm.weight"`` -> (3, ``"norm.weight"``).
-
-    Raises:
-        ConfigurationError: if it is not the name of a layer's parameter.
-    """
+    """``"layers.3.norm.weight"`` -> (3, ``"norm.weight"``); else ConfigurationError."""
     head, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
     index, _, inner = rest.partition(".")
     if head != "layers" or not index.isdecimal() or not inner:
@@ -102,7 +96,7 @@ def shared_parameters(layers: Sequence[nn.Module]) -> list[tuple[str, ...]]:
 
 
 def names_by_parameter(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    """The names of each parameter of which ``named`` has one or several, in its order."""
+    """The names of each parameter in ``named``, one or several, in its order."""
     names: dict[int, list[str]] = {}
     for name, parameter in named:
         names.setdefault(id(parameter), []).append(name)
@@ -136,7 +130,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that the state dict does not hold, not copied."""
+    """Parameters and buffers outside the state dict, not copied."""
     known = weights_of(module)
     return {n: t for n, t in [*module.named_parameters(), *module.named_buffers()] if n not in known and not is_lazy(t)}
 
@@ -216,15 +210,11 @@ class LayerSpec:
 class AbsentLayer(nn.Module):
     """Stands for a layer that this process has not built: it has no parameters.
 
-    Args:
-        spec: its recipe, if there is one.
-        name: its name in the module, for messages.
-
     Attributes:
         elsewhere: whether the layer belongs to another stage and must not be built here.
         dtype: the type requested by a conversion such as ``model.double()`` before the layer exists.
         kept: parameters of the layer, by name in it, to which unbuilt layers of this stage are tied.
-        refusal: while code runs that sees the layers of one stage where it may mean all, its error for an attribute.
+        refusal: an attribute's error while code runs that may take one stage's layers for all.
     """
 
     refusal: ClassVar[Callable[[str], Exception] | None] = None
@@ -282,10 +272,8 @@ class AbsentLayer(nn.Module):
 def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """Contiguous parts of ``num_layers`` whose sizes differ by at most one.
 
-    Later stages get the larger parts: the first holds more micro-batches in flight.
-
-    Raises:
-        ConfigurationError: if there are fewer layers than stages.
+    Later stages get the larger parts: the first holds more micro-batches in flight. Raises ConfigurationError for fewer
+    layers than stages.
     """
     if num_layers < num_stages:
         raise ConfigurationError(
@@ -299,8 +287,7 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
 def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
     """The layers of each stage, by "count" or by the number of layers of each.
 
-    Raises:
-        ConfigurationError: if there are fewer layers than stages, or the partition does not fit the model.
+    Raises ConfigurationError for fewer layers than stages, or a partition that does not fit the model.
     """
     even = even_parts(num_layers, num_stages)
     if partition == "count":
@@ -325,12 +312,9 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
     """Makes one object of the local members of each group.
 
-    The parameter that stays is that of a layer that was already here; else that of a layer that has gone; else that of
-    the first member's recipe, built temporarily if it is not among ``built``, the layers that have just been built. So
-    the initial values do not depend on which layers a process holds.
-
-    Raises:
-        ConfigurationError: if a name is not that of a parameter, or the shapes differ.
+    The parameter that stays is that of a layer that was already here; else of one that has gone; else of the first
+    member's recipe, built temporarily if it is not among the just ``built`` layers. So the initial values do not depend
+    on a process's layers. Raises ConfigurationError for a name without parameter, or different shapes.
     """
     absent = {index: layer for index, layer in enumerate(layers) if isinstance(layer, AbsentLayer)}
     borrowed: dict[int, nn.Module] = {}  # layers of other stages, built for their values
@@ -368,8 +352,7 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
 def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
     """Makes one object of the parameters of ``module`` in each group, if here.
 
-    It is that of a module that was here before those whose names begin with one of ``came``, if there is one. All have
-    the same values.
+    Modules that were here before take precedence over names below ``came``. All have the same values.
     """
     held = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
     for group in groups:
@@ -385,9 +368,6 @@ def needed_elsewhere(
     """Parameters of departing layers to which recipes inside ``indices`` are tied.
 
     By layer, and by their names in it.
-
-    Returns:
-        The parameters of each layer, by their names in it.
     """
     found: dict[int, dict[str, nn.Parameter]] = {}
     for group in groups:

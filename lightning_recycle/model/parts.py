@@ -1,8 +1,8 @@
 """A user's module as a grid sees it: parts in order, cut into stages, and a loss.
 
-- :class:`ModelParts`: any LightningModule with one stage is one part, its own ``training_step``.
-- :class:`LayerParts`: a :class:`~lightning_recycle.PipelineModule` has one part per layer.
-- :class:`~lightning_recycle.model.chain_parts.ChainParts`: an ordinary module has one part per layer of its chain.
+Any LightningModule with one stage is one part (:class:`ModelParts`). A :class:`~lightning_recycle.PipelineModule` has
+one part per layer (:class:`LayerParts`), any other module one per layer of its chain
+(:class:`~lightning_recycle.model.chain_parts.ChainParts`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lightning_recycle.randomness import step_randomness
 class ModelParts:
     """A module as an ordinary one with one stage, which is one part.
 
-    Its loss must be a mean over the samples of a micro-batch for the result to be that of one device; with
-    ``num_microbatches=1`` (the default) any loss is what it is under ``ddp``. ``optimizes_itself``: its step runs
-    backward passes and steps optimizers, so it is no schedule's.
+    Its loss must be a mean over the samples of a micro-batch for the result of one device; with ``num_microbatches=1``
+    (the default) any loss is as under ``ddp``. ``optimizes_itself``: its step runs backward passes and steps
+    optimizers, without a schedule.
     """
 
     loss_name = "training_step"
@@ -44,7 +44,7 @@ class ModelParts:
     loss_is_optional = True
     """Whether a micro-batch may have no loss, and then adds nothing to the gradient."""
     takes_target = False
-    """Whether the parts of this stage take the message of the one before as one argument, and the target behind it."""
+    """Whether parts take the previous stage's message in one argument, then targets."""
     whole = ""
     """Why neighbouring stages cannot share a part; empty if they can."""
 
@@ -58,7 +58,7 @@ class ModelParts:
     # ------------------------------------------------------------------ before a run
 
     def check(self) -> None:
-        """Raises UnsupportedFeatureError for what the strategy would silently ignore."""
+        """Raises UnsupportedFeatureError for features that the strategy would ignore."""
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = getattr(self.module, name, None)
             if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -68,7 +68,7 @@ class ModelParts:
                 )
 
     def describe(self) -> None:
-        """Finds out what parts there are."""
+        """Finds the parts."""
 
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
         """The parts of each stage; arguments as of ``stage_layers``."""
@@ -76,13 +76,13 @@ class ModelParts:
         return (range(1),)
 
     def without_storage(self) -> pl.LightningModule:
-        """A copy of the whole model for what only looks at shapes."""
+        """A copy of the whole model, for its shapes only."""
         return self.module
 
     # ------------------------------------------------------------------ in a worker
 
     def keep(self, stages: Sequence[range], stage: int) -> None:
-        """Drops what ``stage`` does not need; ``stages``: the parts of each."""
+        """Drops all that ``stage`` does not need; ``stages``: the parts of each."""
 
     def path(self, index: int) -> str:
         """The name of a part that is a layer, in a state dict."""
@@ -97,20 +97,20 @@ class ModelParts:
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
-        """Takes ``layers`` that were not here, drops what this ``stage`` needs no more."""
+        """Takes new ``layers``, drops all that this ``stage`` no longer needs."""
         raise NotImplementedError(f"{type(self).__name__} has one part, which is no layer")
 
     def build(self, owned: Iterable[int] | None = None, seed: int | None = None) -> None:
-        """Builds what is there as a recipe only, of the parts ``owned`` or of all."""
+        """Builds recipes of the parts ``owned`` or of all."""
 
     def check_parameters(self, stage: int, num_stages: int) -> None:
         """Raises ConfigurationError for a stage without parameters, or strays.
 
-        One part has all of them; what is frozen may be evaluated, or thawed by a callback.
+        One part has all of them; frozen ones may be evaluated, or thawed by a callback.
         """
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether ``name``, of a state dict of the whole model, belongs to another stage."""
+        """Whether ``name``, of the whole model's state dict, belongs to another stage."""
         return False
 
     def is_of_layer(self, name: str) -> bool:
@@ -124,7 +124,7 @@ class ModelParts:
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
         """The parameters that several stages hold.
 
-        Of parts that neighbouring stages share those that are here, at least.
+        Of parts that neighbouring stages share the local ones, at least.
         """
         return ()
 
@@ -143,9 +143,9 @@ class ModelParts:
         return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
-        """Those of ``modules``, which run the parts ``held``, that run ``own`` of them.
+        """The part of ``modules``, which run the parts ``held``, that runs ``own``.
 
-        Valid until the next call: of a layer that two stages share, each runs the micro-batches of its own.
+        Valid until the next call: each stage with a shared layer runs its own micro-batches.
         """
         raise NotImplementedError(f"{type(self).__name__} runs all of its parts")
 
@@ -190,10 +190,8 @@ class ModelParts:
     ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[StepRecorder, Any, Any, int], bytes]]:
         """Prepares a batch of "validation", "test" or "predict".
 
-        ``arguments``: what Lightning gives to the step after the batch.
-
-        Returns:
-            As :meth:`split` without ``index``, and :meth:`record_training`, for this batch.
+        ``arguments``: Lightning's for the step after the batch. Returns :meth:`split` without ``index``, and
+        :meth:`record_training`, for this batch.
         """
         self._evaluation.kind, self._evaluation.arguments = kind, arguments
         return lambda batch: ((batch,), None), self.record_training

@@ -1,12 +1,12 @@
 """A LightningModule in a worker: recorded logging, and calls outside of its steps.
 
-``PipelineModule`` is a :class:`RecordedModule` by birth. The class of any other module is replaced in a worker by one
-of the same name that also derives from it (:func:`recorded`). ``batch_idx`` and ``dataloader_idx`` are optional
-parameters of the hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
+``PipelineModule`` is a :class:`RecordedModule`. Any other module's class is replaced in a worker by one of the same
+name that also derives from it (:func:`recorded`). ``batch_idx`` and ``dataloader_idx`` are optional parameters of the
+hooks of a ``PipelineModule``; a hook that another one calls, such as ``loss``, is given the same.
 
-The user's module, and each submodule in which all layers of the chain are (``self.model(x)``), can be evaluated outside
-of steps by all stages together, so their ``forward`` becomes one that asks for that (:func:`redirect_forward`). Pickles
-and copies of all these are of the class that the user wrote, and do not ask.
+The user's module, and each submodule that contains all layers of the chain (``self.model(x)``), can be evaluated
+outside of steps by all stages together, so their ``forward`` requests that (:func:`redirect_forward`). Pickles and
+copies of these are of the user's class, without redirection.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RecordedModule(pl.LightningModule):
     """Its ``self.log`` can be recorded, and its transfer hooks never see addresses."""
 
     recorded_logs: list[tuple[str, Any, dict[str, Any]]] | None = None
-    """While code runs whose logging is recorded instead of done: (name, value, further arguments)."""
+    """While logging is recorded instead of done: (name, value, further arguments)."""
     _may_log = True
 
     @override
@@ -151,7 +151,7 @@ def recorded(module: pl.LightningModule) -> RecordedModule:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Gives ``module`` the class back that it had before :func:`disguised`."""
+    """Restores the class of ``module`` from before :func:`disguised`."""
     original = getattr(type(module), "_disguised_from", None)
     if original is not None:
         module.__class__ = original
@@ -169,7 +169,7 @@ def disguised(cls: type[Any], also: type[Any]) -> type[Any]:
 
 
 def _as_it_was(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickles and copies a module with the class that it had before."""
+    """Pickles and copies a module with its earlier class."""
     double = object.__new__(type(module)._disguised_from)
     double.__dict__.update(module.__dict__)
     _, (cls, *arguments), *state = double.__reduce_ex__(protocol)
@@ -181,10 +181,10 @@ def _new(cls: type[Any], *arguments: Any) -> Any:
 
 
 class StepRecorder(Protocol):
-    """Records what the user's code does with one micro-batch."""
+    """Records the effects of the user's code on one micro-batch."""
 
     def record(self, hook: Callable[..., Any], *args: Any, samples: int) -> bytes:
-        """Calls ``hook(*args)`` without gradients; returns what it did."""
+        """Calls ``hook(*args)`` without gradients; returns its recorded effects."""
 
     def recording(self) -> AbstractContextManager[Any]:
         """Records the block in the object that the context yields."""
@@ -194,7 +194,7 @@ class StepRecorder(Protocol):
 
 
 CallArguments: TypeAlias = tuple[str, tuple[Any, ...], Mapping[str, Any]]
-"""Which module is called, by its path in the user's ("" is that itself), and its arguments."""
+"""Path of the called module in the user's ("" for itself), and its arguments."""
 
 _redirected: WeakKeyDictionary[nn.Module, tuple[str, Callable[[CallArguments], Any]]] = WeakKeyDictionary()
 
@@ -206,7 +206,7 @@ class _Redirected(nn.Module):
 def redirect_forward(module: nn.Module, layers: Sequence[str], ask: Callable[[CallArguments], Any]) -> None:
     """From now on ``ask`` answers calls of ``module`` outside of steps.
 
-    Also those of its submodules that contain all of ``layers``.
+    Also calls of its submodules that contain all of ``layers``.
     """
     for path, holder in list(_holders(module, layers)):
         if holder not in _redirected:

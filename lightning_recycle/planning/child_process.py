@@ -45,10 +45,7 @@ class Cancelled(BaseException):
 
 @contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """Gives up planning in the block, in this thread, once ``event`` is set.
-
-    Long computations call :func:`check_cancelled` now and then.
-    """
+    """Gives up planning in the block, where :func:`check_cancelled` is called."""
     token = _cancels.set(event)
     try:
         yield
@@ -138,10 +135,7 @@ class ProcessLostError(PlanningError):
 
 
 class UnexpectedError(PlanningError):
-    """A defect: a question raised an exception from outside this package.
-
-    ``trace`` is its traceback, which does not survive pickling.
-    """
+    """A defect: an exception from outside this package, with its ``trace`` as text."""
 
     def __init__(self, reason: str, trace: str) -> None:
         super().__init__(reason, trace)
@@ -210,10 +204,7 @@ class PlanningProcess:
 
 
 class _Child:
-    """One process; raises OSError if it cannot be started.
-
-    ``was_idle``: it has given no sign of life since its last answer.
-    """
+    """One process; ``was_idle``: no sign of life since its last answer."""
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended

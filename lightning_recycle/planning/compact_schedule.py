@@ -50,10 +50,7 @@ def lanes_of(problem: Problem) -> int:
 
 
 def lane_problem(problem: Problem) -> Problem:
-    """The problem of one lane: a pipeline with the fullest lane's micro-batches.
-
-    Raises PlanningError when workers differ in speed, because lanes then differ, too.
-    """
+    """The problem of the fullest lane; PlanningError when workers differ in speed."""
     if problem.worker_factors:
         raise PlanningError("workers of unequal speed have no common plan: plan each operation on its own.")
     most = -(-problem.grid.global_microbatches // lanes_of(problem))
@@ -62,10 +59,7 @@ def lane_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane's part of a plan: operations by stage, REDUCE and STEP included.
-
-    A micro-batch's index is its number within the lane.
-    """
+    """Operations of a lane by stage; a micro-batch's index is its number in the lane."""
 
     problem: Problem
     stages: tuple[OperationColumns, ...]
@@ -81,7 +75,6 @@ class Lane:
         return self.problem.grid.microbatches
 
     def schedule(self) -> Schedule:
-        """The plan for one pipeline."""
         columns = {Worker(0, stage): each for stage, each in enumerate(self.stages)}
         return schedule_of_columns(self.problem, columns, self.period)
 

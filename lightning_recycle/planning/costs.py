@@ -88,6 +88,7 @@ class Costs:
 
     @property
     def stages(self) -> int:
+        """Number of stages that have costs."""
         return len(self.forward)
 
     def of(self, kind: OpKind, stage: int) -> float:
@@ -194,6 +195,7 @@ class Memory:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.capacity)
 
     def room(self, stage: int) -> float:
@@ -244,7 +246,11 @@ class Memory:
     def in_flight_limit(self, most: int) -> tuple[int, ...]:
         """Micro-batches that fit into a worker of each stage in any order of operations.
 
-        At most ``most``, e.g. D * M. Raises PlanningError when a stage has no room for one.
+        Args:
+            most: the limit where micro-batches need no memory, e.g. D * M.
+
+        Raises:
+            PlanningError: when a stage has no room for one micro-batch.
         """
         limits = []
         for stage in range(self.stages):

@@ -112,10 +112,7 @@ def _is_earlier(bound: float, index: int, pipeline: int, grid: Grid) -> bool:
 
 @lru_cache(maxsize=64)
 def _stride(count: int) -> int:
-    """The number nearest the golden section of ``count`` that is prime to it.
-
-    Its multiples are spread evenly over ``count`` places, however few are used.
-    """
+    """The number nearest the golden section of ``count`` that is prime to it."""
     golden = count * (math.sqrt(5) - 1) / 2
     candidates = (each for each in range(1, count + 1) if math.gcd(each, count) == 1)
     return min(candidates, key=lambda each: abs(each - golden))
@@ -230,10 +227,7 @@ class Stages:
         return self._traced(back) if count in reached else None
 
     def _ends(self, stage: int, begin: float, limit: float) -> Iterator[tuple[float, int]]:
-        """Ends of a stage within ``limit``, each with the fewest workers.
-
-        They are all whole bounds, and the last one within a layer.
-        """
+        """Whole ends of a stage, and the last within a layer, with their fewest workers."""
         options, at = self.options[stage], 0  # more layers never need fewer workers
         behind = len(self.options) - stage - 1  # each of them needs a layer
         last = len(self.work) - behind

@@ -175,6 +175,7 @@ class ScheduledOp:
 
     @property
     def duration(self) -> float:
+        """``end - start``."""
         return self.end - self.start
 
 
@@ -230,14 +231,12 @@ class Positions:
         return next(there, home)
 
     def ranks(self, position: Worker) -> tuple[int, ...]:
-        """Members of ``position``, in order."""
         return tuple(self.rank(position, member) for member in range(self.members))
 
     def siblings(self, rank: int) -> frozenset[int]:
         return frozenset(self.ranks(self.position(rank))) - {rank}
 
     def all_members(self, ranks: Iterable[int]) -> frozenset[int]:
-        """All members of the positions of ``ranks``."""
         if self.members == 1:
             return frozenset(ranks)
         return frozenset(member for rank in ranks for member in self.ranks(self.position(rank)))

@@ -47,10 +47,7 @@ from lightning_recycle.planning.timing import (
 )
 
 DEFAULT_EFFORT = 800_000
-"""Operations to play in search of a schedule: about 1 s, 0.1 s for small grids.
-
-Larger grids get only a few rules.
-"""
+"""Operations to play: about 1 s, 0.1 s for small grids; larger ones get few rules."""
 
 _LEANING = 1.5
 """Power of the workers' factors in the other distribution at unequal speeds.
@@ -142,11 +139,7 @@ def _counted(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class VariedPlanner:
-    """A heuristic planner for stages that share layers.
-
-    Plans keep within the mean micro-batch's memory. ``split`` and ``fused``: variations with and without split
-    backwards.
-    """
+    """A heuristic planner where stages share layers, within the mean's memory."""
 
     planner: HeuristicPlanner
     split: MicrobatchVariation
@@ -161,7 +154,6 @@ class VariedPlanner:
 
 
 def _listed(problem: Problem, effort: int) -> Schedule:
-    """The plan that lists every operation."""
     return with_recomputation(problem, lambda other, share: _planned(other, int(effort * share)))
 
 
@@ -175,7 +167,6 @@ def _planned(problem: Problem, effort: int) -> Schedule:
 
 @lru_cache(maxsize=32)  # about 100 kB each
 def _lane(problem: Problem, effort: int) -> Lane:
-    """The lane that solves ``problem``, of :func:`lane_problem`."""
     return Lane.of(_listed(problem, effort))
 
 
@@ -376,10 +367,7 @@ def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
 
 
 def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
-    """The micro-batches of one worker that need no R.
-
-    Taking back the first R first is best for their number: each takes the same memory for an interval.
-    """
+    """The micro-batches of one worker that need no R; taking the first back is best."""
     again = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
     forwards = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.FORWARD}
     room, more = memory.room(stage), memory.delta(OpKind.RECOMPUTE, stage, recomputed=True)

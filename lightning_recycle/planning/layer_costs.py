@@ -156,6 +156,7 @@ class LayerCosts:
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return len(self.forward)
 
     @cached_property
@@ -274,7 +275,13 @@ class LayerCosts:
 
 @dataclass(frozen=True, order=True, slots=True)
 class LayerMove:
-    """A layer that a worker gets; workers are named by their positions before."""
+    """A layer that a worker gets.
+
+    Args:
+        layer: its index.
+        source: the worker that sends it, by its position before the change.
+        receiver: the worker that gets it, by its position before the change.
+    """
 
     layer: int
     source: Worker

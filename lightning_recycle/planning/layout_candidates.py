@@ -100,10 +100,8 @@ _GOOD = 1.01  # of the lower bound, as in lane planning
 class Judgement:
     """Predicted seconds of a step; the least has the shortest period.
 
-    Args:
-        fill: extra seconds of the first step, which begins with empty pipelines.
-        lead: seconds by which the first worker begins the next step early; 0 without the staggered optimizer.
-        schedule: the plan, if it was made.
+    ``fill``: extra seconds of the first step, which begins with empty pipelines. ``lead``: seconds by which the first
+    worker begins the next step early; 0 without the staggered optimizer.
     """
 
     period: float

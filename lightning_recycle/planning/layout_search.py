@@ -161,10 +161,9 @@ class _LayoutSearch:
         return self.best(way, list(rivals))
 
     def cuts_for(self, goal: tuple[int, ...], spare: float, *, near: bool) -> Iterator[Bounds]:
-        """Cuts for these numbers of workers in the stages.
+        """The fastest cuts for these numbers of workers, with and without shared layers.
 
-        The fastest with shared layers, and if ``near`` the whole-layer cuts that move the fewest bytes or are the most
-        even, within a little more than the least bottleneck.
+        ``near``: also whole-layer cuts that move the fewest bytes, or are the most even, near the least bottleneck.
         """
         options = self.fixed(goal)
         whole, sharing = self.stages(options, spare), self.stages(options, spare, shares_layers=True)

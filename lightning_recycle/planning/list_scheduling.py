@@ -31,14 +31,9 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 class Express:
     """Operations that nothing may delay: first gradient and last micro-batches.
 
-    Without the first gradient stages with little memory are idle; after the last micro-batches the step is over.
-
-    Args:
-        first_backwards: how many of the first backwards are waited for, whatever else could begin.
-        last_backwards: the same for the last ones.
-        forward_first: how many of the last F go before any B.
-        awaited: how many of the last F are waited for before ready operations that the rule puts behind them, if that
-            costs less than ``patience`` times their own wait.
+    So many of the ``first_backwards`` and ``last_backwards`` are waited for, whatever else could begin;
+    ``forward_first`` of the last F go before any B. ``awaited`` of the last F are waited for before operations that the
+    rule puts behind them, if that costs less than ``patience`` times their own wait.
     """
 
     first_backwards: int = 0
@@ -57,9 +52,8 @@ class Rule:
 
     Args:
         ages: per micro-batch, numbered d * M + m; lower goes first.
-        forward_first: per stage; with fewer micro-batches than this between their F and their B, an F goes before a B,
-            as does a W that makes room for it. With few of them a stage has only W to do at the end, before the last
-            gradient.
+        forward_first: per stage; with fewer micro-batches than this between F and B, an F goes before a B, as does a W
+            that makes room for it; otherwise only W would be left before the last gradient.
         patience: a worker waits idle for the next backward if that costs less than so many times the backward's wait
             for an F (first number) or a W (second) begun now; 0 for never.
     """
@@ -249,10 +243,7 @@ class _Arrivals:
         return self.forwards_left[rank] <= self.express.forward_first
 
     def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
-        """Whether to stay idle instead of beginning an operation of so many ``seconds``.
-
-        ``takes_forward``: whether an F would go first if it were here.
-        """
+        """Whether to stay idle instead of beginning an operation of so many ``seconds``."""
         forwards, backwards = self.forwards[rank], self.backwards[rank]
         if takes_forward and forwards and self.forwards_left[rank] <= self.express.awaited:
             idle = forwards[0] - now

@@ -72,10 +72,7 @@ class _MilpSearch:
     def shorten(
         self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
     ) -> tuple[int | None, list[Placement]]:
-        """Decides lengths from the bottom up; first around a known plan that is good.
-
-        Returns the smallest length, None if undecided, and the best plan.
-        """
+        """Decides lengths from the bottom up, at first near a good plan; length and plan."""
         good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
         if good and problem.variables(low) <= _SMALL:
             half = (time.monotonic() + deadline) / 2

@@ -189,10 +189,7 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
 
 
 def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:
-    """Micro-batches that a worker tends to hold, as a fraction of its limit.
-
-    As in 1F1B, S - s, scaled by its extra work compared with no failures.
-    """
+    """Micro-batches that a worker tends to hold, S - s in 1F1B, relative to its limit."""
     grid = problem.grid
     most = [memory.most(stage, memory.after_forward[stage]) for memory in problem.memories]
     limit = min(most, default=float(grid.stages))

@@ -55,6 +55,7 @@ class SolverTask:
     upper: int
     """In slots: lengths from here on are of no interest."""
     time_limit: float
+    """Seconds."""
     threads: int
     max_variables: int
     """The largest model to build."""

@@ -110,9 +110,11 @@ class Problem:
             self.memory.check()
 
     def factor(self, worker: Worker) -> float:
+        """The factor by which operations take longer on ``worker`` than its stage's costs."""
         return next((factor for slow, factor in self.worker_factors if slow == worker), 1.0)
 
     def duration(self, kind: OpKind, worker: Worker) -> float:
+        """Duration of an operation of ``kind`` on ``worker``, in the unit of the costs."""
         cost = self.costs.of(kind, worker.stage)
         return cost if kind is OpKind.REDUCE else cost * self.factor(worker)
 
@@ -161,6 +163,7 @@ class Problem:
         return replace(self, grid=replace(grid, lanes=lanes), failed=failed)
 
     def live_counts(self) -> tuple[int, ...]:
+        """Number of live workers of each stage."""
         lost = Counter(worker.stage for worker in self.failed)
         return tuple(self.grid.lanes - lost[stage] for stage in range(self.grid.stages))
 

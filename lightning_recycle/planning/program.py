@@ -35,13 +35,9 @@ _FARTHEST = 8  # places between two workers that check each other: what a worker
 class WorkerChecks:
     """Steps and micro-batches on which a worker checks a peer and is checked.
 
-    Micro-batches have the order of their weight gradients on this worker. If it has fewer than its peers, they repeat.
-
-    Args:
-        ranks: the workers of its stage, in order, itself among them.
-        every: in steps that are a multiple of this any micro-batch may be checked.
-        free: micro-batches that may be checked in other steps.
-        places: for each micro-batch the number of its operations before the CHECK.
+    Micro-batches have the order of their weight gradients on this worker; if it has fewer than its peers, they repeat.
+    ``ranks``: its stage's workers, itself among them. Steps that are a multiple of ``every`` may check any micro-batch,
+    others the ``free`` ones. ``places``: for each micro-batch the number of its operations before the CHECK.
     """
 
     ranks: tuple[int, ...]
@@ -71,10 +67,9 @@ class WorkerChecks:
 class StageChecks:
     """The checks of one stage.
 
-    Args:
-        every: in each step that is a multiple of this any micro-batch may be checked.
-        places: for each worker and micro-batch the number of operations before its CHECK.
-        costs: seconds by which each micro-batch's CHECKs lengthen a step at most; 0 if all are in idle times.
+    Steps that are a multiple of ``every`` may check any micro-batch. ``places``: for each worker and micro-batch the
+    number of operations before its CHECK. ``costs``: seconds by which each micro-batch's CHECKs lengthen a step at
+    most; 0 if all are in idle times.
     """
 
     ranks: tuple[int, ...]
@@ -215,14 +210,11 @@ _FEW_PIPELINES = 16
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operation with everything the executor needs to know about it.
+    """An operation with the executor's needs: peers, and its kind of backward.
 
-    Args:
-        index: the micro-batch's index in the global batch; -1 for REDUCE and STEP.
-        source: rank of the sender of its input, or None.
-        destination: rank of the receiver of its output, or None.
-        split_backward: for F and R, whether the micro-batch's weight gradients are computed in a separate W.
-        recomputed: for F, whether an R computes it again.
+    ``index``: the micro-batch's in the global batch; -1 for REDUCE and STEP. ``source`` and ``destination``: ranks of
+    the sender of its input and the receiver of its output. ``split_backward``: for F and R, weight gradients are in a
+    separate W. ``recomputed``: for F, an R computes it again.
     """
 
     op: Op
@@ -238,13 +230,10 @@ class Task:
 class Program:
     """One worker's part of a schedule.
 
-    Args:
-        tasks: one step, in order.
-        neighbours: ranks of the connected workers of the stages before and after (:func:`links`).
-        idle_peer: whether a worker of its stage has no micro-batches.
-        split_backward: whether weight gradients may be computed apart from input gradients.
-        checks: its checks of peers and by peers, or None.
-        all_checks: the steps with checks of all stages, as their multiples: no worker STEPs before these are over.
+    ``neighbours``: ranks of the connected workers of the stages before and after (:func:`links`). ``idle_peer``: a
+    worker of its stage has no micro-batches. ``split_backward``: weight gradients may be computed apart. ``checks``: of
+    peers and by peers. ``all_checks``: the steps with checks of all stages, as their multiples: no worker STEPs before
+    these are over.
     """
 
     tasks: tuple[Task, ...] = ()

@@ -100,10 +100,7 @@ _FAILED = math.inf
 
 
 def representative(problem: Problem) -> Problem:
-    """The same problem for all problems that are :func:`alike`.
-
-    Failed workers are in the last pipelines, slow ones in those before.
-    """
+    """One problem for all that are :func:`alike`, failures last, slow workers before."""
     if not problem.failed and not problem.worker_factors:
         return problem
     failed, factors = set(), {}

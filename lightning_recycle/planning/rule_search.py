@@ -45,10 +45,7 @@ _MOST_FRUITLESS = 400  # plays in a row without a better schedule
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An order of operations, its times, and the rule that led to it, if any.
-
-    ``plays`` rules were played to find it. The smaller ``score`` (:meth:`of`) is better.
-    """
+    """An order of operations, its times, and its rule; a smaller ``score`` is better."""
 
     score: tuple[float, float, int]
     rule: Rule | None
@@ -87,9 +84,9 @@ def search(
     """The best list schedule that ``effort`` operations buy; 0: the plain rule's.
 
     Args:
-        starts: other orders of all operations to try after the first rule; they respect dependencies and memory.
-        goal: period (without the staggered optimizer makespan) and makespan that are good enough; by default a period
-            at the lower bound.
+        starts: other valid orders of all operations to try after the first rule.
+        goal: sufficient period (without the staggered optimizer makespan) and makespan; by default a period at the
+            lower bound.
         first: a rule to begin with, as far as the limits of the problem admit it.
     """
     return _RuleSearch(codes, effort, goal).run(starts, first)
@@ -298,10 +295,7 @@ _FINENESS = 4  # levels in bytes for each micro-batch
 
 
 def with_least_memory(codes: Codes, solution: Solution, effort: int) -> Solution:
-    """A solution as fast as ``solution``, with the least memory that is found.
-
-    ``effort``: operations played in the search for ``solution``.
-    """
+    """A solution as fast, with the least memory found; ``effort``: that of the search."""
     return _Descent(codes, solution, effort).run()
 
 

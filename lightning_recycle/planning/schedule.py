@@ -56,7 +56,8 @@ class OperationColumns:
     """Operations of one worker, field by field: for files, pickles and checks.
 
     Unpickling an object for every operation lets no other thread run, 8 s for 590,000; five blocks of bytes are read at
-    once. ``kinds`` are numbers of :data:`KINDS`; ``pipelines`` and ``indices`` are -1 for no micro-batch.
+    once. ``kinds`` are numbers of :data:`KINDS`; ``pipelines`` and ``indices`` are -1 for no micro-batch; times are in
+    the unit of the costs.
     """
 
     kinds: bytes
@@ -125,10 +126,12 @@ class Schedule:
 
     @property
     def grid(self) -> Grid:
+        """The problem's grid."""
         return self.problem.grid
 
     @property
     def failed(self) -> frozenset[Worker]:
+        """The dead workers."""
         return self.problem.failed
 
     @property
@@ -138,6 +141,7 @@ class Schedule:
 
     @property
     def num_operations(self) -> int:
+        """The number of operations of all workers."""
         return sum(len(ops) for ops in self.workers.values())
 
     @cached_property

@@ -152,10 +152,8 @@ def _both(costs: Costs) -> tuple[float, ...]:
 class TechniqueChoice:
     """The choice between split and fused backwards, and its comparison.
 
-    Args:
-        splitting: by how much B + W of all stages take longer than BW, as a fraction of F + BW.
-        fused_seconds: predicted seconds of a step with fused backwards.
-        split_seconds: the same with split ones, at least; infinite without such a plan, or if none is split.
+    ``splitting``: extra time of B + W of all stages over BW, as a fraction of F + BW. ``fused_seconds`` and
+    ``split_seconds``: predicted steps, the latter at least, and infinite without split backwards in a plan.
     """
 
     splits: bool

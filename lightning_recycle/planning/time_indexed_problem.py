@@ -151,7 +151,6 @@ class TimeIndexedProblem:
         return slots * self.slot * self.parts
 
     def routes(self) -> list[Route]:
-        """Every route of every family."""
         return [Route(f, hosts) for f, family in enumerate(self.families) for hosts in product(*family.hosts)]
 
     def windows(self, route: Route, length: int) -> dict[Step, tuple[int, int]]:

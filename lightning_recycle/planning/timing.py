@@ -28,12 +28,9 @@ ByStage: TypeAlias = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SharedLayer:
-    """A layer that ``stage`` and the next hold; micro-batches are numbers d * M + m.
+    """A layer that ``stage`` and the next hold, with its part of that stage's REDUCE.
 
-    Args:
-        reduce: its part of the REDUCE of that stage.
-        earlier: micro-batches that run it on the earlier stage.
-        later: micro-batches that run it on the later one.
+    ``earlier`` and ``later``: numbers d * M + m of the micro-batches that run it on either stage.
     """
 
     stage: int
@@ -180,7 +177,6 @@ def _durations(costs: Costs, fused: bool) -> list[float]:
 
 
 def _by_microbatch(costs: Costs, variation: MicrobatchVariation, fused: bool) -> list[list[float]]:
-    """The durations of each micro-batch, by key."""
     split = (costs.forward, variation.forward), (costs.backward_input, variation.backward_input)
     weight = costs.backward_weight, variation.backward_weight
     forward, backward, weights = (
@@ -212,10 +208,7 @@ class Timing:
 
 
 def interleave(codes: Codes, programs: Mapping[int, Sequence[int]]) -> list[int]:
-    """One sequence of all operations that respects programs and dependencies.
-
-    Raises PlanningError when the programs wait for one another in a cycle.
-    """
+    """One sequence of all operations; PlanningError if the programs wait in a cycle."""
     n, offsets = codes.n, codes.input_offset
     done = [False] * codes.size
     position = dict.fromkeys(programs, 0)

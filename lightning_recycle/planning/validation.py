@@ -94,10 +94,7 @@ def _foreign(schedule: Schedule) -> Iterator[str]:
 
 
 class _Placed:
-    """Operations of one kind at one stage, by micro-batch ``d * M + m``.
-
-    Without an operation the worker is -1 and the times are NaN, which no comparison finds too early.
-    """
+    """Operations of one kind at one stage; for none worker -1 and NaN as times."""
 
     def __init__(self, count: int) -> None:
         self.worker, self.place = [_ABSENT] * count, [_ABSENT] * count

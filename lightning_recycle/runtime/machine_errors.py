@@ -34,7 +34,7 @@ _MACHINE = re.compile(
     r"|can't start new thread",
     re.DOTALL,
 )
-"""Texts of RuntimeErrors of torch's DataLoader, shared memory and allocator, and of Python's threads."""
+"""Texts of RuntimeErrors: torch's DataLoader, shared memory, allocator; threads."""
 
 
 def is_device_error(error: BaseException) -> bool:

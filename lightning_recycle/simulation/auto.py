@@ -1,24 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
-The ways are re-routing, moving workers (what merging pipelines amounts to), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). Of each way, the training until
-the next change is
+The ways are re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from the planner
+that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). The training of each until the next
+change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
-The risk is the chance that the next failure takes all owners of a layer, times what a restart costs. The next change is
-expected from the prior and the failures so far
+The risk is the chance that the next failure takes all owners of a layer, times the cost of a restart. The next change
+is expected from the prior and the failures so far
 (:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
-
-Assumptions:
-
-- Detection, agreement and communicators as for all policies; states are copied in the same stop, each worker what it
-  lacks, over its own link. At most a few seconds, they are not worth a stop of their own.
-- Whatever is copied goes to the workers that lack least of it.
-- A failure loses the step in progress. A node that comes back is taken in at the end of a step, if that pays.
-- With all workers there, the grid is the fault-free one: its shape is the user's choice. Each worker has its first
-  place then.
-- When no live worker holds some layer, training restarts from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -82,13 +72,23 @@ class _PolicyState:
     time: float
 
     def ranges(self) -> dict[int, Range]:
-        """The layers of each worker."""
         return {} if self.way is None else {worker: self.way.slots[slot] for worker, slot in self.held}
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """The best way at every change. Takes the arguments of ``Policy``, and:
+    """The best way at every change: re-routing, moving workers, layers, or both.
+
+    Assumptions:
+
+    - Detection, agreement and communicators as for all policies; each worker copies the state that it lacks in the same
+      stop, over its own link.
+    - Copies go to the workers that lack least of them.
+    - A failure loses the step in progress. A node that comes back is taken in at the end of a step, if that pays.
+    - With all workers there, the grid is the fault-free one, with each worker in its first place.
+    - When no live worker holds some layer, training restarts from the newest checkpoint.
+
+    Takes the arguments of ``Policy``, and:
 
     Args:
         schedule: "planned": split backwards and the staggered optimizer; "1f1b": neither.
@@ -102,12 +102,10 @@ class Auto(Policy):
         return Technique(self.schedule == "planned", self.schedule == "planned")
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         state = _PolicyState(None, (), FailureRecord(), 0.0)
         return Reaction(self._fresh(context, state, self._workers(context, state, live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, _PolicyState)
         workers = self._workers(context, before, trigger.live)
@@ -218,7 +216,7 @@ def _even(model: TrainingModel) -> tuple[int, ...]:
 
 
 def _filled(counts: tuple[int, ...], free: int, most: int) -> tuple[int, ...]:
-    """Workers of each stage when those without a place join the barest ones."""
+    """Workers of each stage when idle ones join the barest stages."""
     found = list(counts)
     for _ in range(free):
         barest = min(range(len(found)), key=lambda stage: (found[stage], stage))
@@ -235,7 +233,7 @@ def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: t
 
 @lru_cache(maxsize=16384)
 def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> float:
-    """Seconds of a step that re-routing cannot be faster than."""
+    """Lower bound of the seconds of a step with re-routing."""
     return lower_bound(_problem(model, technique, cuts, counts))
 
 
@@ -251,7 +249,7 @@ def _staying(
 def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) -> tuple[_Way, ...]:
     """The layouts for so many workers, the fault-free cuts among them.
 
-    Costs of a change hardly depend on where the cuts are now.
+    Costs of a change hardly depend on the current cuts.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
     ways: tuple[LayoutWay, ...] = ("layers", "both")
@@ -332,8 +330,8 @@ def _assigned(
 def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
     """The slots of the start.
 
-    Workers that fail together often come back together; in vacant places, most of them in the stages that had the
-    fewest workers, the next such failure would take all of a stage.
+    Workers that fail together often come back together; in vacant places, mostly in the barest stages, the next such
+    failure would take all of a stage.
     """
     home = [worker for worker in workers if worker < full]
     others = [worker for worker in workers if worker >= full]
@@ -344,7 +342,7 @@ def _at_home(workers: Sequence[int], full: int) -> dict[int, int]:
 def _nearest(
     before: Sequence[int], held: Mapping[int, Range], slots: Sequence[Range], workers: Sequence[int]
 ) -> dict[int, int]:
-    """Slots with little to copy: workers choose in the order of what they would lack."""
+    """Slots with little to copy: workers choose in the order of their lacks."""
     free: dict[Range, list[int]] = {}
     for number, layers in enumerate(slots):
         free.setdefault(layers, []).append(number)
@@ -359,7 +357,7 @@ def _nearest(
 
 
 def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
-    """How many owners each part of the model has; equal sets of owners count once."""
+    """Number of owners of each part of the model; equal sets of owners count once."""
     held = list(ranges)
     counts = Counter(held)
     bounds = sorted({bound for layers in counts for bound in layers})

@@ -1,8 +1,8 @@
 """Failures of nodes, drawn, replayed or given; and durations such as "30min".
 
-:meth:`FailureSource.changes` returns all changes up to the end of the simulation in time order; the same seed gives the
-same stream. A node that is down does not fail again. All nodes are up at time 0 unless a change at time 0 says
-otherwise. Inside the simulator, time is a whole number of nanoseconds (*ticks*), so sums are exact.
+:meth:`FailureSource.changes` returns all changes in time order, the same for the same seed. A node that is down does
+not fail again. All nodes are up at time 0 unless a change at time 0 says otherwise. Inside the simulator, time is a
+whole number of nanoseconds (*ticks*), so sums are exact.
 
 Rates: Llama 3 (arXiv 2407.21783, section 3.3.4), 419 unplanned interruptions in 54 days on 16,384 GPUs; Meta RSC-1
 (arXiv 2410.21680), 6.5 failures per 1,000 node-days, nodes of 8 GPUs.
@@ -58,12 +58,9 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
 
 
 def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
-    """Replace the durations ``names`` of a frozen dataclass by seconds.
+    """Replaces the durations ``names`` of a frozen dataclass by seconds.
 
-    None stays None where the field allows it.
-
-    Raises:
-        ConfigurationError: as for :func:`as_seconds`.
+    None stays None where the field allows it. Raises ConfigurationError as :func:`as_seconds`.
     """
     optional = {field.name for field in fields(settings) if "None" in str(field.type)}  # type: ignore[arg-type]
     for name in names:
@@ -149,7 +146,6 @@ class TraceReplay:
         keep_seconds(self, "start")
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`; nothing is random."""
         trace = load_trace(self.trace)
         start, peak = float(self.start), trace.peak
         down_since: dict[int, float] = dict.fromkeys(range(peak), 0.0)
@@ -189,7 +185,6 @@ class Scripted:
         object.__setattr__(self, "outages", given)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`."""
         for node in (node for outage in self.outages for node in outage.nodes):
             if whole("Scripted", "node", node) >= cluster.nodes:
                 raise ConfigurationError(f"Scripted: there is no node {node} in a cluster of {cluster.nodes}.")
@@ -230,7 +225,6 @@ class Poisson:
         keep_seconds(self, "mtbf", "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`."""
         random = Random(seed)
 
         def times() -> Iterator[float]:
@@ -274,7 +268,6 @@ class FailureRate:
         keep_seconds(self, "repair", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`."""
         per_second = float(self.rate) * cluster.gpus_per_node / 86400
         repair = None if self.repair is None else float(self.repair)
         random = Random(seed)
@@ -307,7 +300,6 @@ class Regular:
         keep_seconds(self, "interval", positive=True)
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`."""
         times = takewhile(lambda time: time < duration, map(float(self.interval).__mul__, count(1)))
         return _one_by_one(times, Random(seed), cluster, duration, None, cluster.nodes // 2)
 
@@ -330,6 +322,5 @@ class FailedFraction:
         return max(round(self.part * nodes), int(self.part > 0))
 
     def changes(self, cluster: Cluster, duration: float, seed: int) -> tuple[Change, ...]:
-        """See :class:`FailureSource`."""
         nodes = Random(seed).sample(range(cluster.nodes), self.count(cluster.nodes))
         return changes_of([Outage(0.0, tuple(nodes))] if nodes else [], duration)

@@ -1,33 +1,16 @@
 """Policies: reactions to failures, and the settings and costs that all share.
 
-The simulated run plays time; a policy says how training runs between two events (:class:`Configuration`) and how it
-reacts to an event (:class:`Reaction`): pauses, losses, how it goes on. ``begin`` and ``react`` are pure: all that a
-policy remembers is in the configuration's ``layout``. ``react`` may be called again before its last answer has taken
-effect; it is then given the configuration in force or, in a pause, the one to follow. Everything but the handling of a
-dead worker's work is the same for all policies unless a setting says otherwise, or a publication has a constant of its
-own. Durations may be given as text and are kept in seconds.
+The simulated run plays time; a policy gives the training between two events (:class:`Configuration`) and its reaction
+to an event (:class:`Reaction`). ``begin`` and ``react`` are pure: a policy's memory is the configuration's ``layout``.
+``react`` may be called again before its last answer has taken effect, with the configuration in force or, in a pause,
+the next one. Apart from a dead worker's work all policies are alike unless a setting or a publication's constant
+differs. Durations may be given as text and are kept in seconds.
 
-*Checkpoints*: training stands still for ``stall``; the checkpoint can be loaded ``writing`` seconds after that, and a
-failure before then falls back on the previous checkpoint. Workers with the same stage share its state, each copies or
-writes an equal part.
-
-=============  =====================================  ======================================  ======================
-kind           stall                                  writing                                 loading
-=============  =====================================  ======================================  ======================
-synchronous    all state to the shared storage        none                                    from the shared storage
-background     a copy to the host's memory            all state to the shared storage         from the shared storage
-sharded        each worker's part to storage that     none                                    each worker's state, the
-               grows with the cluster                                                         same way
-memory         none                                   each worker's part to a peer            from a peer
-=============  =====================================  ======================================  ======================
-
-*Recoveries*: all live workers agree on a new generation, look up the plan and whom they need, and connect. The first
+*Recoveries*: all live workers agree on a new generation, look up the plan and their partners, and connect. The first
 two were measured with this package's coordinator, over real sockets with up to 2,000 workers on two cores
-(``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales.
-
-Assumptions: ``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale
-(arXiv 2402.15627) reports (under 30 s). A copy in memory survives. Sources: background copies by CheckFreq (FAST'21),
-copies at peers by Gemini (SOSP'23); the interval by Young (1974) and Daly (2006), first order.
+(``benchmarks/control_plane.py``): between the measured sizes straight lines on logarithmic scales. Assumptions:
+``regroup`` is that of NCCL at 32 GPUs; ``connect`` gives 25 s for 10,000 workers, as much as MegaScale (arXiv
+2402.15627) reports (under 30 s).
 """
 
 from __future__ import annotations
@@ -62,7 +45,7 @@ class Loss(Enum):
 class Context:
     """Training model, cluster and nodes.
 
-    ``mtbf``: seconds between two failures of the cluster on average, for checkpoint intervals; None when none happens.
+    ``mtbf``: mean seconds between two failures of the cluster, for checkpoint intervals; None for no failures.
     """
 
     model: TrainingModel
@@ -77,20 +60,20 @@ class Context:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How training runs until the next event.
+    """Training until the next event.
 
     Args:
         gpus: GPUs that take part; other live ones are idle. 0 if training stands still.
         useful_gpu_seconds: F, B and W of the samples of one step, each counted once.
         repeated_gpu_seconds: computation of one step done twice: redundant or recomputed.
         checkpoint_every: seconds between checkpoints, taken at the next end of a step; None for none.
-        checkpoint_seconds: how long training stands still for a checkpoint.
-        checkpoint_writing: how long it then takes, while training goes on, until the checkpoint can be loaded.
+        checkpoint_seconds: pause of training for a checkpoint.
+        checkpoint_writing: seconds from then, while training goes on, until the checkpoint can be loaded.
         layout: the policy's own data.
         fill_seconds: extra time of the first step after a stop, because later steps overlap (staggered optimizer).
-        lead_seconds: how long before the end of a step the first worker begins the next one. After that moment, all can
-            only be stopped at the end of the next step.
-        choice: what a policy that chooses among several ways has chosen, e.g. "layers"; empty for other policies.
+        lead_seconds: seconds by which the first worker begins the next step early. After that moment, all can only be
+            stopped at the end of the next step.
+        choice: the choice of a policy with several ways, e.g. "layers".
     """
 
     label: str
@@ -135,8 +118,8 @@ class Downtime:
 class Trigger:
     """Changes that a policy reacts to, earlier ones included that still wait.
 
-    Nodes are ``down`` and ``up`` if they have failed or come back just now, ``live`` if they work; ``woken``: whether
-    the alarm set by the policy's last reaction went off.
+    ``down`` and ``up``: nodes that have failed or come back just now; ``live``: working ones; ``woken``: the alarm of
+    the policy's last reaction went off.
     """
 
     time: float
@@ -151,9 +134,8 @@ class Reaction:
     """A policy's decision.
 
     Args:
-        configuration: the configuration after the pauses.
         pauses: pauses in order. A pause interrupts the step in progress, which is then undone unless ``at_boundary``.
-        lost: what is undone.
+        lost: training that is undone.
         at_boundary: whether to wait for the end of the newest step any worker has begun; nothing is lost then.
         saved: whether the pauses write a checkpoint, which can be loaded when they are over.
         wake: seconds until the policy wants to be asked again; a new reaction clears this alarm.
@@ -197,7 +179,15 @@ _HOST = 20e9  # bytes/s from a GPU to its host's memory
 def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> CheckpointCosts:
     """The costs of one checkpoint of a kind of ``CHECKPOINTS``.
 
-    ``storage`` is bytes/s of the shared storage, per GPU of the fault-free grid, whose workers share the writing.
+    Training stands still; after ``writing`` more seconds the checkpoint can be loaded, and a failure before then falls
+    back on the previous one. Workers with the same stage each copy or write an equal part of its state. ``storage``:
+    bytes/s of the shared storage, per GPU of the fault-free grid.
+
+    - *synchronous* stands still until all state is on the shared storage.
+    - *background* (CheckFreq, FAST'21) stands still for a copy to the host's memory, then writes to the shared storage.
+    - *sharded* stands still until each worker's part is on storage that grows with the cluster, and loads the same way.
+    - *memory* (Gemini, SOSP'23) never stands still; each worker's part goes to a peer, and is loaded from a peer. A
+      copy in memory survives.
     """
     shared = model.transformer.state_bytes() / (storage * model.gpus)
     stage = model.state_bytes(1 / model.stages)  # of one GPU
@@ -212,11 +202,10 @@ def checkpoint_costs(kind: str, model: TrainingModel, storage: float) -> Checkpo
 
 
 def best_interval(rule: str, costs: CheckpointCosts, mtbf: float | None) -> float:
-    """Seconds between checkpoints by the formula of ``rule``.
+    """Seconds between checkpoints by first-order formulas (Young 1974, Daly 2006).
 
-    Args:
-        rule: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
-        mtbf: mean seconds between failures of the whole cluster; None when nothing fails: then half an hour.
+    ``rule``: "young", sqrt(2 stall mtbf), or "daly", the same less the stall (the mtbf, if it is below stall / 2).
+    ``mtbf``: mean seconds between failures of the whole cluster; None, without failures: half an hour.
     """
     if mtbf is None:
         return max(1800.0, costs.writing)
@@ -258,7 +247,7 @@ class Policy(ABC):
         effort: effort of the planner, in operations.
         detection: seconds from a failure to its detection; the heartbeat timeout.
         agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.
-        lookup: seconds to look up the plan and whom a worker needs.
+        lookup: seconds to look up the plan and a worker's partners.
         regroup: seconds for new communicators, besides ``connect``.
         connect: seconds for new communicators, for each live worker.
         restart: seconds to restart the job, besides detection and loading a checkpoint.
@@ -335,8 +324,8 @@ class Policy(ABC):
     def regrouping(self, workers: int, *, broken: bool, transfer: float = 0.0, **own: float) -> tuple[Downtime, ...]:
         """The pauses of a change of the roster.
 
-        ``broken``: whether a worker failed, which must be detected first. ``own``: other pauses than ``regroup``,
-        between the agreement and the transfer.
+        ``broken``: a worker failed, which must be detected first. ``own``: other pauses than ``regroup``, between the
+        agreement and the transfer.
         """
         agreed = agreement_seconds(workers) if self.agreement is None else float(self.agreement)
         middle = own or {"regroup": float(self.regroup) + float(self.connect) * workers}
@@ -357,7 +346,7 @@ class Policy(ABC):
     def restarted(self, context: Context, found: Configuration, *, broken: bool, trained: bool = True) -> Reaction:
         """A restart from the newest checkpoint, where there are workers for it.
 
-        ``broken``: whether a worker failed, which must be detected first. ``trained``: whether training is undone.
+        ``broken``: a worker failed, which must be detected first. ``trained``: whether training is undone.
         """
         steps = self.restarting(context, broken=broken) if found.running else ()
         return Reaction(found, steps, Loss.CHECKPOINT if trained else Loss.NOTHING)

@@ -1,10 +1,4 @@
-"""Bamboo, Varuna and Oobleck, as their publications describe them.
-
-Oobleck plans pipeline templates once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of
-such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node needs to
-be idle. Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and its public repository with a simulator
-(SymbioticLab/Oobleck).
-"""
+"""Bamboo, Varuna and Oobleck, as their publications describe them."""
 
 from __future__ import annotations
 
@@ -40,8 +34,8 @@ _PARAMETER_BYTES = 4.0
 def iteration_estimate(stages: Sequence[float]) -> float:
     """Oobleck's estimate T of an iteration with 4 S micro-batches: T1 + T2 + T3.
 
-    With k the slowest stage (from 0): T1 is the first micro-batch's way through all stages; T2 = (2 S + k + 1)
-    slots of stage k; T3 the way back, the sum over the stages from k on.
+    With k the slowest stage (from 0): T1 is the first micro-batch's way through all stages; T2 = (2 S + k + 1) slots of
+    stage k; T3 the way back, the sum over the stages from k on.
     """
     slowest = max(range(len(stages)), key=lambda stage: (stages[stage], -stage))
     return sum(stages) + (2 * len(stages) + slowest + 1) * stages[slowest] + sum(stages[slowest:])
@@ -51,10 +45,7 @@ def iteration_estimate(stages: Sequence[float]) -> float:
 def cut(units: int, stages: int) -> tuple[int, ...]:
     """Units of each stage, by divide and conquer: halve the stages, try every split.
 
-    All units cost the same, so a subproblem is determined by its size alone.
-
-    Raises:
-        ValueError: when there are fewer units than stages.
+    All units cost the same, so a subproblem is determined by its size. Raises ValueError for fewer units than stages.
     """
     if not 1 <= stages <= units:
         raise ValueError(f"{units} units cannot make {stages} stages")
@@ -76,8 +67,8 @@ def stage_ranges(parts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """``total`` micro-batches over pipelines, with nearly equal times.
 
-    Without rounding the solution is proportional to speed, micro-batches per second. It is rounded to whole
-    micro-batches by giving the next one to the pipeline that finishes it first; each gets at least one.
+    Proportional to speed (micro-batches per second), rounded by giving the next micro-batch to the pipeline that
+    finishes it first; each gets at least one.
     """
     shares = [max(1, math.floor(total * speed / sum(speeds))) for speed in speeds]
     while sum(shares) > total:
@@ -93,8 +84,7 @@ def share_batch(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def least_nodes(model: TrainingModel, memory_factor: float) -> int | None:
     """n0: the fewest workers whose memory holds the model; None if none do.
 
-    Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations of as many micro-batches
-    as a pipeline of that depth has in flight.
+    Each stage needs ``memory_factor`` times the bytes of its parameters, and the activations in flight at that depth.
     """
     state = memory_factor * _PARAMETER_BYTES * model.transformer.parameters
     for stages in range(1, model.units + 1):
@@ -132,6 +122,11 @@ def pipelines_step(
 class Oobleck(Policy):
     """A pipeline that loses a node continues as a smaller one, planned in advance.
 
+    Pipeline templates are planned once for every number of nodes from n0 on. Any number of nodes N >= f n0 is a sum of
+    such numbers (the Frobenius problem has no gaps when the sizes are consecutive and reach 2 n0 - 1), so no node needs
+    to be idle. Source: Jang et al., SOSP'23 (arXiv 2309.08125), sections 4 and 5, and the simulator in its public
+    repository (SymbioticLab/Oobleck).
+
     Assumptions:
 
     - Training starts on the fault-free grid, D pipelines of S workers, like the systems it is compared with.
@@ -140,7 +135,7 @@ class Oobleck(Policy):
       shortest one.
     - All pipelines wait for the reconfiguration (the public simulator has 3 s for GPT-3 Medium, 6 s for 2.7B, 10 s for
       6.7B; here it is the recovery of all policies, some 10 s), and for the copies of missing layers with their
-      optimizer state: each worker copies only what it lacks, over its own link, all in parallel.
+      optimizer state, each over the worker's own link, all in parallel.
     - At the start and after a restart, the fastest of a few instantiations is used instead of the best of all, whose
       number explodes with the nodes.
     - The global batch stays the same; it is shared so that the pipelines' times differ least.
@@ -165,11 +160,9 @@ class Oobleck(Policy):
         return context.model.stages if found is None else min(found, context.model.stages)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         return Reaction(self._configuration(context, self._anew(context, context.workers(live))))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
@@ -256,7 +249,6 @@ class Oobleck(Policy):
 
 
 def _held(units: int, teams: Teams) -> dict[int, tuple[int, int]]:
-    """The units that each worker holds."""
     return {
         worker: held for team in teams for worker, held in zip(team, stage_ranges(cut(units, len(team))), strict=True)
     }
@@ -299,11 +291,10 @@ class Bamboo(Policy):
     - A worker holds the state and the activations of two stages. (The paper swaps activations to the host; here they
       stay on the GPU, so the 3.35B and 6.7B models run out of memory as reported.) A model that does not fit does not
       run.
-    - After a single loss the predecessor runs both stages; every step takes 1.5 times as long, and nothing is
-      lost.
+    - After a single loss the predecessor runs both stages; every step takes 1.5 times as long, and nothing is lost.
     - Reconfiguration at the end of a step when waiting nodes cover the overloaded ones, when twice the overloaded ones
-      exceed ``threshold`` of the active ones, or when another pipeline can be formed. It takes 20 s and
-      leaves as many whole pipelines as there are workers for.
+      exceed ``threshold`` of the active ones, or when another pipeline can be formed. It takes 20 s and leaves as many
+      whole pipelines as there are workers for.
     - Fatal: the lost worker or its predecessor is overloaded, or both are lost. Then training restarts from the newest
       checkpoint after 30 s.
     - A node that comes back needs ``node_start`` until it can take part.
@@ -334,13 +325,11 @@ class Bamboo(Policy):
         return model.stages > 1 and self.memory_bytes(model) <= model.memory_bytes
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         if not self.fits(context.model):
             return Reaction(stopped("out of memory", _Layout()))
         return Reaction(self._rebuilt(context, (), context.workers(live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, _Layout)
         if not self.fits(context.model):
@@ -465,11 +454,9 @@ class Varuna(Policy):
     restart: Duration = 90.0
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         return Reaction(self._configuration(context, context.workers(live)))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         used = current.layout
         assert isinstance(used, frozenset)
         workers = context.workers(trigger.live)

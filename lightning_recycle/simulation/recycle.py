@@ -33,7 +33,7 @@ from lightning_recycle.simulation.training_model import TrainingModel, one_f_one
 class Placement:
     """Position of each physical worker that has one, as sorted pairs.
 
-    ``copies``: the most states any worker must send to reach this placement; different senders copy in parallel.
+    ``copies``: the most states that a worker must send; different senders copy in parallel.
     """
 
     positions: tuple[tuple[int, Worker], ...]
@@ -75,7 +75,7 @@ def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[
 def place(
     grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
 ) -> Placement:
-    """The new placement of ``workers``, of which each stage has one.
+    """The new placement of ``workers``, at least one for each stage.
 
     ``distribution``: failures of each stage after normalization; None leaves the failures where they are.
     """
@@ -103,8 +103,8 @@ class Recycle(Policy):
     Assumptions:
 
     - A failure loses the step in progress; every worker begins it again under the new plan.
-    - Whatever stops training empties the pipelines: with the staggered optimizer, where steps overlap, the first step
-      afterwards takes the makespan of its plan instead of the period ("fill").
+    - Every stop empties the pipelines: with the staggered optimizer, where steps overlap, the first step afterwards
+      takes the makespan of its plan instead of the period ("fill").
     - Failure normalization: the failures are moved to the stages where they cost least; a worker that changes its stage
       copies parameters and optimizer state from a peer there, over its own network link, different senders in parallel.
     - Plans are ready when needed (the plan library), so planning takes no time.
@@ -112,7 +112,7 @@ class Recycle(Policy):
       the next one), then copies its state while the others wait.
     - When all replicas of a stage fail at once, training restarts from the newest checkpoint.
     - With ``schedule="1f1b"`` dead workers' micro-batches are re-routed within a 1F1B schedule: fused backward, one
-      optimizer step for all stages. What re-routing adds over other policies *with the same schedule* is its own merit.
+      optimizer step for all stages. The gain over other policies *with the same schedule* is re-routing's own merit.
 
     Takes the arguments of ``Policy``, and:
 
@@ -125,7 +125,7 @@ class Recycle(Policy):
             whole pipeline, whose batch the other pipelines share; survivors fill one another's gaps.
         normalization: move failures to the stages where they cost least.
         fault_free: schedule without failures: "planned" with the enabled techniques, as in this package, or "1f1b", as
-            in the paper, whose system switches to planned schedules when something fails.
+            in the paper, whose system switches to planned schedules after a failure.
         rejoin: seconds all wait for a returning node, besides copying its state; None: as for a failure.
     """
 
@@ -155,11 +155,9 @@ class Recycle(Policy):
         return Technique(planned and self.split_backward, planned and self.staggered)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         return Reaction(self._from_checkpoint(context, live))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, Placement)
         workers = context.workers(trigger.live)
@@ -180,7 +178,7 @@ class Recycle(Policy):
         return Reaction(found, pauses(rejoin=float(self.rejoin), transfer=transfer), at_boundary=True)
 
     def configuration(self, context: Context, placement: Placement) -> Configuration:
-        """How training runs with this placement."""
+        """Training with this placement."""
         model = context.model
         failures = placement.failures(self.grid(context))
         count = sum(failures)
@@ -211,7 +209,7 @@ class Recycle(Policy):
         return context.model.grid
 
     def label(self, context: Context, vacant: int) -> str:
-        """How training runs with so many ``vacant`` positions, in words."""
+        """Label of training with so many ``vacant`` positions."""
         return f"{vacant} failed" if vacant else "all work"
 
     def _problem(self, context: Context, failures: tuple[int, ...]) -> Problem:
@@ -237,14 +235,14 @@ _LEAST_GAIN = 0.01  # of the step time that a move must save
 
 @dataclass(frozen=True)
 class Elastic(Recycle):
-    """As many workers as there are share a batch that stays the same.
+    """A batch of constant size is shared by all workers, however many there are.
 
     There may be more workers than the batch has pipelines. Source: this package (``RecoveryOptions(min_pipelines=...,
     max_pipelines=...)``).
 
-    Assumptions: those of ReCycle, and
+    Assumptions: as for ReCycle, and
 
-    - Training begins with whatever nodes there are, and a node that comes takes part from the next step boundary on.
+    - Training begins with the nodes that there are, and a node that comes takes part from the next step boundary on.
     - REDUCE takes as long as among the D workers of the fault-free grid.
 
     Takes the arguments of ``Recycle``, and:
@@ -263,17 +261,14 @@ class Elastic(Recycle):
             raise ConfigurationError("Elastic(adaptive=False): workers share micro-batches: leave it out.")
 
     def grid(self, context: Context) -> Grid:
-        """See :meth:`Recycle.grid`."""
         grid = context.model.grid
         most = min(self.max_pipelines or 2 * grid.pipelines, grid.global_microbatches)
         return replace(grid, lanes=max(most, grid.pipelines))
 
     def label(self, context: Context, vacant: int) -> str:
-        """See :meth:`Recycle.label`."""
         return f"{self.grid(context).num_workers - vacant} workers"
 
     def step(self, context: Context, failures: tuple[int, ...]) -> Judgement:
-        """See :meth:`Recycle.step`."""
         problem = self._problem(context, failures).without_vacant_lanes()
         planned = planned_step(problem, self.effort)
         if not problem.stays_home:
@@ -281,7 +276,7 @@ class Elastic(Recycle):
         return min(Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)), planned)
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
-        """See :class:`Recycle`; over no more lanes than the workers that there are fill."""
+        """See :class:`Recycle`; over at most as many lanes as the live workers fill."""
         problem, stages = self._problem(context, (0,) * context.model.stages), context.model.stages
         all_lanes, workers = problem.grid.lanes, problem.grid.num_workers - failures
         lanes = max(problem.grid.pipelines, -(-workers // stages))
@@ -337,7 +332,6 @@ class ElasticLayers(Recycle):
         return Reaction(first.configuration if better is None else better)
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         reaction = super().react(context, current, trigger)
         if reaction is None:
             better, _ = self._balanced(context, current) if trigger.woken else (None, 0.0)

@@ -1,8 +1,7 @@
 """Results of a simulated run: throughput, GPU time by cause, and the timeline.
 
-GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly to the cluster's GPUs
-times the duration. Of each span's GPU time useful and repeated time is rounded down; the rest of the participants' time
-is bubble.
+GPU time is counted in whole GPU-nanoseconds, so the parts of :class:`Accounting` add up exactly. Useful and repeated
+time of each span are rounded down; the rest of the participants' time is bubble.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_recycle.simulation.policy import Configuration
 
 
 class Cause(str, Enum):
-    """Where a GPU-second went."""
+    """Cause of a GPU-second's use."""
 
     USEFUL = "useful"
     """F, B and W of samples that counted, each once."""
@@ -217,7 +216,6 @@ class Span:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that take part."""
         return min(self.configuration.gpus, self.live_gpus)
 
     def part(self, begin: int, end: int, state: State) -> Span:
@@ -226,10 +224,9 @@ class Span:
 
 
 def account(spans: Sequence[Span], gpus: int) -> Accounting:
-    """Where the time of the cluster's ``gpus`` GPUs went.
+    """GPU time of the cluster's ``gpus`` GPUs by cause.
 
-    Raises:
-        PlanningError: when a configuration claims more work than its GPUs have time, or more GPUs than are live.
+    Raises PlanningError when a configuration claims more work than its GPUs have time, or more GPUs than are live.
     """
     useful = bubble = idle = redone = reconfiguring = failed = 0
     for span in spans:
@@ -249,7 +246,6 @@ def account(spans: Sequence[Span], gpus: int) -> Accounting:
 
 
 def _training(span: Span, ticks: int) -> tuple[int, int]:
-    """Useful and repeated GPU time."""
     configuration = span.configuration
     step = max(1, as_ticks(configuration.step_seconds))
     work, again = as_ticks(configuration.useful_gpu_seconds), as_ticks(configuration.repeated_gpu_seconds)

@@ -1,12 +1,10 @@
 """Simulated run: plays training from event to event, once or for several seeds.
 
-Between two events training runs in one configuration, step after step, so an interval of any length is one calculation.
-Events are failures and repairs (from the source), ends of pauses, checkpoints, changes that wait for the end of a step,
-and the policy's alarm. A failure that undoes steps turns the preceding intervals from training into lost; GPU time is
-counted from the finished timeline. Runs are deterministic for a seed, in whole nanoseconds.
-
-A single run with a handful of failures says little: two runs of six hours with a failure every 30 minutes can differ by
-a tenth of the throughput.
+Training between two events has one configuration, so an interval of any length is one calculation. Events are failures
+and repairs (from the source), ends of pauses, checkpoints, changes at the end of a step, and the policy's alarm. A
+failure that undoes steps turns the preceding intervals into lost ones; GPU time is counted from the finished timeline.
+Runs are deterministic for a seed, in whole nanoseconds. A single run says little: two runs of six hours with a failure
+every 30 minutes can differ by a tenth of the throughput.
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ class Run:
         self._take(first, Trigger(0.0, self.live))
 
     def play(self) -> None:
-        """Until the end."""
         while self.now < self.end:
             upcoming = self._next()
             self._span(upcoming)
@@ -108,7 +105,7 @@ class Run:
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
-        """Handle what is due now; ends of pauses and steps come before disturbances."""
+        """Handles due events; ends of pauses and steps come before disturbances."""
         if self.pauses and self.pauses[-1][1] <= self.now:
             self.pauses.pop()
             if not self.pauses:
@@ -133,7 +130,7 @@ class Run:
             self._ask(Trigger(self._seconds(), self.live, woken=True))
 
     def _apply(self, change: Change) -> None:
-        """Nodes fail and come back."""
+        """Applies failures and returns of nodes."""
         self.live = self.live.difference(change.down).union(change.up)
         for kind, nodes in (("failure", change.down), ("repair", change.up)):
             if nodes:
@@ -191,7 +188,6 @@ class Run:
             self._start_steps()
 
     def _start_steps(self) -> None:
-        """The first step begins now."""
         self.origin = self.begun = self.now
         if self.pending is not None:  # it waits for a step that begins only now, after a checkpoint
             self.pending.tick = self._boundary(self.pending.tick)
@@ -226,7 +222,7 @@ class Run:
         return self.origin - (self.origin - tick) // step * step
 
     def _step_begin(self, configuration: Configuration) -> int:
-        """When the step in progress began; there is none in a pause."""
+        """Begin of the step in progress; there is none in a pause."""
         if self.pauses or not configuration.running:
             return self.now
         step = _step(configuration)
@@ -263,7 +259,6 @@ class Run:
         self.spans.append(Span(self.now, until, state, label, configuration, live))
 
     def _undo(self, since: int) -> None:
-        """Training after ``since`` is lost."""
         at = len(self.spans)
         while at and self.spans[at - 1].end > since:
             at -= 1
@@ -337,7 +332,7 @@ def simulate(
 def mean_time_between_failures(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
     """Mean seconds between two failures of the cluster; None without failures.
 
-    What an operator knows from the past: the mean of eight runs with other seeds, where the source is random.
+    An operator's knowledge from the past: the mean of eight runs with other seeds, where the source is random.
     """
     try:
         return _counted(failures, cluster, duration)  # type: ignore[arg-type]

@@ -1,10 +1,9 @@
 """Step times: of 1F1B and of the planner's schedules, each planned once.
 
-All policies take their steps from here and are compared with the same schedule. ``1f1b``: fused backward, one optimizer
-step for all stages. ``planned``: the planner's schedule with a split backward and a staggered optimizer, within the
-workers' memory, where it is faster than 1F1B. A step's duration is the period of the heuristic's schedule; the first
-step after a stop takes longer, up to the makespan, because the pipelines are empty. Results are cached for the life of
-the process.
+``1f1b``: fused backward, one optimizer step for all stages. ``planned``: the planner's schedule with a split backward
+and a staggered optimizer, within the workers' memory, where it is faster than 1F1B. A step takes the period of the
+heuristic's schedule; the first after a stop takes longer, up to the makespan, because the pipelines are empty. Results
+are cached for the life of the process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lightning_recycle.simulation.training_model import MeasuredModel, TrainingM
 DEFAULT_EFFORT = 100_000
 """Operations that the planner plays: at most 0.2 s for the paper's models.
 
-Step times are within 1 % of those found with eight times as many.
+Step times are within 1 % of those with eight times as many.
 """
 
 
@@ -39,7 +38,7 @@ _MOST_JUDGED = 5_000
 """Operations of an iteration; some dozens of plans of this size take seconds."""
 
 _JUDGED_SHARE = 5
-"""To choose among distributions, plans get this part of the effort."""
+"""Divisor of the effort for plans that choose among distributions."""
 
 
 @lru_cache(maxsize=16)
@@ -59,7 +58,7 @@ def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) 
     """Failures of each stage after failure normalization.
 
     By the periods of the plans, as in a run, up to ``_MOST_JUDGED`` operations; else, or without effort, by lower
-    bounds alone.
+    bounds.
     """
     grid = problem.grid
 
@@ -83,14 +82,10 @@ def pipeline_step(
     in_flight_limit: tuple[int, ...] | None = None,
     effort: int = DEFAULT_EFFORT,
 ) -> Judgement:
-    """A step of one whole pipeline.
+    """A step of one whole pipeline under ``schedule``, one of ``SCHEDULES``.
 
-    Args:
-        schedule: one of ``SCHEDULES``.
-        costs: seconds of the pipeline's stages.
-        in_flight_limit: the most micro-batches that fit into a worker of each stage, for the planned schedule. Where
-            one does not even hold a single one, 1F1B is assumed to fit (the policy has decided that this pipeline
-            runs).
+    ``in_flight_limit``: for the planned schedule. Where it admits no micro-batch, 1F1B is assumed to fit, as the policy
+    has decided to run this pipeline.
     """
     usual = Judgement(one_f_one_b_seconds(costs, microbatches))
     if schedule == "1f1b" or (in_flight_limit and min(in_flight_limit) < 1):
@@ -129,7 +124,7 @@ def layer_costs(model: TrainingModel) -> LayerCosts:
 def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
     """A step of the planner's schedule, or of 1F1B if faster and nothing has failed.
 
-    ``problem`` has the mean costs of micro-batches; ``variation``: how they differ, where stages share layers.
+    ``problem`` has the mean costs of micro-batches; ``variation``: differences where stages share layers.
     """
     if variation is not None:
         schedule = planned_schedule(problem, effort)

@@ -1,22 +1,15 @@
 """Models on a grid of GPUs: durations and memory, a catalogue, and clusters.
 
-A :class:`TrainingModel` describes a transformer's fault-free layout and the costs of its operations there.
-Floating-point operations and bytes follow from layers, width, heads and sequence length (:class:`Transformer`), per
-sample and whole model unless a name says otherwise; the fraction of the GPU's peak that is reached is chosen so that
-the fault-free 1F1B schedule has the measured throughput. A :class:`MeasuredModel` has stages whose durations were
-measured. Layers can be cut into equal *units*, so that the fault-free split is even; the output layer's work is spread
-over all units.
+Operations and bytes follow from layers, width, heads and sequence length, per sample and whole model unless a name says
+otherwise; the reached fraction of the GPU's peak is chosen so that fault-free 1F1B has the measured throughput. Layers
+can be cut into equal *units*, so that the fault-free split is even; the output layer's work is spread over all units.
 
-The catalogue: the three models that the paper ran on 32 A100 have the reported fault-free throughput (arXiv
-2405.14009); the four of Megatron-LM (Narayanan et al., SC'21, arXiv 2104.04473, table 1) the sustained operations per
-second of a GPU there, 135, 138, 140 and 148 teraFLOP/s, as samples/s. Choices where the papers give nothing:
-
-- *Micro-batch 1 without recomputation* for the models on 32 A100: with 2, the 6.7B model does not fit into 80 GB.
-- *M = 4 S* micro-batches per pipeline, hence a global batch of 128. With many more, the 6.7B model (4 pipelines) would
-  have no idle time to hide a failure in, and would lose more than the reported 9 % at a failure every 2 h.
-- *Dimensions of the 3.35B model*: 28 layers of width 3072 (3.33 billion parameters).
-- *Grids of the large models*: up to 64 stages without tensor parallelism, 64 x 24 for the largest, as in the paper's
-  planning experiments; Megatron's own layouts use tensor parallelism 8.
+The catalogue has the paper's fault-free throughput of three models on 32 A100 (arXiv 2405.14009), and for Megatron-LM's
+four the sustained teraFLOP/s of a GPU in table 1 of Narayanan et al. (SC'21, arXiv 2104.04473). Choices where the
+papers give nothing: micro-batch 1 without recomputation (with 2, the 6.7B model does not fit into 80 GB); M = 4 S
+micro-batches per pipeline (with many more, the 6.7B model would have no idle time to hide a failure in, and lose more
+than the reported 9 % at a failure every 2 h); 28 layers of width 3072 for 3.35B; up to 64 stages without tensor
+parallelism, 64 x 24 for the largest.
 
 Operations are from Narayanan et al., section 5.1, split into F, B and W: a linear layer costs the same in each, the
 attention products have no weights and cost twice as much in B as in F. Activation bytes are from Korthikanti et al.

@@ -1,7 +1,4 @@
-"""Policies that train on whole pipelines only.
-
-They are fault-free training, merging, spares, restarting, and dropping the replica.
-"""
+"""Policies on whole pipelines: fault-free, merge, spares, restart, drop replica."""
 
 from __future__ import annotations
 
@@ -32,15 +29,11 @@ Teams = tuple[tuple[int, ...], ...]
 def assemble_teams(
     before: Teams, workers: Collection[int], stages: int, most: int, *, repair: bool = True
 ) -> tuple[Teams, int]:
-    """Whole pipelines of live workers, and how many workers must be given a state.
+    """Whole pipelines of live workers, and the number of workers that need a state.
 
-    Args:
-        before: the previous pipelines.
-        stages: workers per pipeline.
-        most: number of pipelines wanted.
-        repair: whether to fill gaps of broken pipelines, first with idle workers, then with those of the most broken
-            one, which need no copy where they had the same stage. Otherwise broken pipelines are dissolved, and only
-            enough idle workers form a new one.
+    With ``repair``, gaps of broken pipelines are filled, first by idle workers, then by workers of the most broken one,
+    which need no copy for the same stage. Otherwise broken pipelines are dissolved, and only enough idle workers form a
+    new one. At most ``most`` pipelines of ``stages`` workers.
     """
     live = set(workers)
     whole = [team for team in before if live.issuperset(team)]
@@ -83,8 +76,8 @@ def whole_pipelines(
 ) -> Configuration:
     """Whole pipelines (``teams`` of workers) with the policy's schedule.
 
-    ``keep_batch``: whether the pipelines share the whole global batch, in shares that differ by at most one micro-batch
-    (a step takes as long as the largest share); otherwise each keeps its own part.
+    With ``keep_batch`` they share the whole global batch, in shares that differ by at most one micro-batch (the largest
+    decides the step); otherwise each keeps its own part.
     """
     model, count = context.model, len(teams)
     if not count:
@@ -111,7 +104,6 @@ class FaultFree(Policy):
     schedule: Literal["1f1b", "planned", "zero_bubble"] = "1f1b"  # type: ignore[assignment] # one more
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         model, grid = context.model, context.model.grid
         kind = "planned" if self.schedule == "planned" else "1f1b"
         step = pipeline_step(kind, model.costs(), grid.microbatches, model.in_flight_limit())
@@ -124,7 +116,6 @@ class FaultFree(Policy):
         return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """Nothing to do: nodes never fail."""
         return None
 
 
@@ -136,7 +127,6 @@ class WholePipelines(Policy):
     """Whether pipelines share the whole global batch, or each keeps its part."""
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         return Reaction(self._configuration(context, self._teams(context, (), live)))
 
     def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
@@ -152,26 +142,21 @@ class WholePipelines(Policy):
 class Merge(WholePipelines):
     """Broken pipelines are merged into whole ones, which share the global batch.
 
-    Concept: k dead workers leave D S - k live ones, enough for D - ceil(k / S) whole pipelines, which is as much
-    capacity as re-routing has with failures spread evenly over the stages: nothing of ReCycle is needed but a state to
-    copy.
-
-    Source: common practice; the obvious rival of re-routing, since it changes neither the batch nor the schedule.
+    k dead workers leave D S - k live ones, enough for D - ceil(k / S) whole pipelines, as much capacity as re-routing
+    has with failures spread evenly over the stages. Source: common practice; the obvious rival of re-routing, since it
+    changes neither the batch nor the schedule.
 
     Assumptions:
 
     - Live workers of the pipelines that lost most fill the gaps of the others, first workers of the same stage, which
       have its state; another one copies it from a peer, all in parallel. The rest waits.
     - The micro-batches of the global batch are dealt out evenly to the whole pipelines; where they do not divide, some
-      have one more, and a step takes as long as those.
+      have one more, and the step takes accordingly longer.
     - A failure loses the step in progress. Returned nodes wait, or fill a gap at the end of the step.
     - When all replicas of a stage fail at once, training restarts from the newest checkpoint.
-
-    Takes the arguments of ``Policy``.
     """
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         model = context.model
@@ -212,7 +197,6 @@ class Spares(Merge):
         whole("Spares", "spares", self.spares)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`."""
         have = context.cluster.nodes - context.model.gpus // context.cluster.gpus_per_node
         if have < self.spares:
             raise ConfigurationError(
@@ -226,19 +210,16 @@ class Spares(Merge):
 class Restart(WholePipelines):
     """Every failure ends the job, which restarts from the newest checkpoint.
 
-    Source: common practice; NVIDIA's resiliency extension shortens the start of the processes; the load and the lost
-    work remain.
+    Source: common practice; NVIDIA's resiliency extension shortens the start of the processes, but not the load and the
+    lost work.
 
     Assumptions:
 
     - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
     - When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
-
-    Takes the arguments of ``Policy``.
     """
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         alive = set(context.workers(trigger.live))
@@ -270,14 +251,11 @@ class DropReplica(WholePipelines):
     - A scheduler starts a new replica group on any S free workers in a minute, which joins at the end of a step and
       copies its state from a peer while the others wait.
     - When all replica groups are lost, no worker is left to copy from: training restarts from the newest checkpoint.
-
-    Takes the arguments of ``Policy``.
     """
 
     keep_batch: ClassVar[bool] = False
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        """See :class:`Policy`."""
         before = current.layout
         assert isinstance(before, tuple)
         workers = context.workers(trigger.live)

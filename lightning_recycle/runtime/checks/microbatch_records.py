@@ -145,7 +145,6 @@ class Recomputation:
         self._computing_again = computing_again
 
     def gradients(self) -> list[Tensor]:
-        """The existing weight gradients."""
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
 
     def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:

@@ -55,10 +55,7 @@ _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation
 
 
 class Verifier:
-    """One worker's part in the checks of its stage.
-
-    ``tasks``: this worker's tasks in the attempt that begins, with its CHECK, if any.
-    """
+    """One worker's part in the checks; ``tasks``: its next ones, with its CHECK."""
 
     def __init__(
         self,
@@ -152,7 +149,6 @@ class Verifier:
             self._apart.begin()
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         if self._recorder is not None and self._is_checked_on(task):
             self._recorder.differentiated(grads, input_grads)
             if task.op.kind is OpKind.BACKWARD_INPUT:
@@ -171,10 +167,7 @@ class Verifier:
     # ------------------------------------------------------------------ checking
 
     def check(self, step: int) -> None:
-        """Computes the record of a peer once more, if the step has checks, and compares.
-
-        Raises Interrupted if the results differ: a new generation begins before the commit.
-        """
+        """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
         if self._incoming is None or self._checks is None:
             return
         other, incoming = self._checks, self._incoming
@@ -208,7 +201,6 @@ class Verifier:
         raise Interrupted
 
     def vote(self, vote: messages.Vote) -> None:
-        """This worker's part in the vote on a record."""
         rank = self._client.rank
         if rank in vote.voters:
             with self._client.waiting("a record of a peer"):
@@ -329,7 +321,6 @@ class FiniteChecks:
         self._inspected, self._excused = inspected, excused
 
     def begin(self, step: int) -> None:
-        """An attempt at ``step`` begins."""
         self._inspects, self._recorders = self._possible and step == self._inspected, {}
 
     @property
@@ -338,7 +329,6 @@ class FiniteChecks:
         return self._inspects
 
     def applied(self, loss: float) -> None:
-        """A step with this loss was applied."""
         self._was_finite = math.isfinite(loss)
 
     # ------------------------------------------------------------------ looking
@@ -389,7 +379,6 @@ class FiniteChecks:
             self._call_vote(recorder)
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        """The backward of ``task`` gave ``input_grads`` for ``grads``."""
         recorder = self._recorders.get(task.index)
         if recorder is None:
             return

@@ -2,7 +2,8 @@
 
 All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.comm.groups`), without a default
 process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the main
-thread holds a connection's lock (measured: half of its processor time).
+thread holds a connection's lock (measured: half of its processor time). Connecting happens in a thread that can be
+abandoned.
 
 **Aborts.** Gloo's ``abort`` does nothing and a blocked ``wait`` cannot be interrupted (torch 2.13), so an abort, from
 any thread, shuts down the groups' sockets, and every operation ends with a :class:`CommunicationError` within
@@ -14,9 +15,13 @@ when an answer shows that it has arrived. Collectives are checked every 0.1 s; o
 its group, thread and tensor.
 
 **Values** travel as one message with a header, packed, if they fit into the receiver's posted buffer; else the header
-announces a payload. Both sides size the buffer of a tag by its last message in the generation, so steady shapes take
-one message, and receives are posted without knowing the shape. A damaged value ends the attempt at a step, as a broken
-connection does; after two in a row the sender counts as unreachable.
+announces a payload. Gloo accepts messages shorter than the buffer (measured), so receives are posted without knowing
+the shape. Both sides size the buffer of a tag by its last message in the generation, so steady shapes take one message.
+A damaged value ends the attempt at a step, as a broken connection does; after two in a row the sender counts as
+unreachable.
+
+**Sums** of small tensors go without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), some by the
+transport from device to device, others by Gloo through the host's memory.
 """
 
 from __future__ import annotations
@@ -318,7 +323,6 @@ class Communicator:
             return self.mesh.exchange(numbers, data)
 
     def meet_siblings(self) -> None:
-        """Waits for all members of this worker's position."""
         if self.mesh is not None:
             with self.translated:
                 self.mesh.meet()
@@ -450,7 +454,7 @@ class Communicator:
         self._sent_before.pop(key, None)
 
     def echo(self, peer: int, size: int, initiate: bool) -> None:
-        """Sends ``size`` bytes to rank ``peer`` and waits for their return, or returns them."""
+        """Sends ``size`` bytes to ``peer`` and waits for their return, or returns them."""
         if initiate:
             self.send(Channel.ACTIVATIONS, torch.empty(size, dtype=torch.uint8), peer, EXCHANGE_TAG)
             self.receive(self.post_receive(Channel.GRADIENTS, peer, EXCHANGE_TAG))
@@ -493,7 +497,7 @@ class Communicator:
     def _send_all(
         self, channel: Channel, tensors: Sequence[Tensor], destination: int, base: int
     ) -> list[tuple[Any, Tensor]]:
-        """Starts to send ``tensors`` and an empty message, under the tags from ``base`` on."""
+        """Starts to send ``tensors`` and an empty message, under tags from ``base`` on."""
         group = self._channels[channel]
         send, place = group.process_group.send, group.places[destination]
         return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
@@ -588,10 +592,7 @@ class Communicator:
             self.on_progress()
 
     def abandon(self, reduction: Reduction) -> bool:
-        """Gives up a reduction with closed connections; whether its memory is free.
-
-        It is not if the sum goes on there, as one of Gloo's may.
-        """
+        """Gives up a reduction with closed connections; whether its memory is free."""
         for part, staged, work in reduction.parts:
             try:
                 work.wait(LAST_LOOK)
@@ -603,7 +604,6 @@ class Communicator:
         return True
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrites ``tensor`` in place with rank ``source``'s of the same stage."""
         self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
 

@@ -268,12 +268,10 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A process group to create.
+    """A process group of ``ranks``, in order; if not meshed, of a worker's partners.
 
-    Args:
-        ranks: the members, in order; if not meshed, this worker and its partners.
-        loop: the number of its event loop; None for plain links without a process group.
-        meshed: whether all members are connected with each other.
+    ``loop``: the number of its event loop; None for plain links without a process group. ``meshed``: all members are
+    connected with each other.
     """
 
     name: str
@@ -286,11 +284,8 @@ class GroupPlan:
 class Group:
     """A process group, or the links of a plan without one.
 
-    Attributes:
-        whole: the same for collectives; None if the group is not meshed.
-        places: the number of each member in it.
-        links: if the plan asks for links, a non-blocking connection to each other member, by number, or by rank if not
-            meshed.
+    ``whole``: the same for collectives, if meshed. ``places``: the number of each member. ``links``: if planned, a
+    non-blocking connection to each other member, by number, or by rank if not meshed.
     """
 
     process_group: Any = None

@@ -142,13 +142,10 @@ def connect(
     cancelled: threading.Event,
     seconds: float,
 ) -> dict[Link, socket.socket]:
-    """Connects all ``links`` of this worker at the same time.
+    """Non-blocking sockets, without delay, for all ``links`` of this worker at once.
 
-    ``addresses``: the other workers' gates, by rank. Returns non-blocking sockets without delay for small messages.
-
-    Raises:
-        InterruptedError: if ``cancelled`` was set.
-        TimeoutError: names the ranks that could not be connected in time.
+    Raises InterruptedError if ``cancelled``, or TimeoutError that names the ranks without connection. ``addresses``:
+    the others' gates.
     """
     with selectors.DefaultSelector() as selector:
         work = _Connecting(gate, key, generation, rank, set(links), addresses, selector)
@@ -170,10 +167,7 @@ def connect(
 
 @dataclass(eq=False)
 class _Conversation:
-    """A connection whose handshake has not ended.
-
-    ``link``: its purpose, if this side dialed; ``peer``: the dialing address, if this side accepted.
-    """
+    """A connection in handshake, for ``link`` if dialed here, else from ``peer``."""
 
     socket: socket.socket
     talk: Talk

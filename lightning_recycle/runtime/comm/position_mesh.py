@@ -45,10 +45,7 @@ _COLLECTIVES = tuple(
 
 
 def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ...]]:
-    """The members of each group that ``member`` is in: of all, and of each dimension.
-
-    ``sizes``: the dimensions of the mesh, FSDP shards and tensor parallelism.
-    """
+    """The members of each group of ``member``: of all, and of each dimension."""
     shards, tensor = sizes
     shard, part = divmod(member, tensor)
     return {
@@ -259,7 +256,6 @@ class PositionMesh:
             group.enters_hook = enters_hook
 
     def meet(self) -> None:
-        """Returns when all members have called it."""
         self.groups[_WHOLE].run("barrier")
 
     def disconnect(self) -> None:

@@ -55,6 +55,7 @@ class CommunicationOptions(OptionGroup):
 
     @property
     def bucket_bytes(self) -> float:
+        """The most bytes of a bucket of gradients."""
         return (_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * 2**20
 
 

@@ -209,10 +209,7 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
 
 
 class Outbox:
-    """A prepared message with a layout, into which only the tensors are copied.
-
-    ``packs_next``: whether the next message under its tag is packed.
-    """
+    """A prepared message to copy tensors into; ``packs_next``: the next one is packed."""
 
     def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
         self.layout, self.packed, self.packs_next = layout, packed, packs_next

@@ -245,10 +245,7 @@ class Executor:
     # ------------------------------------------------------------------ collectives of the position in hooks
 
     def _enters_hook(self) -> bool:
-        """Whether the next collective of the position is a hook's.
-
-        A hook cannot be run again. Its siblings have come there, too, when this returns.
-        """
+        """Whether the next collective is a hook's, which all siblings have reached."""
         if self.runner.attempt.computes or self._joining or self.client.joining:
             return False
         self.client.enter_hook()
@@ -335,7 +332,6 @@ class Executor:
 
     @property
     def _positions(self) -> Positions:
-        """Positions of workers in the entered generation."""
         return replace(self.runner.positions, moved=self.client.member.moved)
 
     @property

@@ -13,7 +13,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import AfterStep
 
 RecordOutput: TypeAlias = Callable[[Any, Any, int], bytes]
-"""(output, target, number of samples) of a micro-batch -> what must reach all workers."""
+"""(output, target, number of samples) of a micro-batch -> bytes for all workers."""
 
 
 @dataclass(frozen=True)

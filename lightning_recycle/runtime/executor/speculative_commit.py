@@ -35,10 +35,7 @@ class CommitRules:
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """A stage's report to the others before they step.
-
-    ``squared_norm``: of its gradient; NaN if it is not needed.
-    """
+    """A stage's report before they step; ``squared_norm``: NaN if it is not needed."""
 
     squared_norm: float = math.nan
     overflow: bool = False
@@ -52,12 +49,8 @@ def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
 class SpeculativeCommits:
     """A worker's guesses, and its known reports.
 
-    Args:
-        hold: norm of all gradients -> whether the step is the same without knowing the norm.
-
-    Attributes:
-        unsettled: whether the newest step was made on an unconfirmed guess.
-        reports: of all stages, by column, for the newest step that all have reported.
+    ``hold``: norm -> whether the step is the same without knowing it. ``unsettled``: the newest step is an unconfirmed
+    guess. ``reports``: by column, for the newest step that all have reported.
     """
 
     def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
@@ -67,10 +60,7 @@ class SpeculativeCommits:
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a guess will hold, by the other stages' previous reports.
-
-        The same in all workers of a column.
-        """
+        """Whether a guess will hold, by the previous reports; the same in all of a column."""
         others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))
@@ -89,10 +79,7 @@ class SpeculativeCommits:
         return self._client.committed(step) is not None
 
     def await_reports(self, step: int) -> Mapping[int, CommitPayload]:
-        """Waits until all have reported ``step``.
-
-        Raises Interrupted when a generation was announced, such as the one after a wrong guess.
-        """
+        """Waits until all have reported ``step``; Interrupted by a new generation."""
         answer = self._client.await_committed(step)
         self.reports = unpack_all(answer.payloads)
         if answer.guessed and not self.were_right(self.reports):

@@ -3,8 +3,9 @@
 Receives are posted at the start of the step and sends leave as soon as their value exists, so communication follows
 from the program without operations of its own. A stage steps its optimizer when its own gradient is reduced, much of it
 in the background; a copy of the previous version's parameters (the shadow) stays until the next STEP. If stages depend
-on each other's results before they step, or staggering is off, a commit through the coordinator comes first; if on the
-norm of the whole gradient, a stage may step on the guess that it is small, and again if it was wrong.
+on each other's results before they step, or staggering is off, a commit through the coordinator comes first. If they
+depend on the norm of the whole gradient alone, a stage may step on the guess that it is small, and steps again if it
+was wrong.
 
 An attempt ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
 :mod:`~lightning_recycle.runtime.executor.executor` then recovers and repeats it.
@@ -69,10 +70,8 @@ class Step:
 class Attempt:
     """Progress of a worker in its attempt.
 
-    Attributes:
-        place: the step and the operation to which an exception belongs.
-        is_past: whether it can no longer do the same again.
-        computes: whether it is in an attempt, not in a hook that is called only once.
+    ``place``: the step and the operation to which an exception belongs. ``is_past``: it can no longer do the same
+    again. ``computes``: it is in an attempt, not in a hook that is called only once.
     """
 
     place: tuple[int, str] = (0, "")

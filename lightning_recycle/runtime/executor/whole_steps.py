@@ -167,7 +167,6 @@ class WholeStepRunner(StepRunner):
         return [task for task in self.program if task.op.kind is kind]
 
     def _run_hooks(self, step: int, after: OpKind, before: OpKind | None) -> None:
-        """Runs the hooks between two kinds of operations."""
         for task in self._of_kind(after):
             for hook in self.after_operation:
                 hook(step, task.op)

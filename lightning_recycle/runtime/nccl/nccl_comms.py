@@ -84,10 +84,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Note:
-    """A message between workers about a payload, a collective or a communicator.
-
-    ``digest``: of the layout, which must be the same on all sides.
-    """
+    """A message about a payload or communicator; ``digest``: of the agreed layout."""
 
     kind: Kind
     key: Key
@@ -225,10 +222,7 @@ class _Batch:
 
 
 class Comms:
-    """The communicators of one worker in one generation.
-
-    ``outdated``: kept but unneeded; aborted before anything is begun.
-    """
+    """One worker's communicators in a generation; ``outdated`` ones are aborted first."""
 
     def __init__(
         self,

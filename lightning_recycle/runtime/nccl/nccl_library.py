@@ -38,7 +38,6 @@ class CudaStreams:
 
     @property
     def current(self) -> torch.cuda.Stream:
-        """The stream on which the calling thread computes."""
         return torch.cuda.current_stream(self._device)
 
     def create(self) -> torch.cuda.Stream:
@@ -117,10 +116,7 @@ class _Config(ctypes.Structure):
 
 
 class NcclLibrary:
-    """NCCL as torch ships it; ``path``: by default the library that torch has loaded.
-
-    Raises ConfigurationError if there is none, or an unsuitable one.
-    """
+    """NCCL as torch has loaded it, or at ``path``; ConfigurationError if unsuitable."""
 
     def __init__(self, path: str = "libnccl.so.2") -> None:
         remedy = 'Install a build of torch for CUDA, or choose CommunicationOptions(transport="gloo").'

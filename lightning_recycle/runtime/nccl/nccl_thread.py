@@ -283,7 +283,6 @@ class _Link:
             self._outgoing.clear()
 
     def notes(self) -> list[Note]:
-        """Arrived notes."""
         try:
             data = self.socket.recv(64 * 1024)
         except BlockingIOError:

@@ -70,12 +70,10 @@ class _Agreement:
 
     @property
     def groups(self) -> dict[str, Place]:
-        """The communicators of its groups."""
         return group_places(self.rosters)
 
     @property
     def places(self) -> list[Place]:
-        """All needed communicators."""
         pairs = (place for peer in self.neighbours for place in (pair(self.rank, peer), pair(peer, self.rank)))
         return sorted({*pairs, *self.groups.values()})
 
@@ -83,10 +81,8 @@ class _Agreement:
 class NcclTransport(Transport):
     """Payloads and collectives by NCCL, and by Gloo where workers cannot use it.
 
-    Args:
-        library: NCCL, or the reason for its lack.
-        name: unique name of the device; workers that share one have the same.
-        required: whether a lack is an error instead.
+    ``library``: NCCL, or the reason for its lack; with ``required`` an error. ``name``: of the device; equal for
+    workers that share one.
     """
 
     connect_seconds = _TRIAL_SECONDS + ABORT_SECONDS
@@ -239,10 +235,7 @@ class NcclTransport(Transport):
     def _decide(
         self, meeting: _Meeting, agreed: _Agreement, failure: Exception | None, cancelled: threading.Event
     ) -> None:
-        """Uses NCCL where it works for all who take part, now that all have tried it.
-
-        A worker for which it does not work does not try again in later generations.
-        """
+        """Uses NCCL where it works for all; a worker where it fails never tries again."""
         is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
         mine = "" if failure is None else str(failure)
         failures = {self._rank: (mine, is_own), **meeting.exchange("nccl-works", (mine, is_own), cancelled)}

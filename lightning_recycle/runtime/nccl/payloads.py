@@ -278,7 +278,6 @@ class GroupPayloads(_Traffic):
         self._under_way: PendingOp | None = None  # the first of those
 
     def members(self, group: int) -> tuple[int, ...]:
-        """The ranks of a group."""
         return self._groups[group].ranks
 
     # what is asked for

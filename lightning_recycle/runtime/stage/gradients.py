@@ -60,10 +60,8 @@ class Share:
 class Bucket:
     """The gradients of some parameters: a part of a flat buffer, and views into it.
 
-    Attributes:
-        views: their gradients, of sharded ones this process's part; each knows how often it was written.
-        grads: the same, of sharded ones as DTensors.
-        stages: the holders of the parameters, if not this one alone. The sum is over all of their workers.
+    Of sharded ones ``views`` have this process's part, ``grads`` DTensors; views count their writes. ``stages``: the
+    holders of the parameters, over whose workers the sum is, if not this one alone.
     """
 
     def __init__(

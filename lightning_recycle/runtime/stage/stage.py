@@ -169,7 +169,6 @@ class Stage:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The modules that F runs, in order."""
         return self._layers
 
     def remember_modes(self) -> None:
@@ -328,10 +327,7 @@ class Stage:
         return loss.detach() if loss.dim() == 0 else loss.detach().reshape(())
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
-        """BW: the fused backward from ``grads`` of the outputs; None on the last stage.
-
-        Returns gradients of the inputs, for the previous stage; None on the first stage.
-        """
+        """BW: gradients of the inputs from ``grads`` of the outputs; None at either end."""
         held = self._in_flight.pop(microbatch)
         # Activation checkpointing runs layers again.
         with microbatch_randomness(self._generator, self.seed, held.step, microbatch):

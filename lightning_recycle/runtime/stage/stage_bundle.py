@@ -111,7 +111,6 @@ class Shadow:
         return [local_part(p).detach() for p in self._parameters] if self._has_shards else [*self._parameters]
 
     def on(self, device: torch.device) -> list[Tensor]:
-        """The copies that are in the memory of ``device``."""
         return [copy for copy in self._copies if copy.device.type == device.type]
 
     @torch.no_grad()
@@ -203,7 +202,6 @@ class LayerMoves:
         return self._mover
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        """Stages that hold the same weights under the layout ``cuts``."""
         return self._tied if self._mover is None else self._mover.tied_stages(cuts or self._start)
 
     def partners(self, resume: Resume) -> set[int]:
