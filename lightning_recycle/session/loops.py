@@ -30,7 +30,7 @@ from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
-from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.gradients import AccumulationPart
 from lightning_recycle.session.commit_requirements import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
 from lightning_recycle.session.step_loaders import addressed_loaders
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 _SAMPLER = "the state of a sampler"  # marks it among the states of loaders
 
 
-def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> Share:
+def share_of_batch(trainer: pl.Trainer, batch_idx: int) -> AccumulationPart:
     """The share of the batch that Lightning has just begun in a step of the optimizer."""
     batches = trainer.accumulate_grad_batches
-    return Share(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
+    return AccumulationPart(batches, begins=batch_idx % batches == 0, ends=ends_step(trainer))
 
 
 class PipelineOptimization(_AutomaticOptimization):
@@ -92,7 +92,7 @@ class PipelineManualOptimization(_ManualOptimization):
 
     @override
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
-        _, returned = _run_step(self.trainer, kwargs["batch"], lambda _: None, Share())  # its optimizers have stepped
+        _, returned = _run_step(self.trainer, kwargs["batch"], lambda _: None, AccumulationPart())  # its optimizers have stepped
         self._output = returned or {}
 
 
@@ -103,7 +103,7 @@ def _runner(trainer: pl.Trainer) -> TrainingSteps:
 
 
 def _run_step(
-    trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: Share
+    trainer: pl.Trainer, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart
 ) -> tuple[torch.Tensor, Any]:
     """Runs a step, and logs in place of ``training_step``, where Lightning allows it.
 

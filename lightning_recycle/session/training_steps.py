@@ -31,7 +31,7 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.gradients import AccumulationPart
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import WorkerContext
@@ -191,7 +191,7 @@ class TrainingSteps:
             self.checkpoints.finish_boundary(completion)
         self.checkpoints.begin_training()
 
-    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share) -> StepResult:
+    def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart) -> StepResult:
         self._handle = handle
         saves = self.transfer.complete()  # its donor waited here, after the same hooks
         if saves is not None:

@@ -8,7 +8,7 @@ from support.written import written
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.gradients import GradientBuffers, Share
+from lightning_recycle.runtime.stage.gradients import GradientBuffers, AccumulationPart
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
 CPU = torch.device("cpu")
@@ -19,13 +19,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def apply(gradients: GradientBuffers, step: int, share: Share | None = None) -> None:
+def apply(gradients: GradientBuffers, step: int, share: AccumulationPart | None = None) -> None:
     """As a worker that is alone, up to the optimizer, without zeroing."""
     gradients.check(step)
     for bucket in gradients.buckets(step):
         bucket.count()
     gradients.give_back()
-    gradients.add(step, share or Share())
+    gradients.add(step, share or AccumulationPart())
 
 
 def test_backward_accumulates_into_the_buffer() -> None:
@@ -166,7 +166,7 @@ def test_what_stays_for_several_steps_without_a_sum_is_not_overwritten() -> None
 def test_batches_accumulate_as_parts_of_their_number(lends_copies: bool) -> None:
     weight, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     gradients = GradientBuffers([weight, late], CPU, lends_copies=lends_copies)
-    shares = [Share(2, True, False), Share(2, False, True)]
+    shares = [AccumulationPart(2, True, False), AccumulationPart(2, False, True)]
     for step, share in enumerate(shares):
         gradients.begin(step)
         (weight.sum() + (late.sum() * 4 if step else 0)).backward()
@@ -193,7 +193,7 @@ def test_statistics_are_beside_gradients() -> None:
             buffer.mul_(2)  # as a sum over two workers
         assert step == 2 or [int(view.unique()) for view in found] == [14, 14]
         assert gradients.squared_norm(step) == pytest.approx(12.0)
-        assert gradients.is_finite(step, Share())
+        assert gradients.is_finite(step, AccumulationPart())
         weight.grad = None
         gradients.give_back()
     gradients.begin(3)

@@ -30,14 +30,14 @@ from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, 
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
-from lightning_recycle.runtime.stage.gradients import Share
+from lightning_recycle.runtime.stage.gradients import AccumulationPart
 from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_WHOLE_STEP = Share()
+_WHOLE_STEP = AccumulationPart()
 _RECOVER = "RECOVER"  # kind of a worker's own work during a recovery
 _ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from a broken connection to the coordinator's verdict
 _LAYERS_TIMEOUT = 1800.0  # seconds for others to get the layers that they lack; a stuck worker is found by heartbeats
@@ -73,7 +73,7 @@ class Executor:
     # ------------------------------------------------------------------ a step
 
     def run_step(
-        self, handle: StepHandle, apply: Callable[[StepResult], None], share: Share = _WHOLE_STEP
+        self, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart = _WHOLE_STEP
     ) -> StepResult:
         """Runs step :attr:`version` until this worker has applied it.
 

@@ -2,7 +2,7 @@
 
 Outside of the operations of a step ``parameter.grad`` is the truth, as on one device. At a step's begin it is *put
 aside*, and backward accumulates into a buffer, of which each ``parameter.grad`` is a view; nothing is copied. After the
-sum over all workers the old value comes back, the user's zeroing changes it or not, and the sum is added as autograd
+sum over all workers the value that was put aside is restored, the user's zeroing runs, and the sum is added as autograd
 adds: so gradients accumulate over batches, and an override of ``optimizer_zero_grad`` counts.
 
 A bucket is a part of a buffer, with whole gradients, those of the last layers first, as a backward completes them
@@ -46,10 +46,11 @@ _ALIGNMENT = 16  # elements; keeps every view as aligned as a separate tensor
 
 
 @dataclass(frozen=True)
-class Share:
-    """The share of a batch in its step of the optimizer.
+class AccumulationPart:
+    """The part of a batch in its step of the optimizer.
 
-    ``batches``: the number of batches by which the sum of gradients is divided.
+    ``batches``: the number by which the sum of gradients is divided. ``begins``, ``ends``: whether the batch is the
+    first, the last one of that step.
     """
 
     batches: int = 1
@@ -103,7 +104,7 @@ class Bucket:
         return (self._counts != 0).tolist()
 
 
-class _Set:
+class _StepBuffers:
     """Gradients in one flat buffer per dtype, and per set of stages that hold them.
 
     A bucket has up to ``bucket_bytes``, or one gradient. Statistics lie in the bucket that is complete last.
@@ -210,12 +211,12 @@ class GradientBuffers:
         self._statistics = statistics
         self._sets = [self._empty(self._trained()) for _ in range(2)]
         self._lends_copies = lends_copies
-        self._lent: _Set | None = None
+        self._lent: _StepBuffers | None = None
         self._versions: list[int] = []  # of the gradients that are lent
-        self._left: dict[nn.Parameter, Tensor | None] | None = None  # what was put aside
+        self._set_aside: dict[nn.Parameter, Tensor | None] | None = None  # what was put aside
 
-    def _empty(self, parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor] = ()) -> _Set:
-        return _Set(parameters, self._device, self._bucket_bytes, self._holders, statistics)
+    def _empty(self, parameters: Sequence[nn.Parameter], statistics: Sequence[Tensor] = ()) -> _StepBuffers:
+        return _StepBuffers(parameters, self._device, self._bucket_bytes, self._holders, statistics)
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.requires_grad]
@@ -236,7 +237,7 @@ class GradientBuffers:
         """Takes other memory for ``step``, as a sum may still write to the old."""
         self._sets[step % 2] = self._like(self._sets[step % 2])
 
-    def _like(self, chosen: _Set) -> _Set:
+    def _like(self, chosen: _StepBuffers) -> _StepBuffers:
         held = {id(p) for p, _, _ in chosen.pairs}
         ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs)) if id(p) in held]
         return self._empty(list(dict.fromkeys(ordered)), chosen.statistics)
@@ -257,15 +258,15 @@ class GradientBuffers:
 
     def begin(self, step: int) -> None:
         """Puts gradients aside, and makes ``parameter.grad`` views of empty buffers."""
-        if self._left is None:
+        if self._set_aside is None:
             for parameter, grad, _ in self._sets[step % 2].pairs:
                 if parameter.grad is grad:  # since the step before the last; it is emptied now
                     parameter.grad = grad.clone()
-            self._left = {parameter: parameter.grad for parameter in self.parameters}
+            self._set_aside = {parameter: parameter.grad for parameter in self.parameters}
         trained, statistics = self._trained(), self._statistics()
         if self._sets[step % 2].holds != _layout(trained, statistics):
             self._sets[step % 2] = self._empty(trained, statistics)
-        for parameter in self._left:
+        for parameter in self._set_aside:
             parameter.grad = None
         chosen = self._sets[step % 2]
         for bucket in chosen.buckets:
@@ -288,17 +289,17 @@ class GradientBuffers:
 
     def give_back(self) -> None:
         """Restores the parameters' gradients from before the step."""
-        left, self._left = self._left, None
+        left, self._set_aside = self._set_aside, None
         for parameter, grad in (left or {}).items():
             parameter.grad = grad
 
     def held(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of parameters between steps."""
-        found = {p: p.grad for p in self.parameters} if self._left is None else self._left
+        found = {p: p.grad for p in self.parameters} if self._set_aside is None else self._set_aside
         return {parameter: grad for parameter, grad in found.items() if grad is not None}
 
     @torch.no_grad()
-    def add(self, step: int, share: Share) -> None:
+    def add(self, step: int, share: AccumulationPart) -> None:
         """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
         own = self._own() if held else set()
@@ -316,7 +317,7 @@ class GradientBuffers:
                 parameter.grad = grad if share.batches == 1 else grad / share.batches
         self._versions = [bucket.version for bucket in chosen.buckets]
 
-    def _handed_over(self, step: int) -> _Set:
+    def _handed_over(self, step: int) -> _StepBuffers:
         """The gradients of ``step`` for the optimizer; copies if they are changed."""
         chosen = self._sets[step % 2]
         if not self._lends_copies:
@@ -350,7 +351,7 @@ class GradientBuffers:
         return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs)
 
     @torch.no_grad()
-    def squared_norm(self, step: int, share: Share = Share(), without: Collection[nn.Parameter] = ()) -> float:
+    def squared_norm(self, step: int, share: AccumulationPart = AccumulationPart(), without: Collection[nn.Parameter] = ()) -> float:
         """The squared norm of the optimizer's gradients, but of ``without``.
 
         The rest after an overridden ``optimizer_zero_grad`` does not count.
@@ -359,12 +360,12 @@ class GradientBuffers:
         return float(sum(float(norm) ** 2 for norm in foreach_norm(counted))) if counted else 0.0
 
     @torch.no_grad()
-    def is_finite(self, step: int, share: Share, without: Collection[nn.Parameter] = ()) -> bool:
+    def is_finite(self, step: int, share: AccumulationPart, without: Collection[nn.Parameter] = ()) -> bool:
         """Whether the gradients that an optimizer gets after ``step`` are finite."""
         counted = self._after(step, share, without)
         return not counted or bool(torch.stack([torch.isfinite(grad).all() for grad in counted]).all())
 
-    def _after(self, step: int, share: Share, without: Collection[nn.Parameter]) -> list[Tensor]:
+    def _after(self, step: int, share: AccumulationPart, without: Collection[nn.Parameter]) -> list[Tensor]:
         left_out = {id(parameter) for parameter in without}
         found = {p: view if share.batches == 1 else view / share.batches for p, view in self.by_parameter(step)}
         for parameter, grad in {} if share.begins else self.held().items():
@@ -402,8 +403,8 @@ class BucketedReduction:
         self._step = 0
         self._givers: Mapping[tuple[int, ...], int] = {}
         self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
-        self._at_once: Tensor | None = None  # what is summed otherwise
-        self._apart: list[Bucket] = []  # what is in none of these
+        self._summed_in_reduce: Tensor | None = None
+        self._only_counted: list[Bucket] = []  # in no sum of their own
         self._last: Task | None = None  # the operation that completes the gradients
         self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
@@ -435,11 +436,11 @@ class BucketedReduction:
         has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
         own = [bucket for bucket in buckets if not bucket.stages]
         common = [bucket for bucket in buckets if bucket.stages]
-        self._at_once = torch.zeros(1) if not own else None
+        self._summed_in_reduce = torch.zeros(1) if not own else None
         if len(own) == 1 and self._sums.sums_at_once(own[0].buffer):
-            self._at_once = own[0].buffer
-        alone = own if has_peers and self._at_once is None else []
-        self._apart = [] if alone else own
+            self._summed_in_reduce = own[0].buffer
+        alone = own if has_peers and self._summed_in_reduce is None else []
+        self._only_counted = [] if alone else own
         in_one_order = self._sums.sums_in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
@@ -552,10 +553,10 @@ class BucketedReduction:
             self._grows_later[bucket.stages] = grows or self._grows_later.get(bucket.stages, False)
         for bucket in chain(*self._queues):
             self._begin(bucket)
-        for bucket in self._apart:
+        for bucket in self._only_counted:
             bucket.count()
-        if self._at_once is not None:
-            self._sums.all_reduce(self._at_once)
+        if self._summed_in_reduce is not None:
+            self._sums.all_reduce(self._summed_in_reduce)
         self._end()
 
     def give(self, step: int) -> None:
