@@ -5,9 +5,9 @@
     recycle-run --scale 2                                          # so many workers from now on, on this machine
 
 It hosts the coordinator (a process of its own), gives every worker the environment in which
-:mod:`~lightning_recycle.engines.discovery` finds it, and keeps them alive (:mod:`~lightning_recycle.engines.agent`). If
-the environment names a coordinator already, it hosts none, and its workers join that run. Needs neither torch nor
-Lightning.
+:mod:`~lightning_recycle.engines.worker_environment` finds it, and keeps them alive
+(:mod:`~lightning_recycle.engines.agent`). If the environment names a coordinator already, it hosts none, and its
+workers join that run. Needs neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network.addresses import AGENT, address_from, connect_to, listen_here, shown, sockets
 from lightning_recycle.control.network.wire_format import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
-from lightning_recycle.engines.discovery import free_port
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
+from lightning_recycle.engines.worker_environment import free_port
 from lightning_recycle.errors import ConfigurationError
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
@@ -220,7 +220,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
 
 
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
-    """The environment that :func:`.discovery.discover` reads in a worker."""
+    """The environment that :func:`.worker_environment.discover` reads in a worker."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     engine = "recycle-run" if place.task is None else "slurm"
     own |= {"RECYCLE_COORDINATOR": shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_ENGINE": engine}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_recycle.control.network.addresses import address_from, shown
-from lightning_recycle.engines.discovery import family_of, free_port, own_address_towards
+from lightning_recycle.engines.worker_environment import family_of, free_port, own_address_towards
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_recycle.control.monitoring.history import Event, summary
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.engines.discovery import check_copies, discover
+from lightning_recycle.engines.worker_environment import check_copies, discover
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.launch.outcome import error_of
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint

@@ -30,7 +30,7 @@ from lightning_recycle.control.network.addresses import machine_name, shown
 from lightning_recycle.control.network.wire_format import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
-from lightning_recycle.engines.discovery import Discovered
+from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import run_results
 from lightning_recycle.launch.outcome import dump_exception, from_users_code

@@ -92,7 +92,9 @@ class PipelineManualOptimization(_ManualOptimization):
 
     @override
     def advance(self, kwargs: OrderedDict[str, Any]) -> None:
-        _, returned = _run_step(self.trainer, kwargs["batch"], lambda _: None, AccumulationPart())  # its optimizers have stepped
+        _, returned = _run_step(
+            self.trainer, kwargs["batch"], lambda _: None, AccumulationPart()
+        )  # its optimizers have stepped
         self._output = returned or {}
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_recycle.data.batching import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
-from lightning_recycle.engines.discovery import Discovered
+from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule

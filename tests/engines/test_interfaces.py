@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.engines.discovery import address_at, discover, port_range
+from lightning_recycle.engines.worker_environment import address_at, discover, port_range
 from lightning_recycle.runtime.comm.peer_auth import Gate
 from lightning_recycle.runtime.comm.sockets import Doorbell, listen
 

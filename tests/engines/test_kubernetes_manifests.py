@@ -10,7 +10,7 @@ from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, E
 from lightning_recycle.control.coordinator.standalone import _parser
 from lightning_recycle.control.network.addresses import address_from
 from lightning_recycle.control.network.wire_format import check_key
-from lightning_recycle.engines.discovery import discover, port_range
+from lightning_recycle.engines.worker_environment import discover, port_range
 
 FIELDS = {"spec.nodeName": "node-7", "status.podIP": "10.1.2.3"}
 KEY = "a secret of 16 bytes or more"

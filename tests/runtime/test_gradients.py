@@ -8,7 +8,7 @@ from support.written import written
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.gradients import GradientBuffers, AccumulationPart
+from lightning_recycle.runtime.stage.gradients import AccumulationPart, GradientBuffers
 from lightning_recycle.runtime.stage.stage_bundle import Shadow
 
 CPU = torch.device("cpu")

@@ -43,7 +43,7 @@ from lightning_recycle.runtime.checks.microbatch_records import (
     tensors_of,
 )
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import put_together, take_apart

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from lightning_recycle.devices import is_accelerator
-from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.runtime.comm.groups import (
     CommunicationError,

@@ -28,7 +28,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from lightning_recycle.engines.discovery import port_range
+from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.runtime.comm.sockets import address_of, dial, listen
 
 log = logging.getLogger(__name__)

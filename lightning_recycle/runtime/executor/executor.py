@@ -24,7 +24,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind, Positions
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
-from lightning_recycle.runtime.comm.state_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.wire import Channel
 from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
 from lightning_recycle.runtime.executor.speculative_commit import CommitPayload

@@ -46,7 +46,7 @@ from lightning_recycle.runtime.executor.speculative_commit import (
     norm_of,
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.stage.gradients import BucketedReduction, AccumulationPart
+from lightning_recycle.runtime.stage.gradients import AccumulationPart, BucketedReduction
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 

@@ -351,7 +351,9 @@ class GradientBuffers:
         return ((parameter, view) for parameter, _, view in self._sets[step % 2].pairs)
 
     @torch.no_grad()
-    def squared_norm(self, step: int, share: AccumulationPart = AccumulationPart(), without: Collection[nn.Parameter] = ()) -> float:
+    def squared_norm(
+        self, step: int, share: AccumulationPart = AccumulationPart(), without: Collection[nn.Parameter] = ()
+    ) -> float:
         """The squared norm of the optimizer's gradients, but of ``without``.
 
         The rest after an overridden ``optimizer_zero_grad`` does not count.

@@ -12,7 +12,7 @@ import pytest
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.network.addresses import machine_name
-from lightning_recycle.engines.discovery import check_copies, discover
+from lightning_recycle.engines.worker_environment import check_copies, discover
 from lightning_recycle.errors import ConfigurationError
 
 HERE = Path(__file__).parent
@@ -109,8 +109,8 @@ def test_no_other_module_reads_these_variables() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 readers.setdefault(node.value, set()).add(path.name)
     for name in ("RECYCLE_NODE", "RECYCLE_HOST", "LOCAL_RANK", "SLURM_LOCALID"):
-        assert readers[name] <= {"addresses.py", "discovery.py", *ENGINES}, name
-    assert readers["RECYCLE_COORDINATOR"] <= {"discovery.py", *ENGINES}
+        assert readers[name] <= {"addresses.py", "worker_environment.py", *ENGINES}, name
+    assert readers["RECYCLE_COORDINATOR"] <= {"worker_environment.py", *ENGINES}
     assert readers["RECYCLE_KEY"] | readers["RECYCLE_KEY_FILE"] <= {"wire_format.py", *ENGINES}
 
 
