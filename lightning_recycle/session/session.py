@@ -24,7 +24,6 @@ from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.collectives import ALONE, WorkerCollectives, WorkerContext, watch_process_group
 from lightning_recycle.session.commit_requirements import complete_norms
-from lightning_recycle.session.hook_side_effects import HookSideEffects
 from lightning_recycle.session.interruption import Preemption
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
@@ -41,6 +40,7 @@ from lightning_recycle.session.reporting import (
     show_progress_bar,
     show_whole_run,
 )
+from lightning_recycle.session.slot_changes import SlotChanges
 from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
@@ -177,9 +177,9 @@ class Session:
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches
-        side_effects = HookSideEffects(module, microbatches == self.grid.num_workers == 1, microbatches)
+        slot_changes = SlotChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
         relay = LogRelay(context, module, lambda: self.executor.version)
-        recorder = OutputRecorder(module, side_effects, self.grid.num_workers > 1, relay.on_call)
+        recorder = OutputRecorder(module, slot_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
         self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
         self._whole_forward = WholeForward(parts, recorder, module, self.collectives, self.executor)
@@ -215,7 +215,7 @@ class Session:
         """Stops reading data and drops references to weights, which may then move."""
         self.loaders.close()
         if self._steps is not None:
-            self._steps.recorder.side_effects.forget_values()
+            self._steps.recorder.slot_changes.forget_values()
             if self._steps.manual is not None:
                 self._steps.manual.state.forget_values()
 
@@ -223,9 +223,9 @@ class Session:
         """The workers of a pipeline take over the attributes of its last stage."""
         if self.grid.stages == 1:
             return
-        last, side_effects = self.worker.stage == self.grid.stages - 1, self.steps.recorder.side_effects
+        last, slot_changes = self.worker.stage == self.grid.stages - 1, self.steps.recorder.slot_changes
         sums = {} if self.mesh is not None else sums_of_copies(self.steps.ties, parameters_by_name(self.module))
-        answers = self.collectives.gather("attributes", (side_effects.shares() if last else None, sums))
+        answers = self.collectives.gather("attributes", (slot_changes.shares() if last else None, sums))
         found = {rank: share for rank, (share, _) in answers.items()}
         stage = self.collectives.positions.stage
         text = copies_differ((stage(rank), sums) for rank, (_, sums) in answers.items())
@@ -235,13 +235,13 @@ class Session:
         grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
         shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:
-            side_effects.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
+            slot_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
         shares = lists = False
         if self._steps is not None:
-            side_effects = self._steps.recorder.side_effects
-            shares, lists = side_effects.keeps_shares, bool(side_effects.names)
+            slot_changes = self._steps.recorder.slot_changes
+            shares, lists = slot_changes.keeps_shares, bool(slot_changes.names)
         return self.collectives.reduce(tensor, reduce_op, shares, lists)
 
     # ------------------------------------------------------------------ evaluation
@@ -254,7 +254,7 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
-        self.steps.recorder.side_effects.begin_step()
+        self.steps.recorder.slot_changes.begin_step()
         with self.module.logging_allowed(False):
             records = self.executor.evaluate(handle, split, partial(self.steps.record, record))
         with self._context.forward_context():
@@ -319,11 +319,11 @@ class WholeForward:
         self._refuse_here()
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        side_effects = self._recorder.side_effects
-        keeps_shares = side_effects.keeps_shares
+        slot_changes = self._recorder.slot_changes
+        keeps_shares = slot_changes.keeps_shares
         with torch.no_grad():
             done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
-        side_effects.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
+        slot_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
 

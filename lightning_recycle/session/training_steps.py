@@ -45,7 +45,6 @@ from lightning_recycle.session.commit_requirements import (
     scaler_of,
     sees_old_gradients,
 )
-from lightning_recycle.session.hook_side_effects import MicrobatchEffects
 from lightning_recycle.session.interruption import Preemption, StopRequests
 from lightning_recycle.session.lightning_internals import (
     batches_so_far,
@@ -58,6 +57,7 @@ from lightning_recycle.session.model_checkpoint import ModelCheckpointSaves, rem
 from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
+from lightning_recycle.session.slot_changes import MicrobatchEffects
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_snapshot import Boundary, StateTransfer, WorkerSnapshot
@@ -202,7 +202,7 @@ class TrainingSteps:
 
         def apply_with_hooks(result: StepResult) -> None:
             self.checkpoints.saves.finish_copies()
-            self.recorder.side_effects.ends_step(self.executor.runner.gradients.statistics(number))
+            self.recorder.slot_changes.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self.recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
@@ -216,7 +216,7 @@ class TrainingSteps:
         number = self.executor.version
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
         self._progress[number] = ProgressSnapshot.of(self._trainer)
-        self.recorder.side_effects.begin_step(number)
+        self.recorder.slot_changes.begin_step(number)
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
@@ -291,10 +291,10 @@ class TrainingSteps:
         return self.parts.split(data, index)
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
-        return self.recorder.side_effects.microbatch(index, statistics)
+        return self.recorder.slot_changes.microbatch(index, statistics)
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        return self.recorder.side_effects.again(index)
+        return self.recorder.slot_changes.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self.record(self.parts.record_training, output, target, samples)
@@ -315,7 +315,7 @@ class TrainingSteps:
         self._client.on_leader()
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        self.recorder.side_effects.run_again()
+        self.recorder.slot_changes.run_again()
         self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
@@ -323,7 +323,7 @@ class TrainingSteps:
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
-        with self.recorder.side_effects.as_in_step(step), self._progress[step].again(self._trainer):
+        with self.recorder.slot_changes.as_in_step(step), self._progress[step].again(self._trainer):
             yield
 
     def describe_step(self, step: int) -> Facts:

@@ -32,7 +32,6 @@ from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.hook_side_effects import SideEffectState
 from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.object_attributes import is_bound_to_process
@@ -47,6 +46,7 @@ from lightning_recycle.session.object_graph import (
 from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
 from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.save_batches import CommonState
+from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.weight_callbacks import take_pruned_form
 from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
@@ -75,7 +75,7 @@ class WorkerSnapshot:
     next_collective: int
     hooks: int
     saves: CommonState
-    side_effects: SideEffectState
+    slot_changes: SlotChangesState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     values: dict[str, Any]
@@ -99,7 +99,7 @@ class StateTransfer:
         describe: Callable[[], dict[str, Any]],
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
-        self._recorder, self._side_effects = recorder, recorder.side_effects
+        self._recorder, self._slot_changes = recorder, recorder.slot_changes
         self._executor, self._stop_requests = executor, stop_requests
         self.left_gradients, self._describe = left_gradients, describe
         self._large_data = LargeData({})
@@ -183,7 +183,7 @@ class StateTransfer:
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
             saves=saves,
-            side_effects=self._side_effects.state(),
+            slot_changes=self._slot_changes.state(),
             gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
             values=self._describe(),
@@ -215,7 +215,7 @@ class StateTransfer:
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
         self._stop_requests.agreed = snapshot.stop_agreed
-        self._side_effects.load_state(snapshot.side_effects)
+        self._slot_changes.load_state(snapshot.slot_changes)
         self._joined_with = snapshot
 
     def complete(self) -> CommonState | None:
@@ -228,7 +228,7 @@ class StateTransfer:
             return None
         self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
-        self._side_effects.load_state(snapshot.side_effects)
+        self._slot_changes.load_state(snapshot.slot_changes)
         client, mine = self._context.client, self._describe()
         if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"

@@ -95,7 +95,7 @@ class _SlotValue:
 
 BySlot: TypeAlias = dict[Place, dict[int, _SlotValue]]
 
-SideEffectState: TypeAlias = tuple[list[str], list[str], BySlot, set[Place]]
+SlotChangesState: TypeAlias = tuple[list[str], list[str], BySlot, set[Place]]
 """Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by slot;
 the places that micro-batches left alike.
 """
@@ -150,8 +150,8 @@ def _target(effect: Effect) -> Any:
     return effect.path if isinstance(effect, Append) else effect.place
 
 
-class HookSideEffects:
-    """The side effects on ``module``, the user's.
+class SlotChanges:
+    """Changes of the values of ``module``, the user's, by slot.
 
     ``alone``: whether a step has a single micro-batch; then there is nothing to combine. ``microbatches``: of a step.
 
@@ -517,12 +517,12 @@ class HookSideEffects:
 
     # ------------------------------------------------------------------ a worker that joins
 
-    def state(self) -> SideEffectState:
+    def state(self) -> SlotChangesState:
         """For a joining worker, which has the module's attributes from elsewhere."""
         self._forget(self._tree.absorb())
         return sorted(self.names), sorted(self.changed), dict(self.slots), set(self._alike)
 
-    def load_state(self, state: SideEffectState) -> None:
+    def load_state(self, state: SlotChangesState) -> None:
         names, changed, slots, alike = state
         self.names.update(names)
         self.changed.update(changed)
