@@ -152,6 +152,18 @@ def test_in_its_first_check_a_newcomer_is_wrong(
     assert all("after step 0 its parameters differ from its peers'" in record.details["cause"] for record in found)
 
 
+def test_a_newcomer_with_another_rate_and_other_bits_goes_before_the_rest_is_compared() -> None:
+    state = running(Checks(agreed=3)).with_roster(newcomers={2: 4})
+    facts = {rank: m.Facts({}, {"lr": 2.0 if rank == 2 else 1.0}, holds(B if rank == 2 else A)) for rank in ALL}
+    state, commands = feed(state, *(m.Applied(rank, 0, {}, facts=facts[rank]) for rank in ALL))
+    assert [record.rank for record in records(commands, "dismissed")] == [2]
+    state, _ = feed(state, s.Lost(2, "dismissed"), *(status_report(rank, 1, 1) for rank in ALL if rank != 2))
+    assert state.checks.checksums.keys() == {0}
+    state, commands = feed(state, *(told(rank, 1, None) for rank in ALL if rank != 2))
+    assert (state.checks.checksums, state.checks.agreed) == ({}, 0)
+    assert not records(commands, "corruption")
+
+
 def test_once_it_was_compared_nobody_knows_whose_memory_errs() -> None:
     state = running(Checks(agreed=4), live=(0, 1, 2, 3)).with_roster(newcomers={2: 4})
     state, commands = checked(state, 0, {2: B})

@@ -38,7 +38,7 @@ from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol import state as protocol
 from lightning_recycle.control.protocol.control_collectives import PublishedKeys
 from lightning_recycle.control.protocol.messages import StopReason
-from lightning_recycle.control.protocol.state import Checks
+from lightning_recycle.control.protocol.state import BrokenRuleError, Checks
 from lightning_recycle.planning.costs import Profile
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.program import Programs
@@ -541,6 +541,8 @@ class Coordinator:
         except BadMessageError as error:
             log.warning("Closed the connection of worker %s: %s.", self._state.name(rank), error)
             self._lose_worker(rank, f"it sent a message that no worker sends ({error})")
+        except BrokenRuleError:  # nobody's message: the state cannot be trusted
+            raise
         except Exception as error:  # a defect of this package: the others go on, and the traceback says where it is
             log.exception("The coordinator could not handle a message of worker %s", self._state.name(rank))
             self._lose_worker(rank, f"the coordinator could not handle its message ({type(error).__name__}: {error})")

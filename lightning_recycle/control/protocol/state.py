@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -741,13 +742,19 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
 # ---------------------------------------------------------------------- rules that every state keeps
 
 
+class BrokenRuleError(AssertionError):
+    """A state of the protocol that cannot be, whoever sent the message that led to it."""
+
+
 def validate(before: MembershipState, state: MembershipState) -> None:
-    """Raises AssertionError with the violated rule of a state, or of the step to it."""
+    """Raises BrokenRuleError with the violated rule of a state, or of the step to it."""
     for part in (_roster_rules, _generation_rules, _step_rules, _agreement_rules):
         for rule, holds in part(state):
-            assert holds, f"{rule}: {state}"
+            if not holds:
+                raise BrokenRuleError(f"{rule}: {state}")
     for rule, holds in _rules_of_change(before, state):
-        assert holds, f"{rule}: {before} -> {state}"
+        if not holds:
+            raise BrokenRuleError(f"{rule}: {before} -> {state}")
 
 
 def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
@@ -809,8 +816,10 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     yield "losses and outputs are of the same steps", steps.losses.keys() == steps.outputs.keys()
     yield "losses that are known are not collected", all(step >= steps.summed for step in steps.losses)
     yield "facts are of steps that not all have applied", all(step >= steps.version for step in steps.facts)
-    if not live & state.roster.dismissed.keys():  # who is dismissed has other bits, and goes first
-        yield "a check is compared once it is over", all(step >= steps.version for step in checks.checksums)
+    # After a dismissal, which has other bits, it is compared with the next step.
+    first = min(chain.from_iterable(state.roster.dismissed.values()), default=steps.version)
+    is_compared = all(step >= min(first, steps.version) for step in checks.checksums)
+    yield "a check is compared once it is over", is_compared
     yield "an inspection ends with its step", checks.inspects == -1 or checks.inspects >= steps.version
     yield "a commit has a contribution of each column at most", len(steps.answered[1]) <= state.columns
     if state.returned is None:
