@@ -341,10 +341,12 @@ class Communicator:
 
     def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
         """Waits for a collective of the position; ``in_hook``: it outlives the generation."""
-        started = time.monotonic()
+        started, is_refused = time.monotonic(), self._is_aborted(in_hook)
         try:
             with self.waiting("the other members of its position"):
                 self._await_collective(group, work, in_hook)
+            if is_refused:  # it began after the abort: that it has ended here does not say that it has elsewhere
+                self.check(in_hook)
         except CommunicationError as error:
             if in_hook:
                 self._lose_sibling(error)
