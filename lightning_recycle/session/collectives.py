@@ -307,7 +307,7 @@ class WorkerContext:
     def worker(self) -> Worker:
         return self.collectives.worker
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.trainer.strategy.root_device
 

@@ -141,7 +141,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @property
     def _runner(self) -> TrainingSteps:
-        return _runner(self.trainer)
+        return self.trainer.fit_loop.runner  # type: ignore[no-any-return]
 
     @property
     @override

@@ -151,7 +151,7 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
         for key, value in group.items():
             if isinstance(value, (int, float)):  # nearly all of them
                 numbers[f"{key}{which}"] = value
-            elif key != "params":
+            elif value is not None and key != "params":
                 numbers.update(_numbers(str(key), which, value))
     if len(numbers) <= _MOST_OPTIONS:
         return numbers

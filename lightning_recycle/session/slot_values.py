@@ -45,7 +45,6 @@ from lightning_recycle.session.object_attributes import (
     is_node,
     is_own,
     slots_of,
-    vars_of,
 )
 from lightning_recycle.tensor_memory import is_sharded, memory_address
 from lightning_recycle.torch_internals import (
@@ -187,6 +186,9 @@ class _Whole:
 class _Table:
     """A cell of values by key (dict, attributes); ``known``: all, hidden ones, too."""
 
+    content: dict[Any, Any]
+    _keys: set[Any]
+
     def __init__(self, path: Path, holder: Any, hidden: frozenset[str] = frozenset()) -> None:
         self.path, self.holder, self._hidden = path, holder, hidden
         self._slots = [] if isinstance(holder, (dict, nn.Module)) else slots_of(type(holder))
@@ -194,20 +196,25 @@ class _Table:
 
     @property
     def values(self) -> dict[Any, Any]:
-        values = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
+        if isinstance(self.holder, dict):
+            return self.holder
+        values: dict[Any, Any] = getattr(self.holder, "__dict__", {})
         if not self._slots:
             return values
         return {**values, **{name: getattr(self.holder, name) for name in self._slots if hasattr(self.holder, name)}}
 
     def is_same(self) -> bool:
-        values = self.values
-        if len(values) == len(self.known) and all(map(is_, values.values(), self.known)):
-            return values is not self.holder or values.keys() == self.content.keys()
-        return not any(True for _ in self.changes())
+        values = self.holder if isinstance(self.holder, dict) else self.values
+        if values.keys() == self._keys and all(map(is_, map(values.get, self.content), self.content.values())):
+            return True
+        if any(True for _ in self.changes()):
+            return False
+        self._keys = set(values)  # hidden ones differ
+        return True
 
     def read(self) -> None:
         values = self.values
-        self.known = list(values.values())
+        self.known, self._keys = list(values.values()), set(values)
         self.content = {key: value for key, value in values.items() if key not in self._hidden}
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:

@@ -131,7 +131,7 @@ def regrouping(*reported: int) -> MembershipState:
 
 
 def beat(rank: int, seconds: float, *, waits: bool = False, kind: str = "F", generation: int = 1) -> Heartbeat:
-    activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", 0.0, kind)
+    activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", kind)
     return Heartbeat(rank, generation, activity, seconds)
 
 

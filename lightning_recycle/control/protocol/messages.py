@@ -151,15 +151,13 @@ class Activity:
     """Activity of a worker's main thread.
 
     ``operation``, ``waiting_for``: for people; the latter is empty while the thread does not wait for other processes.
-    ``since``: seconds of the worker's monotonic clock. ``kind``: the operation's kind if its usual duration is known
-    ("F", "B", ...), else empty. ``coordinated``: whether it waits for the coordinator, not for another worker.
-    ``microbatch``: index in the global batch; -1 for none.
+    ``kind``: the operation's kind if its usual duration is known ("F", "B", ...), else empty. ``coordinated``: whether
+    it waits for the coordinator, not for another worker. ``microbatch``: index in the global batch; -1 for none.
     """
 
     step: int
     operation: str
-    waiting_for: str
-    since: float
+    waiting_for: str = ""
     kind: str = ""
     coordinated: bool = False
     microbatch: int = -1
