@@ -34,15 +34,15 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.checks.microbatch_records import Recomputation
-from lightning_recycle.runtime.checks.verification import FiniteChecks, Verifier
+from lightning_recycle.runtime.checks.verification import FiniteChecks, Recomputation, Verifier
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.wire import Channel, Incoming
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
-from lightning_recycle.runtime.executor.speculative_commit import (
+from lightning_recycle.runtime.executor.executor_callbacks import (
     CommitPayload,
     CommitRules,
+    ExecutorCallbacks,
     SpeculativeCommits,
+    StepResult,
     norm_of,
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
