@@ -22,6 +22,7 @@ attempt can be begun anew without the two sides holding different connections.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -30,14 +31,14 @@ import logging
 import os
 import random
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ConfigurationError
@@ -87,24 +88,43 @@ def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket
     )
 
 
-def address_of(listener: socket.socket) -> bytes:
-    """Address of ``listener`` for :func:`dial` in other processes."""
-    host, port = listener.getsockname()[:2]
-    return f"{host} {port}".encode()
+class Listener:
+    """A listening socket; ``address``: for other workers."""
+
+    def __init__(self, host: str, backlog: int, ports: range | None) -> None:
+        self.socket = listen(host, backlog, ports)
+        name, self.port, *_ = self.socket.getsockname()
+        self.address = f"{name} {self.port}".encode()
+
+    def close(self) -> None:
+        self.socket.close()
 
 
-def dial(address: bytes) -> socket.socket | None:
-    """Starts to connect; None if that fails at once, as without a route.
-
-    The socket does not block; it is writable when it is connected or has failed.
-    """
+async def _connected(address: bytes) -> socket.socket:
+    """A non-blocking socket, without delay, that is connected to a :class:`Listener`."""
     host, port = address.decode().rsplit(" ", 1)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    if sock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
-        return sock
-    sock.close()
-    return None
+    with _closed_on_error(sock):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return sock
+
+
+@contextlib.contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels ``tasks``, and returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # ---------------------------------------------------------------------- filters
@@ -188,26 +208,13 @@ _REDIAL_SECONDS = 0.1  # between attempts that fail at once
 _LOOK_SECONDS = 0.02  # between checks for cancellation
 
 
-class Doorbell:
+class Doorbell(Listener):
     """A listening socket at ``host`` and one of ``ports``, for reachability checks."""
 
     def __init__(self, host: str, ports: range | None = None) -> None:
-        self._socket = listen(host, _BACKLOG, ports)
+        super().__init__(host, _BACKLOG, ports)
         with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
-            answer_only(self._socket)
-
-    @property
-    def address(self) -> bytes:
-        """Address for :func:`unreachable` in other workers."""
-        return address_of(self._socket)
-
-    @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
-
-    def close(self) -> None:
-        self._socket.close()
+            answer_only(self.socket)
 
 
 def unreachable(
@@ -218,30 +225,27 @@ def unreachable(
     ``addresses``: the other workers' doorbells, by rank; all are tried at the same time.
     """
     missing = set(addresses)
-    dialled: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + seconds
-    next_dial = 0.0
-    with selectors.DefaultSelector() as selector:
-        try:
-            while missing and not cancelled.is_set():
-                now = time.monotonic()
-                if now >= next_dial:
-                    next_dial = now + _REDIAL_SECONDS
-                    for rank in missing - dialled.keys():
-                        if (sock := dial(addresses[rank])) is not None:
-                            dialled[rank] = sock
-                            selector.register(sock, selectors.EVENT_WRITE, rank)
-                for key, _ in selector.select(_LOOK_SECONDS):
-                    with dialled.pop(key.data) as sock:
-                        selector.unregister(sock)
-                        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                            missing.discard(key.data)
-                            hang_up(sock)
-                if now >= deadline:  # after the check: this process may not have been running until now
-                    break
-        finally:
-            for sock in dialled.values():
-                sock.close()
+
+    async def reach(rank: int) -> None:
+        while rank in missing:
+            try:
+                with await _connected(addresses[rank]) as sock:
+                    hang_up(sock)
+                missing.discard(rank)
+            except OSError:
+                await asyncio.sleep(_REDIAL_SECONDS)
+
+    async def reach_all() -> None:
+        tasks = [asyncio.create_task(reach(rank)) for rank in addresses]
+        deadline = time.monotonic() + seconds
+        while missing and not cancelled.is_set():
+            now = time.monotonic()
+            await asyncio.wait(tasks, timeout=_LOOK_SECONDS)
+            if now >= deadline:  # after the check: this process may not have been running until now
+                break
+        await _ended(tasks)
+
+    asyncio.run(reach_all())
     return tuple(sorted(missing))
 
 
@@ -334,20 +338,12 @@ def _proof(key: bytes, side: bytes, name: bytes, dialers: bytes, acceptors: byte
 # ---------------------------------------------------------------------- connecting
 
 
-class Gate:
+class Gate(Listener):
     """The port at which a worker is dialed by the others, while it connects."""
 
     def __init__(self, host: str) -> None:
-        self.socket = listen(host, _GATE_BACKLOG, port_range())
+        super().__init__(host, _GATE_BACKLOG, port_range())
         self.socket.setblocking(False)
-
-    @property
-    def address(self) -> bytes:
-        """Address for :func:`connect` in other workers."""
-        return address_of(self.socket)
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def connect(
@@ -365,62 +361,29 @@ def connect(
     Raises InterruptedError if ``cancelled``, or TimeoutError that names the ranks without connection. ``addresses``:
     the others' gates.
     """
-    with selectors.DefaultSelector() as selector:
-        work = _Connecting(gate, key, generation, rank, set(links), addresses, selector)
-        try:
-            deadline = time.monotonic() + seconds
-            while work.missing:
-                if cancelled.is_set():
-                    raise InterruptedError(f"Connecting generation {generation} was cancelled.")
-                work.redial()
-                for ready, _ in selector.select(_LOOK_SECONDS):
-                    work.proceed(ready)
-                if time.monotonic() > deadline and work.missing:
-                    ranks = sorted({link.other(rank) for link in work.missing})
-                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
-            return work.take()
-        finally:
-            work.close()
+    return asyncio.run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
 
 
-@dataclass(eq=False)
-class _Conversation:
-    """A connection in handshake, for ``link`` if dialed here, else from ``peer``."""
-
-    socket: socket.socket
-    talk: Talk
-    link: Link | None = None
-    peer: str = ""
-    deadline: float = 0.0  # of an attempt to dial
-    named: bool = False  # the other side has said something right
-    wanted: bytes | int = field(init=False)
-    received: bytearray = field(default_factory=bytearray)
-
-    def __post_init__(self) -> None:
-        self.wanted = next(self.talk)
-
-    def proceed(self) -> Link | None:
-        """Sends and receives without blocking; returns the link at the end."""
-        try:
-            while True:
-                if isinstance(self.wanted, bytes):
-                    if self.socket.send(self.wanted) < len(self.wanted):  # an empty buffer holds much more
-                        raise ConnectionError("the connection takes no data")
-                    self.wanted = next(self.talk)
-                else:
-                    data = self.socket.recv(self.wanted - len(self.received))
-                    if not data:
+async def _converse(sock: socket.socket, talk: Talk, answered: Callable[[], object] = lambda: None) -> Link:
+    """Has one side of a handshake; calls ``answered`` when the other has said something right."""
+    loop = asyncio.get_running_loop()
+    try:
+        wanted = next(talk)
+        while True:
+            if isinstance(wanted, bytes):
+                await loop.sock_sendall(sock, wanted)
+                wanted = next(talk)
+            else:
+                heard = b""
+                while len(heard) < wanted:
+                    if not (data := await loop.sock_recv(sock, wanted - len(heard))):
                         raise ConnectionError("the other side hung up")
-                    self.received += data
-                    if len(self.received) == self.wanted:
-                        self.wanted = self.talk.send(bytes(self.received))
-                        self.received.clear()
-                        self.named = True
-        except BlockingIOError:
-            return None
-        except StopIteration as end:
-            link: Link = end.value
-            return link
+                    heard += data
+                wanted = talk.send(heard)
+                answered()
+    except StopIteration as end:
+        link: Link = end.value
+        return link
 
 
 class _Connecting:
@@ -432,79 +395,73 @@ class _Connecting:
         key: bytes,
         generation: int,
         rank: int,
-        missing: set[Link],
+        links: Collection[Link],
         addresses: Mapping[int, bytes],
-        selector: selectors.BaseSelector,
     ) -> None:
-        self.missing = missing
         self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
-        self._addresses, self._selector = addresses, selector
-        self._awaited = {name_of(key, generation, link): link for link in missing if link.acceptor == rank}
+        self._addresses, self._missing = addresses, set(links)
+        self._awaited = {name_of(key, generation, link): link for link in links if link.acceptor == rank}
         self._done: dict[Link, socket.socket] = {}
-        self._callers: dict[_Conversation, None] = {}  # in the order in which they came
-        self._calls: dict[Link, _Conversation] = {}
-        self._patience = dict.fromkeys(missing, _ATTEMPT_SECONDS)
-        self._not_before = dict.fromkeys(missing, 0.0)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
         self._strangers: list[str] = []
-        selector.register(gate.socket, selectors.EVENT_READ)
 
-    # dialing
-
-    def redial(self) -> None:
-        """Dials links without a dial under way, or with one for too long.
-
-        Strangers may fill the other's queue for a moment.
-        """
-        now = time.monotonic()
-        for link in self.missing:
-            if link.dialer != self._rank or now < self._not_before[link]:
-                continue
-            call = self._calls.get(link)
-            if call is not None:
-                if now < call.deadline:
-                    continue
-                self._drop(call)
-            self._not_before[link] = now + _ATTEMPT_PAUSE
-            sock = dial(self._addresses[link.acceptor])
-            if sock is None:
-                continue
-            call = _Conversation(
-                sock, dialing(self._key, self._generation, link), link, deadline=now + self._patience[link]
-            )
-            self._patience[link] = min(2 * self._patience[link], _LONGEST_ATTEMPT_SECONDS)
-            self._calls[link] = call
-            self._selector.register(sock, selectors.EVENT_WRITE, call)
-
-    # both
-
-    def proceed(self, ready: selectors.SelectorKey) -> None:
-        """Proceeds with a socket that is ready."""
-        if ready.fileobj is self._gate.socket:
-            self._accept()
-        elif ready.data in self._callers or ready.data in self._calls.values():  # not dropped since
-            self._converse(ready.data)
-
-    def _converse(self, conversation: _Conversation) -> None:
-        sock = conversation.socket
+    async def run(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
+        self._complete = asyncio.Event()
+        self._tasks = {asyncio.create_task(self._dial(link)) for link in self._missing if link.dialer == self._rank}
+        asyncio.get_running_loop().add_reader(self._gate.socket, self._accept)
+        deadline = time.monotonic() + seconds
         try:
-            link = conversation.proceed()
-        except Refusal as error:
-            if conversation.link is None:
-                self._note(conversation, str(error))
-            self._drop(conversation)
-        except OSError:  # the other side has ended, or hung up to dial again; links are dialed again, too
-            self._drop(conversation)
-        else:
-            if link is None:
-                self._selector.modify(sock, selectors.EVENT_READ, conversation)
-            elif link not in self.missing:
-                self._drop(conversation)  # it is connected: this attempt was given up
-            else:
-                self._forget(conversation)
-                self.missing.discard(link)
-                self._done[link] = sock
+            while self._missing:
+                if cancelled.is_set():
+                    raise InterruptedError(f"Connecting generation {self._generation} was cancelled.")
+                if time.monotonic() > deadline:
+                    ranks = sorted({link.other(self._rank) for link in self._missing})
+                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._complete.wait(), _LOOK_SECONDS)
+            done, self._done = self._done, {}
+            return done
+        finally:
+            self._strangers += [f"{peer}: it said nothing" for peer in self._nameless.values()]
+            asyncio.get_running_loop().remove_reader(self._gate.socket)
+            await _ended(self._tasks)
+            for sock in self._done.values():
+                sock.close()
+            if self._strangers:
+                log.warning(
+                    "Generation %d: worker %d refused %d connections that were not from workers of this run; the first"
+                    " was from %s.",
+                    self._generation,
+                    self._rank,
+                    len(self._strangers),
+                    self._strangers[0],
+                )
 
-    # accepting
+    def _take(self, link: Link, sock: socket.socket) -> None:
+        if link not in self._missing:
+            sock.close()  # it is connected: this attempt was given up
+            return
+        self._missing.discard(link)
+        self._done[link] = sock
+        if not self._missing:
+            self._complete.set()
+
+    async def _dial(self, link: Link) -> None:
+        """Dials until ``link`` is there: strangers may fill the other's queue for a moment."""
+        patience = _ATTEMPT_SECONDS
+        while True:
+            # Refused, or the other side has ended, or hung up to be dialed again.
+            with contextlib.suppress(OSError, Refusal, asyncio.TimeoutError):
+                return self._take(link, await asyncio.wait_for(self._call(link), patience))
+            patience = min(2 * patience, _LONGEST_ATTEMPT_SECONDS)
+            await asyncio.sleep(_ATTEMPT_PAUSE)
+
+    async def _call(self, link: Link) -> socket.socket:
+        sock = await _connected(self._addresses[link.acceptor])
+        with _closed_on_error(sock):
+            await _converse(sock, dialing(self._key, self._generation, link))
+        return sock
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -519,55 +476,30 @@ class _Connecting:
                 continue
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = _Conversation(sock, accepting(self._key, self._awaited), peer=f"{host} port {port}")
-            self._callers[caller] = None
-            self._selector.register(sock, selectors.EVENT_READ, caller)
-            self._converse(caller)  # perhaps it has spoken already
+            caller = asyncio.create_task(self._answer(sock, f"{host} port {port}"))
+            self._tasks.add(caller)
+            self._nameless[caller] = f"{host} port {port}"
+            caller.add_done_callback(self._forget)
             self._evict(_STRANGERS)
+
+    async def _answer(self, sock: socket.socket, peer: str) -> None:
+        named = partial(self._nameless.pop, asyncio.current_task(), "")
+        try:
+            with _closed_on_error(sock):
+                self._take(await _converse(sock, accepting(self._key, self._awaited), named), sock)
+        except Refusal as error:
+            self._strangers.append(f"{peer}: {error}")
+        except OSError:
+            pass  # the other side has ended, or hung up to dial again
+
+    def _forget(self, caller: asyncio.Task[Any]) -> None:
+        self._tasks.discard(caller)
+        self._nameless.pop(caller, None)
 
     def _evict(self, at_most: int) -> bool:
         """Drops the oldest nameless callers beyond ``at_most``; whether there were any."""
-        nameless = [caller for caller in self._callers if not caller.named] if len(self._callers) > at_most else []
-        surplus = nameless[: max(0, len(nameless) - at_most)]
+        surplus = list(islice(self._nameless, max(0, len(self._nameless) - at_most)))
         for caller in surplus:
-            self._note(caller, "it said nothing")
-            self._drop(caller)
+            self._strangers.append(f"{self._nameless.pop(caller)}: it said nothing")
+            caller.cancel()
         return bool(surplus)
-
-    # ending
-
-    def _note(self, caller: _Conversation, why: str) -> None:
-        self._strangers.append(f"{caller.peer}: {why}")
-
-    def _forget(self, conversation: _Conversation) -> None:
-        self._selector.unregister(conversation.socket)
-        self._callers.pop(conversation, None)
-        if conversation.link is not None and self._calls.get(conversation.link) is conversation:
-            del self._calls[conversation.link]
-
-    def _drop(self, conversation: _Conversation) -> None:
-        self._forget(conversation)
-        conversation.socket.close()
-
-    def take(self) -> dict[Link, socket.socket]:
-        """Hands out the links; :meth:`close` leaves them open."""
-        done, self._done = self._done, {}
-        return done
-
-    def close(self) -> None:
-        for caller in self._callers:
-            if not caller.named and not caller.received:
-                self._note(caller, "it said nothing")
-        for conversation in (*self._callers, *self._calls.values()):
-            conversation.socket.close()
-        for sock in self._done.values():
-            sock.close()
-        if self._strangers:
-            log.warning(
-                "Generation %d: worker %d refused %d connections that were not from workers of this run; the first was "
-                "from %s.",
-                self._generation,
-                self._rank,
-                len(self._strangers),
-                self._strangers[0],
-            )

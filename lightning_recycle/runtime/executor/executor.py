@@ -321,7 +321,7 @@ class Executor:
                 commits = self.client.commit(action.step, runner.payload)
             else:
                 self._carry_out(action, resume, commits)
-        runner.finite.follow(resume.inspects, resume.excused)
+        runner.verifier.inspect(resume.inspects, resume.excused)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
         if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step

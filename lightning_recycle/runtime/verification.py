@@ -33,7 +33,7 @@ from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_F
 from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
 from lightning_recycle.runtime.stage.stage import Stage
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 _OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicrobatchRecord:
-    """Inputs and results of a stage for one micro-batch.
+    """Inputs and results of a stage for one micro-batch, recorded from its forward on.
 
-    ``wanted``: which input tensors need a gradient; ``machine``: properties that must be equal for equal bits;
-    ``watches_numbers``: finite results matter, not their bits.
+    ``wanted``: which input tensors need a gradient; ``sums``: checksums of the results; ``machine``: properties that
+    must be equal for equal bits; ``watches_numbers``: finite results matter, not their bits.
     """
 
     step: int
@@ -60,9 +60,20 @@ class MicrobatchRecord:
     wanted: tuple[bool, ...]
     split_backward: bool
     grads: Any = None
-    sums: Mapping[str, bytes] = field(default_factory=dict)
+    sums: dict[str, bytes] = field(default_factory=dict)
     machine: str = ""
     watches_numbers: bool = False
+
+    @classmethod
+    def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecord | None:
+        """A record, or None if the stage's inputs cannot be sent to others."""
+        try:
+            given, told = mapped((inputs, target), _copy)
+            wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
+        except Exception as error:  # whatever an object of the user's raises that cannot be pickled
+            log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
+            return None
+        return cls(step, task.index, given, told, wanted, task.split_backward)
 
 
 def is_sound(values: Sequence[Tensor | float | None]) -> bool:
@@ -76,38 +87,6 @@ def is_sound(values: Sequence[Tensor | float | None]) -> bool:
         elif value is not None and not math.isfinite(value):
             return False
     return True
-
-
-class MicrobatchRecorder:
-    """Records one micro-batch, from its forward on."""
-
-    def __init__(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        given, told = mapped((inputs, target), _copy)
-        wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
-        self.record = MicrobatchRecord(step, task.index, given, told, wanted, task.split_backward)
-
-    @classmethod
-    def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecorder | None:
-        """A recorder, or None if the stage's inputs cannot be sent to others."""
-        try:
-            return cls(step, task, inputs, target)
-        except Exception as error:  # whatever an object of the user's raises that cannot be pickled
-            log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
-            return None
-
-    def computed(self, output: Any, loss: Tensor | float | None) -> None:
-        """Records the forward's ``output``, and on the last stage its ``loss``."""
-        sums = {_OUTPUT: checksum([*tensors_of(output), None if loss is None else float(loss)])}
-        self.record = replace(self.record, sums=sums)
-
-    def differentiated(self, grads: Any, input_grads: Any) -> None:
-        """Records the backward from ``grads`` to ``input_grads``."""
-        sums = {**self.record.sums, _INPUT_GRADIENT: checksum(tensors_of(input_grads))}
-        self.record = replace(self.record, grads=mapped(grads, _copy), sums=sums)
-
-    def completed(self, gradients: Sequence[Tensor]) -> None:
-        """Records the complete weight gradients, alone in ``gradients``."""
-        self.record = replace(self.record, sums={**self.record.sums, WEIGHT_GRADIENT: checksum(gradients)})
 
 
 class GradientsApart:
@@ -225,7 +204,23 @@ _VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation
 
 
 class Verifier:
-    """One worker's part in the checks; ``tasks``: its next ones, with its CHECK."""
+    """One worker's part in the checks of computations, losses and gradients.
+
+    A loss or gradient that is not finite is reported before the step can be committed. The step is run again and
+    *inspected*: a worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of
+    its stage compute that. Finite values on a peer show a broken device; otherwise the step is run once more and the
+    value is the model's own. Outside of inspected steps this costs nothing: losses, and norms where they are needed,
+    are known anyway; sums over gradients are for devices for which no worker has to wait.
+
+    Args:
+        comparing: whether peers compute the same bits.
+        explains: whether values that are not finite may show a broken device: not with a scaled loss or without peers.
+
+    Attributes:
+        tasks: this worker's next ones, with its CHECK.
+        target: the operation that completes the micro-batch on which this worker is checked.
+        inspects: whether this attempt is inspected, with gradients of this worker alone.
+    """
 
     def __init__(
         self,
@@ -235,22 +230,27 @@ class Verifier:
         recompute: Recomputation,
         grid: Grid,
         device: str,
-        possible: bool,
+        comparing: bool,
+        explains: bool = False,
     ) -> None:
         self._client, self._communicator, self._stage = client, communicator, stage
-        self._recompute, self._grid, self._device, self._possible = recompute, grid, device, possible
+        self._recompute, self._device = recompute, device
+        self._comparing, self._explains = comparing, explains
+        self._tag = grid.global_microbatches  # behind those of micro-batches
         self._program = Program()
         self.tasks: tuple[Task, ...] = ()
         self._completing: list[Task] = []  # of each micro-batch
-        self._target: Task | None = None  # completes the micro-batch that this worker is checked on
+        self.target: Task | None = None
         self._apart = GradientsApart(())
-        self._checks: int | None = None  # rank whose record comes, while a step with checks runs
-        self._checked_by: int | None = None
+        self._checks, self._checked_by = -1, -1  # rank whose record comes, and rank that gets this worker's
         self._incoming: Incoming | None = None
-        self._recorder: MicrobatchRecorder | None = None
+        self._records: dict[int, MicrobatchRecord] = {}  # of this attempt
         self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
         self._open = -1  # the step that all must have passed
+        self._inspected = self._excused = -1
+        self.inspects = False
+        self._was_finite = True  # the loss of the newest step
 
     # ------------------------------------------------------------------ being checked
 
@@ -258,34 +258,39 @@ class Verifier:
         self._program = program
         self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
 
+    def inspect(self, inspected: int, excused: int) -> None:
+        """Sets the step to inspect, and the last step whose values are accepted."""
+        self._inspected, self._excused = inspected, excused
+
     def begin(self, step: int, whole: bool) -> None:
         """Begins an attempt at ``step``; ``whole``: no stage has finished it before."""
         checks, self.tasks = self._program.checks, self._program.tasks
-        self._recorder = self._own = self._disputed = self._incoming = None
-        self._target = self._checks = self._checked_by = None
+        self._own = self._disputed = self._incoming = self.target = None
+        self._records = {}
+        self.inspects = self._explains and step == self._inspected
         # Once its loss is known some may have applied the step: what others make of it can be held back no more.
         self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
         if self._open < 0:
             return
-        number = checks.drawn(step) if checks is not None and self._possible and whole else None
+        number = checks.drawn(step) if checks is not None and self._comparing and whole else None
         if checks is None or number is None:
             self._pass()
             return
-        self._target = self._completing[number % len(self._completing)]
+        self.target = self._completing[number % len(self._completing)]
         self._apart = GradientsApart(self._recompute.parameters)
         self._checks, self._checked_by = checks.partners(step, self._client.rank)
         self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
         self.tasks = self._program.tasks_with_check(checks.places[number])
 
     @property
-    def target(self) -> Task | None:
-        """The operation that completes the micro-batch on which this worker is checked."""
-        return self._target
+    def records(self) -> bool:
+        """Whether micro-batches of this attempt are recorded."""
+        return self.target is not None or self.inspects
 
     @property
     def needs_last_gradients(self) -> bool:
         """Whether the last micro-batch's gradients must wait for :meth:`completed`."""
-        return self._target is not None and self._target is self._completing[-1]
+        return self.inspects or (self.target is not None and self.target is self._completing[-1])
 
     def leaves_open(self, step: int) -> bool:
         """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
@@ -296,49 +301,95 @@ class Verifier:
             messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._open)
         )
 
-    @property
-    def _tag(self) -> int:
-        return self._grid.global_microbatches  # behind those of micro-batches
-
     def _is_checked_on(self, task: Task) -> bool:
-        return self._target is not None and task.index == self._target.index
+        return self.target is not None and task.index == self.target.index
 
     def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        if self._is_checked_on(task):
-            self._recorder = MicrobatchRecorder.of(step, task, inputs, target)
-            if self._recorder is None:
+        is_checked = self._is_checked_on(task)
+        if is_checked or self.inspects:
+            record = MicrobatchRecord.of(step, task, inputs, target)
+            if record is not None:
+                self._records[task.index] = record
+            elif is_checked:
                 self._give_up("what its layers are given cannot be sent to another worker")
 
-    def computed(self, task: Task, output: Any, loss: Any) -> None:
-        if self._recorder is not None and self._is_checked_on(task):
-            self._recorder.computed(output, loss)
+    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+        """Records the forward's ``output``, and on the last stage its ``loss``."""
+        if (record := self._records.get(task.index)) is not None:
+            made = [*tensors_of(output), None if loss is None else float(loss)]
+            record.sums[_OUTPUT] = checksum(made)
+            self._look(record, made, record.inputs)
 
     def adds_gradients(self, task: Task) -> None:
         """``task``, which adds weight gradients, begins."""
-        if self._recorder is not None and self._is_checked_on(task):
+        if self._is_checked_on(task) and task.index in self._records:
             self._apart.begin()
 
     def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        if self._recorder is not None and self._is_checked_on(task):
-            self._recorder.differentiated(grads, input_grads)
-            if task.op.kind is OpKind.BACKWARD_INPUT:
+        """Records the backward from ``grads`` to ``input_grads``."""
+        if (record := self._records.get(task.index)) is not None:
+            made = tensors_of(input_grads)
+            record.grads = mapped(grads, _copy)
+            record.sums[_INPUT_GRADIENT] = checksum(made)
+            if task.op.kind is OpKind.BACKWARD_INPUT and self._is_checked_on(task):
                 self._apart.end()
+            self._look(record, made, grads)
 
     def completed(self, task: Task) -> None:
         """Sends the peer the record, once the weight gradients of ``task`` are complete."""
-        if self._recorder is None or task is not self._target or self._checked_by is None:
+        if (record := self._records.pop(task.index, None)) is None:
             return
-        self._recorder.completed(self._recompute.gradients())
-        self._apart.end()
-        self._apart.add()
-        record = self._own = replace(self._recorder.record, machine=_machine())
-        self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+        if task is self.target:
+            record.sums[WEIGHT_GRADIENT] = checksum(self._recompute.gradients())
+            self._apart.end()
+            self._apart.add()
+            record.machine, self._own = _machine(), record
+            self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+        if self.inspects:
+            made = self._recompute.gradients()
+            self._look(record, made, (record.inputs, record.grads))
+            self.inspects = is_sound(made)  # otherwise all gradients have those numbers in them from now on
+
+    def _look(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
+        """In an inspected step, has ``record`` disputed if it makes wrong numbers of right ones."""
+        if self.inspects and not is_sound(made) and is_sound(tensors_of(given)):
+            wrong = replace(record, sums={**record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
+            self.dispute(wrong, self._client.rank, wrong.sums)
+
+    # ------------------------------------------------------------------ finite values
+
+    def check_losses(self, step: int, losses: Mapping[int, float]) -> None:
+        wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
+        if wrong is not None and self._asks(step):
+            self._ask(step, wrong)
+
+    def check_gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
+        """Checks the reduced gradient; ``squared_norm``: its own, if known."""
+        if not self._asks(step):
+            return
+        if squared_norm is None:
+            is_finite = all(_is_finite(buffer) for buffer in buffers if buffer.is_cpu)
+        else:
+            is_finite = math.isfinite(squared_norm)
+        if not is_finite:
+            self._ask(step, -1)
+
+    def applied(self, loss: float) -> None:
+        self._was_finite = math.isfinite(loss)
+
+    def _asks(self, step: int) -> bool:
+        return self._explains and step > self._excused and self._was_finite
+
+    def _ask(self, step: int, microbatch: int) -> NoReturn:
+        self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
 
     # ------------------------------------------------------------------ checking
 
     def check(self, step: int) -> None:
         """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
-        if self._incoming is None or self._checks is None:
+        if self._incoming is None:
             return
         other, incoming = self._checks, self._incoming
         self._incoming = None
@@ -392,7 +443,7 @@ class Verifier:
         raise Interrupted
 
     def _give_up(self, cause: str) -> None:
-        self._possible = False
+        self._comparing = False
         log.warning("Computations cannot be compared: %s.", cause)
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
@@ -461,112 +512,6 @@ def _processor() -> str:
             return next((line for line in file if line.startswith("model name")), platform.processor())
     except OSError:
         return platform.processor()
-
-
-class FiniteChecks:
-    """One worker's part in the checks of losses and gradients.
-
-    A loss or gradient that is not finite is reported before the step can be committed. The step is run again and
-    *inspected*: a worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of
-    its stage compute that. Finite values on a peer show a broken device; otherwise the step is run once more and the
-    value is the model's own.
-
-    Outside of inspected steps this costs nothing: losses, and norms where they are needed, are known anyway; sums over
-    gradients are for devices for which no worker has to wait. ``possible``: whether such values may show a broken
-    device, so not with a scaled loss nor without peers.
-    """
-
-    def __init__(
-        self, client: ControlClient, stage: Stage, recompute: Recomputation, verifier: Verifier, possible: bool
-    ) -> None:
-        self._client, self._stage, self._recompute, self._verifier = client, stage, recompute, verifier
-        self._possible = possible
-        self._inspected = self._excused = -1
-        self._inspects = False
-        self._recorders: dict[int, MicrobatchRecorder] = {}
-        self._was_finite = True  # the loss of the newest step
-
-    def follow(self, inspected: int, excused: int) -> None:
-        """Takes over the step to inspect, and the last step whose values are accepted."""
-        self._inspected, self._excused = inspected, excused
-
-    def begin(self, step: int) -> None:
-        self._inspects, self._recorders = self._possible and step == self._inspected, {}
-
-    @property
-    def inspects(self) -> bool:
-        """Whether this attempt is inspected, with gradients of this worker alone."""
-        return self._inspects
-
-    def applied(self, loss: float) -> None:
-        self._was_finite = math.isfinite(loss)
-
-    # ------------------------------------------------------------------ looking
-
-    def losses(self, step: int, losses: Mapping[int, float]) -> None:
-        wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
-        if wrong is not None:
-            self._ask(step, wrong)
-
-    def gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
-        """Checks the reduced gradient; ``squared_norm``: its own, if known."""
-        if not self._asks(step):
-            return
-        if squared_norm is None:
-            on_host = [buffer for buffer in buffers if buffer.is_cpu]
-            is_finite = all(map(_is_finite, on_host))
-        else:
-            is_finite = math.isfinite(squared_norm)
-        if not is_finite:
-            self._ask(step, -1)
-
-    def _asks(self, step: int) -> bool:
-        return self._possible and step > self._excused and self._was_finite
-
-    def _ask(self, step: int, microbatch: int) -> None:
-        if self._asks(step):
-            self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
-            self._client.await_announcement(_VERDICT_TIMEOUT)
-            raise Interrupted
-
-    # ------------------------------------------------------------------ in an inspected step
-
-    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
-        recorder = MicrobatchRecorder.of(step, task, inputs, target) if self._inspects else None
-        if recorder is not None:
-            self._recorders[task.index] = recorder
-
-    def adds_gradients(self, task: Task) -> None:
-        """No-op: the gradients stay in the step's, which is undone anyway."""
-
-    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
-        recorder = self._recorders.get(task.index)
-        if recorder is None:
-            return
-        recorder.computed(output, loss)
-        made = [*tensors_of(output), None if loss is None else float(loss)]
-        if not is_sound(made) and is_sound(tensors_of(recorder.record.inputs)):
-            self._call_vote(recorder)
-
-    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
-        recorder = self._recorders.get(task.index)
-        if recorder is None:
-            return
-        recorder.differentiated(grads, input_grads)
-        if not is_sound(tensors_of(input_grads)) and is_sound(tensors_of(grads)):
-            self._call_vote(recorder)
-
-    def completed(self, task: Task) -> None:
-        recorder = self._recorders.pop(task.index, None)
-        if recorder is None or is_sound(self._recompute.gradients()):
-            return
-        if is_sound([*tensors_of(recorder.record.inputs), *tensors_of(recorder.record.grads)]):
-            self._call_vote(recorder)
-        self._inspects, self._recorders = False, {}  # all gradients have those numbers in them from now on
-
-    def _call_vote(self, recorder: MicrobatchRecorder) -> None:
-        record = replace(recorder.record, sums={**recorder.record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
-        self._verifier.dispute(record, self._client.rank, record.sums)
 
 
 def _is_finite(values: Tensor) -> bool:
