@@ -28,12 +28,11 @@ from typing_extensions import override
 from lightning_recycle import tensor_memory
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.devices import release_cache
+from lightning_recycle.devices import free_bytes, release_cache, reset_peak, storage_bytes
 from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,

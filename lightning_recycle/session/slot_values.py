@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.stage.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
-from lightning_recycle.devices import await_stream
+from lightning_recycle.devices import await_stream, tensor_bytes
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.cuts import (
@@ -45,10 +45,8 @@ from lightning_recycle.planning.cuts import (
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
-from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner

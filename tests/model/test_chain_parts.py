@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
+from lightning_recycle.devices import saved_tensors
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.recording import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
-from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH = 6

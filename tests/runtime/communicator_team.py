@@ -27,9 +27,8 @@ from support.waiting import PATIENCE
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.worker_group import process_context
-from lightning_recycle.runtime.comm import object_transfer
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm import communicator as communicator_module
+from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.comm.wire import Channel, HostMemory
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -404,7 +403,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
     """
     tensors = [torch.arange(size) for size in sizes]
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
-    before, object_transfer._PART_BYTES = object_transfer._PART_BYTES, part_bytes
+    before, communicator_module._PART_BYTES = communicator_module._PART_BYTES, part_bytes
     try:
         if communicator.rank == 0:
             here = [tensor.to(communicator.device) for tensor in tensors]
@@ -413,7 +412,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
             return sent.call_count, True
         found = receive_object(communicator, 0)
     finally:
-        object_transfer._PART_BYTES = before
+        communicator_module._PART_BYTES = before
     same = all(torch.equal(a, b) for a, b in zip(found["tensors"], tensors, strict=True))
     is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])  # type: ignore[arg-type]
     return 0, is_whole and isinstance(found["parameter"], torch.nn.Parameter)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_recycle.data.sample_order import add_sample
-from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.comm.wire import sum_of_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -20,16 +20,21 @@ the shape. Both sides size the buffer of a tag by its last message in the genera
 A damaged value ends the attempt at a step, as a broken connection does; after two in a row the sender counts as
 unreachable.
 
-**Sums** of small tensors go without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), some by the
-transport from device to device, others by Gloo through the host's memory.
+**Sums** of small tensors go without Gloo, some by the transport from device to device
+(:mod:`~lightning_recycle.runtime.comm.transports`), others by Gloo through the host's memory.
+
+**Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
+under way at a time. They arrive on the CPU, so neither side needs room on its device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,6 +50,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.comm.connections import Doorbell, OpenSockets
 from lightning_recycle.runtime.comm.groups import (
     CommunicationError,
     Group,
@@ -54,9 +60,7 @@ from lightning_recycle.runtime.comm.groups import (
     UnreachableError,
     set_timeout,
 )
-from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
-from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
-from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.transports import SmallAllreduce, Transport
 from lightning_recycle.runtime.comm.wire import (
     MAX_TENSORS,
     Channel,
@@ -68,6 +72,7 @@ from lightning_recycle.runtime.comm.wire import (
     ValueLayout,
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error
+from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
@@ -192,7 +197,7 @@ class Communicator:
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
-            UnreachableError: after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
+            UnreachableError: after :data:`~lightning_recycle.runtime.comm.connections.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self._end()
@@ -639,3 +644,80 @@ def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
     """A contiguous ``tensor`` in parts for single collectives."""
     parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
     return parts
+
+
+_PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
+_PARTS_AT_ONCE = 16
+_PART_TAGS = range(EXCHANGE_TAG + 1, EXCHANGE_TAG + 1 + _PARTS_AT_ONCE)
+_DONE = torch.empty(0, dtype=torch.uint8)
+
+
+def send_object(communicator: Communicator, value: Any, destination: int) -> None:
+    """Sends ``value`` to rank ``destination``; returns when it has arrived."""
+    # Parameters are pickled whole: they arrive as what they are.
+    skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
+    layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    head = torch.frombuffer(bytearray(pickle.dumps((skeleton, layouts))), dtype=torch.uint8)
+    _send(communicator, [torch.tensor([len(head)])], destination)
+    _send(communicator, [head], destination)
+    _send(communicator, [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors], destination)
+
+
+def receive_object(communicator: Communicator, source: int) -> Any:
+    """Receives an object from rank ``source``; tensors arrive on the CPU."""
+    size = torch.empty(1, dtype=torch.int64)
+    _receive(communicator, [size], source)
+    head = torch.empty(int(size), dtype=torch.uint8)
+    _receive(communicator, [head], source)
+    skeleton, layouts = pickle.loads(head.numpy().tobytes())
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
+    _receive(communicator, tensors, source)
+    return put_together(skeleton, tensors)
+
+
+def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
+    """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
+    by_device = communicator.transport.carries(destination)
+    answers: deque[Any] = deque()
+    for number, part in enumerate(_pieces(tensors)):
+        if number >= _PARTS_AT_ONCE:
+            communicator.receive(answers.popleft())
+        with communicator.translated:
+            value = tuple(t.to(communicator.device) if by_device else communicator.memory.staged(t) for t in part)
+        tag = _PART_TAGS[number % _PARTS_AT_ONCE]
+        answers.append(communicator.post_receive(Channel.GRADIENTS, destination, tag))
+        communicator.send(Channel.ACTIVATIONS, value, destination, tag)
+        communicator.on_progress()
+    for answer in answers:
+        communicator.receive(answer)
+        communicator.on_progress()
+    communicator.release_buffers(destination, _PART_TAGS)
+
+
+def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
+    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send`."""
+    parts = _pieces(tensors)
+    posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _PART_TAGS[: len(parts)])
+    for number, part in enumerate(parts):
+        tag = _PART_TAGS[number % _PARTS_AT_ONCE]
+        for place, found in zip(part, communicator.receive(posted.popleft(), to_device=False), strict=True):
+            place.copy_(found)
+        if number + _PARTS_AT_ONCE < len(parts):
+            posted.append(communicator.post_receive(Channel.ACTIVATIONS, source, tag))
+        communicator.send(Channel.GRADIENTS, _DONE, source, tag)
+        communicator.on_progress()
+    communicator.release_buffers(source, _PART_TAGS)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The bytes of contiguous ``tensors`` in pieces, grouped into messages."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        for piece in memory_of(tensor).split(_PART_BYTES) if tensor.numel() else ():
+            if piece.nbytes > room or len(found[-1]) == MAX_TENSORS:
+                found.append([])
+                room = _PART_BYTES
+            found[-1].append(piece)
+            room -= piece.nbytes
+    return found

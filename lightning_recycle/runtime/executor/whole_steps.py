@@ -33,8 +33,7 @@ from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
-from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 

@@ -25,8 +25,7 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import is_sharded, local_part
