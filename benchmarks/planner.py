@@ -58,8 +58,8 @@ from lightning_recycle.planning import (
     solve,
     validate,
 )
-from lightning_recycle.planning.layout_candidates import judged as judged_layout
-from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.layouts import judged as judged_layout
+from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 console = Console(width=120)

@@ -47,7 +47,7 @@ from lightning_recycle.simulation import (
     repeat,
     simulate,
 )
-from lightning_recycle.simulation.step_times import planned_step
+from lightning_recycle.simulation.policy import planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 from lightning_recycle.traces import load_trace
 

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
-from lightning_recycle.commands.application import Output, run_command
+from lightning_recycle.commands import Output, run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.simulation.results import FIGURES

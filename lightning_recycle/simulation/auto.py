@@ -1,14 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 The ways are re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). The training of each until the next
+that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the next
 change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
 The risk is the chance that the next failure takes all owners of a layer, times the cost of a restart. The next change
 is expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
+(:class:`~lightning_recycle.planning.layouts.FailureRecord`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.cuts import Bounds, held_ranges
-from lightning_recycle.planning.layout_candidates import Judgement
-from lightning_recycle.planning.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.layouts import Judgement
+from lightning_recycle.planning.layouts import Way as LayoutWay
+from lightning_recycle.planning.partition import Bounds, held_ranges
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
     Reaction,
+    ScheduleName,
     Trigger,
     is_covered,
+    layer_costs,
+    step_judgement,
     stopped,
+    unmovable,
 )
-from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 _DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned

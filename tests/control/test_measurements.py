@@ -13,7 +13,7 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Schedule, Worker
-from lightning_recycle.planning.layout_candidates import Candidate, Layout, LayoutPlan
+from lightning_recycle.planning.layouts import Candidate, Layout, LayoutPlan
 
 GRID = Grid(2, 2, 4)
 STEPS = 10

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
-from lightning_recycle.planning.cuts import (
+from lightning_recycle.planning.layouts import plan_layout
+from lightning_recycle.planning.partition import (
     Stages,
     are_bounds,
     are_whole,
     bounds_of,
     fastest_cut,
     held_ranges,
+    layer_moves,
     parts_of,
     rounded,
     shared_layers,
     shares,
     smooth_counts,
 )
-from lightning_recycle.planning.layer_costs import layer_moves
-from lightning_recycle.planning.layout_search import plan_layout
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])
 CLOSE = 2e-6

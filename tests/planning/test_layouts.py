@@ -10,18 +10,25 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.cuts import are_bounds, are_whole, check_cuts, even_cuts
-from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
-from lightning_recycle.planning.layout_candidates import (
+from lightning_recycle.planning.layouts import (
     LLAMA3_WORKER_SECONDS,
     FailureRecord,
     Judgement,
     Layout,
     LayoutPlan,
     judged,
+    plan_layout,
     with_variation,
 )
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.partition import (
+    LayerCosts,
+    are_bounds,
+    are_whole,
+    check_cuts,
+    even_cuts,
+    layer_moves,
+    traffic,
+)
 from lightning_recycle.planning.timing import MicrobatchVariation
 
 HOUR = 3600.0

@@ -15,7 +15,7 @@ from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import normalization
 from lightning_recycle.planning.normalization import contingencies, next_failures, normalized_problem, usual_limit
-from lightning_recycle.planning.rerouting import representative
+from lightning_recycle.planning.routing import representative
 
 GRID = p.Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)

@@ -11,11 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
-from lightning_recycle.planning.layout_candidates import Judgement
-from lightning_recycle.simulation.policy import Context, checkpoint_costs
+from lightning_recycle.planning.layouts import Judgement
+from lightning_recycle.simulation.policies import _best_split
+from lightning_recycle.simulation.policy import Context, checkpoint_costs, distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.published import cut, morph, pipelines_step
-from lightning_recycle.simulation.recycle import _best_split
-from lightning_recycle.simulation.step_times import distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.training_model import Cluster, one_f_one_b_seconds
 
 AGREEMENT = 0.01

@@ -4,8 +4,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.planning import Problem, Technique
-from lightning_recycle.simulation.policy import Context
-from lightning_recycle.simulation.step_times import layer_costs
+from lightning_recycle.simulation.policy import Context, layer_costs
 
 LARGE, MIDDLE = sim.get_model("gpt3_6_7b"), sim.get_model("gpt3_3_35b")
 

@@ -1,11 +1,11 @@
 """Choice of another layout of a run's layers: its facts, questions and decisions.
 
 Concept: each worker reports once its layers (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With
-measured times and memory, :func:`~lightning_recycle.planning.layout_search.plan_layout` is asked when operations have
+measured times and memory, :func:`~lightning_recycle.planning.layouts.plan_layout` is asked when operations have
 been measured, and when workers are lost or return; in the background, while training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the planning queue, as
-:class:`~lightning_recycle.planning.layout_candidates.LayoutPlan`.
+:class:`~lightning_recycle.planning.layouts.LayoutPlan`.
 
 Must not know: connections, generations; how layers move.
 """
@@ -25,11 +25,9 @@ from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
-from lightning_recycle.planning.cuts import has_ties, held_ranges, parts_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, Way, plan_layout
+from lightning_recycle.planning.partition import LayerCosts, has_ties, held_ranges, parts_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
