@@ -17,7 +17,7 @@ from lightning_recycle.planning.costs import (
 )
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
-from lightning_recycle.planning.layouts import Candidate, FailureRecord, Layout, LayoutPlan, plan_layout
+from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, plan_layout
 from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import (
     distribution_of,
@@ -26,7 +26,7 @@ from lightning_recycle.planning.normalization import (
     normalized_problem,
     roles,
 )
-from lightning_recycle.planning.partition import LayerCosts, LayerMove, even_cuts, layer_moves
+from lightning_recycle.planning.partition import LayerCosts, even_cuts
 from lightning_recycle.planning.plan_library import (
     PLAN_SCHEMA,
     PlanLibrary,
@@ -60,8 +60,6 @@ __all__ = [
     "HeuristicPlanner",
     "InvalidScheduleError",
     "LayerCosts",
-    "LayerMove",
-    "Layout",
     "LayoutPlan",
     "Memory",
     "Microbatch",
@@ -83,7 +81,6 @@ __all__ = [
     "even_cuts",
     "get_planner",
     "heuristic",
-    "layer_moves",
     "load_plan",
     "load_profile",
     "lower_bound",

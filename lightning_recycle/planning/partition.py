@@ -7,14 +7,13 @@ have at most two decimals, and each stage a layer of its own, so a layer has two
 *Costs*: a stage takes the sum of its layers' seconds, per micro-batch (F, B, W, BW) or per step (REDUCE, STEP). Where a
 bound lies within a layer, each holder takes its part in the mean.
 
-*Search*: a stage with n live workers has the load ``share(n) x seconds of its layers for one micro-batch + seconds of
-REDUCE and STEP``, where share(n) is the largest of n shares of the D M micro-batches; the slowest stage decides the
-period. For a limit on the load, dynamic programming over stages and bounds finds whether the workers are enough;
-bisection finds the least limit. Within it the cut with the fewest workers is taken, then the fewest shared layers, then
-the least price, e.g. in bytes to move.
+*Search*: a stage has the load ``micro-batches of its busiest worker x seconds of its layers for one micro-batch +
+seconds of REDUCE and STEP``; the slowest stage decides the period. For a limit on the load, dynamic programming over
+stages and bounds finds whether there is a cut; bisection finds the least limit. Within it the cut with the fewest
+shared layers is taken, then the least price, e.g. in bytes to move.
 
-*Moves*: workers copy further layers from live holders at the same time. Each link sends and receives at once, so the
-busiest direction of a link decides. Owners of a layer take turns, the one with the least to send so far first.
+*Transfers*: workers copy further layers from live holders at the same time. Each link sends and receives at once, so
+the busiest direction of a link decides.
 
 Source: PipeDream's partition (Narayanan et al., SOSP'19, section 3.1), for a fixed number of stages, memory by stage
 and unequal speeds; the check of a limit is that of chains-on-chains partitioning (Pinar and Aykanat, 2004).
@@ -23,7 +22,6 @@ and unequal speeds; the check of a limit is that of chains-on-chains partitionin
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +30,9 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from lightning_recycle.arguments import at_least, is_number
-from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.costs import Costs, Memory, communication_seconds
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
-from lightning_recycle.planning.problem import least_maximum
 from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
 
 Bounds: TypeAlias = tuple[float, ...]
@@ -154,10 +151,9 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut, the workers that its stages need, and the largest load in seconds."""
+    """A cut, and the largest load of its stages in seconds."""
 
     cuts: Bounds
-    workers: tuple[int, ...]
     bottleneck: float
 
 
@@ -172,16 +168,14 @@ class Stages:
     Args:
         work: seconds of each layer for one micro-batch, forward and backward.
         once: seconds of each layer per step, REDUCE and STEP; a shared one takes them in both of its stages.
-        options: for each stage, possible numbers of workers with the share of the busiest (:func:`shares`), ascending.
-        workers: the live workers of all stages.
+        busiest: for each stage, the micro-batches of its busiest worker, times the worker's factor.
         fits: whether a worker of a stage has memory for the layers between two bounds; monotone in the range.
-        shares_layers: whether stages may share layers; each has one number of workers then.
+        shares_layers: whether stages may share layers.
     """
 
     work: Sequence[float]
     once: Sequence[float]
-    options: Sequence[Sequence[tuple[int, float]]]
-    workers: int
+    busiest: Sequence[float]
     fits: Callable[[int, float, float], bool] | None = None
     shares_layers: bool = False
 
@@ -192,17 +186,14 @@ class Stages:
 
     def least(self) -> float:
         """A lower bound of the load: all workers busy all the time."""
-        return sum(self.work) / sum(1 / options[-1][1] for options in self.options)
+        return sum(self.work) / sum(1 / share for share in self.busiest)
 
     def most(self) -> float:
-        """An upper bound of the load: all layers on one worker."""
-        return max(self._load(options[0][1], 0, len(self.work)) for options in self.options)
+        """An upper bound of the load: all layers in one stage."""
+        return max(self.load(stage, 0, len(self.work)) for stage in range(len(self.busiest)))
 
-    def load(self, stage: int, begin: float, end: float, workers: int) -> float:
-        """Seconds of the busiest of ``workers`` workers of a stage between these bounds."""
-        return self._load(next(share for count, share in self.options[stage] if count == workers), begin, end)
-
-    def _load(self, share: float, begin: float, end: float) -> float:
+    def load(self, stage: int, begin: float, end: float) -> float:
+        """Seconds of the busiest worker of a stage between these bounds."""
         first, last = math.floor(begin), math.ceil(end)
         of_microbatches, of_steps = self._before
         work = of_microbatches[last] - of_microbatches[first]
@@ -210,78 +201,69 @@ class Stages:
             work -= self.work[first] * (begin - first)
         if end != last:
             work -= self.work[last - 1] * (last - end)
-        return share * work + of_steps[last] - of_steps[first]
+        return self.busiest[stage] * work + of_steps[last] - of_steps[first]
 
     def within(self, limit: float, price: Price | None = None) -> Cut | None:
         """The best cut with no load above ``limit``, in the module's order; else None."""
         limit *= 1 + 1e-12  # sums are not exact
-        count = len(self.work)
-        room = list(accumulate((limit / options[-1][1] for options in self.options[::-1]), initial=0.0))
-        reached: dict[float, tuple[int, int, float]] = {0: (0, 0, 0.0)}
-        back: list[dict[float, tuple[float, int]]] = []
-        for stage in range(len(self.options)):
-            after: dict[float, tuple[int, int, float]] = {}
-            chosen: dict[float, tuple[float, int]] = {}
-            behind = room[len(self.options) - stage - 1] * (1 + 1e-9)  # what the later stages can take
-            for begin, (used, shared, paid) in reached.items():
-                for end, need in self._ends(stage, begin, limit):
-                    if used + need > self.workers or self._before[0][count] - self._before[0][math.ceil(end)] > behind:
+        count, stages = len(self.work), len(self.busiest)
+        room = list(accumulate((limit / share for share in self.busiest[::-1]), initial=0.0))
+        reached: dict[float, tuple[int, float]] = {0: (0, 0.0)}
+        back: list[dict[float, float]] = []
+        for stage in range(stages):
+            after: dict[float, tuple[int, float]] = {}
+            chosen: dict[float, float] = {}
+            behind = room[stages - stage - 1] * (1 + 1e-9)  # what the later stages can take
+            for begin, (shared, paid) in reached.items():
+                for end in self._ends(stage, begin, limit):
+                    if self._before[0][count] - self._before[0][math.ceil(end)] > behind:
                         continue
                     cost = paid + (price(stage, begin, end) if price is not None else 0.0)
-                    found = used + need, shared + (end != math.floor(end)), cost
+                    found = shared + (end != math.floor(end)), cost
                     if end not in after or found < after[end]:
-                        after[end], chosen[end] = found, (begin, need)
+                        after[end], chosen[end] = found, begin
             reached = _useful(after)
             back.append(chosen)
         return self._traced(back) if count in reached else None
 
-    def _ends(self, stage: int, begin: float, limit: float) -> Iterator[tuple[float, int]]:
-        """Whole ends of a stage, and the last within a layer, with their fewest workers."""
-        options, at = self.options[stage], 0  # more layers never need fewer workers
-        behind = len(self.options) - stage - 1  # each of them needs a layer
+    def _ends(self, stage: int, begin: float, limit: float) -> Iterator[float]:
+        """Whole ends of a stage, and the last within a layer."""
+        behind = len(self.busiest) - stage - 1  # each of them needs a layer
         last = len(self.work) - behind
         own = end = math.ceil(begin) + 1
-        while end <= last:
-            while at < len(options) and self._load(options[at][1], begin, end) > limit:
-                at += 1
-            if at == len(options) or not (self.fits is None or self.fits(stage, begin, end)):
-                break
-            yield end, options[at][0]
+
+        def may_end(at: float) -> bool:
+            return self.load(stage, begin, at) <= limit and (self.fits is None or self.fits(stage, begin, at))
+
+        while end <= last and may_end(end):
+            yield end
             end += 1
         if self.shares_layers and behind and own < end <= last:
             low, high = 0, PARTS  # parts of the layer before `end` that the stage may take, and may not
             while high - low > 1:
                 middle = (low + high) // 2
-                part = end - 1 + middle / PARTS
-                has_room = self.fits is None or self.fits(stage, begin, part)
-                may = has_room and self._load(options[-1][1], begin, part) <= limit
-                low, high = (middle, high) if may else (low, middle)
+                low, high = (middle, high) if may_end(end - 1 + middle / PARTS) else (low, middle)
             if low:
-                yield rounded(end - 1 + low / PARTS), options[-1][0]
+                yield rounded(end - 1 + low / PARTS)
 
-    def _traced(self, back: Sequence[dict[float, tuple[float, int]]]) -> Cut:
+    def _traced(self, back: Sequence[dict[float, float]]) -> Cut:
         cuts: list[float] = [len(self.work)]
-        workers: list[int] = []
         for chosen in reversed(back):
-            begin, need = chosen[cuts[-1]]
-            cuts.append(begin)
-            workers.append(need)
+            cuts.append(chosen[cuts[-1]])
         cuts.reverse()
-        workers.reverse()
-        loads = [self.load(stage, cuts[stage], cuts[stage + 1], need) for stage, need in enumerate(workers)]
-        return Cut(tuple(cuts), tuple(workers), max(loads))
+        return Cut(tuple(cuts), max(self.load(stage, *ends) for stage, ends in enumerate(pairwise(cuts))))
 
 
-def _useful(reached: dict[float, tuple[int, int, float]]) -> dict[float, tuple[int, int, float]]:
+def _useful(reached: dict[float, tuple[int, float]]) -> dict[float, tuple[int, float]]:
     """Of the bounds within each layer, those that share fewer layers than later ones."""
-    kept: dict[float, tuple[int, int, float]] = {}
+    kept: dict[float, tuple[int, float]] = {}
     fewest: dict[int, int] = {}  # shared layers, by the layer in which the bound lies
     for end in sorted(reached, reverse=True):
         layer = math.floor(end)
         if end != layer:
-            if reached[end][1] >= fewest.get(layer, math.inf):
+            if reached[end][0] >= fewest.get(layer, math.inf):
                 continue
-            fewest[layer] = reached[end][1]
+            fewest[layer] = reached[end][0]
         kept[end] = reached[end]
     return kept
 
@@ -306,40 +288,6 @@ def fastest_cut(stages: Stages) -> Cut | None:
         else:
             best = found
     return best
-
-
-def shares(microbatches: int, factors: Sequence[float]) -> tuple[float, ...]:
-    """``shares[n]``: the least largest load of n workers, in micro-batches.
-
-    Infinite for n = 0. ``factors``: the workers' slowness, those that stay longest first.
-    """
-    counts = range(1, len(factors) + 1)
-    return (math.inf, *(least_maximum(operator.mul, microbatches, factors[:count]) for count in counts))
-
-
-def smooth_counts(table: Sequence[float], stages: int, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of workers of the stages with which parts of layers even out most.
-
-    Where loads are equal, a step takes the work over the sum of 1 / ``table[n]`` of all stages; ``table[n]`` is the
-    micro-batches of the busiest of n workers. Returns the best of nearly equal numbers, and of others. Stages with few
-    workers come first: they get the fewest layers, and hold the most micro-batches.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    mean = workers / stages
-    for reach in (1.0, 2.0, 3.0, float(workers)):
-        allowed = [n for n in range(1, len(table)) if abs(n - mean) <= reach]
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for _ in range(stages):
-            after: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for taken, (speed, counts) in best.items():
-                for n in allowed:
-                    if taken + n <= workers:
-                        candidate = round(speed + 1 / table[n], 12), (*counts, n)
-                        after[taken + n] = max(after.get(taken + n, candidate), candidate)
-            best = after
-        if workers in best:
-            found[tuple(sorted(best[workers][1]))] = None
-    return tuple(found)
 
 
 def is_layout(cuts: Bounds, stages: int) -> bool:
@@ -387,6 +335,17 @@ def transfers(grid: Grid, roster: Collection[int], before: Bounds, after: Bounds
                 donor = own if own in workers[giver] else workers[giver][turn % len(workers[giver])]
                 found.append(Transfer(donor, receiver, layers))
     return tuple(found)
+
+
+def traffic(moves: Collection[Transfer], state_bytes: Sequence[float]) -> tuple[float, float]:
+    """Bytes of all ``moves``, and the most that one worker sends or receives."""
+    sent: defaultdict[int, float] = defaultdict(float)
+    received: defaultdict[int, float] = defaultdict(float)
+    for move in moves:
+        size = sum(state_bytes[layer] for layer in move.layers)
+        sent[move.donor] += size
+        received[move.receiver] += size
+    return sum(received.values()), max([0.0, *received.values(), *sent.values()])
 
 
 _SECONDS = ("forward", "backward_input", "backward_weight", "backward", "reduce", "optimizer")
@@ -523,6 +482,10 @@ class LayerCosts:
         """Bytes of each layer's state: parameters and optimizer."""
         return tuple(map(sum, zip(self.parameter_bytes, self.optimizer_bytes, strict=True)))
 
+    def copy_seconds(self, size: float) -> float:
+        """Seconds for ``size`` bytes over one link; by latency alone if 0 bandwidth."""
+        return self.latency + (size / self.bandwidth if self.bandwidth else 0.0)
+
     def work(self, *, split_backward: bool) -> tuple[float, ...]:
         """Seconds of each layer for forward and backward of one micro-batch."""
         if not split_backward:
@@ -617,11 +580,7 @@ class LayerCosts:
         sizes = [
             self.output_bytes[layer - 1] for bound in bounds[1:-1] for layer in {math.floor(bound), math.ceil(bound)}
         ]
-        if not sizes:
-            return 0.0
-        if not self.bandwidth:
-            return self.latency
-        return communication_seconds(sizes, latency_seconds=self.latency, bandwidth_bytes_per_second=self.bandwidth)
+        return self.copy_seconds(max(sizes)) if sizes else 0.0
 
     @staticmethod
     def _stages(values: Sequence[float], bounds: Bounds) -> tuple[float, ...]:
@@ -630,89 +589,3 @@ class LayerCosts:
     @staticmethod
     def _held(values: Sequence[float], bounds: Bounds) -> tuple[float, ...]:
         return tuple(sum(values[held.start : held.stop]) for held in held_ranges(bounds))
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class LayerMove:
-    """A layer that a worker gets.
-
-    Args:
-        layer: its index.
-        source: the worker that sends it, by its position before the change.
-        receiver: the worker that gets it, by its position before the change.
-    """
-
-    layer: int
-    source: Worker
-    receiver: Worker
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes of several moves: of all, the most on a link, and the number of moves."""
-
-    total: float = 0.0
-    busiest: float = 0.0
-    copied: int = 0
-
-    def seconds(self, bandwidth: float, latency: float) -> float:
-        """Seconds until the last copy has arrived; by latency alone if 0 bandwidth."""
-        if not self.copied:
-            return 0.0
-        return latency + (self.busiest / bandwidth if bandwidth else 0.0)
-
-
-def layer_moves(
-    grid: Grid,
-    failed: Collection[Worker],
-    before: Sequence[float],
-    after: Sequence[float],
-    roles: Mapping[Worker, Worker] | None = None,
-    state_bytes: Sequence[float] | None = None,
-) -> tuple[LayerMove, ...]:
-    """The copies that take all live workers from one cut to another.
-
-    Args:
-        failed: vacant positions before the change.
-        before, after: bounds of the stages, as in :mod:`~lightning_recycle.planning.partition`.
-        roles: the new position of each live worker; by default all stay.
-        state_bytes: bytes of each layer, by which owners share the sends; by default all are equal.
-
-    Raises:
-        PlanningError: when a layer has no live owner.
-    """
-    gone = set(failed)
-    owners: list[list[Worker]] = [[] for _ in range(grid.stages)]
-    for worker in grid.workers():
-        if worker not in gone:
-            owners[worker.stage].append(worker)
-    had, gets = held_ranges(before), held_ranges(after)
-    sent: defaultdict[Worker, float] = defaultdict(float)
-    found = []
-    for stage in range(grid.stages):
-        for worker in owners[stage]:
-            target = (roles or {}).get(worker, worker).stage
-            for layer in gets[target]:
-                if layer in had[stage]:
-                    continue
-                stages = [other for other in range(grid.stages) if layer in had[other]]
-                holders = [holder for other in stages for holder in owners[other]]
-                if not holders:
-                    raise PlanningError(
-                        f"layer {layer} has no live owner: all {grid.lanes} replicas of stage "
-                        f"{' and '.join(map(str, stages))} have failed. Restart from a checkpoint."
-                    )
-                source = min(holders, key=lambda holder: (sent[holder], holder))
-                sent[source] += 1 if state_bytes is None else state_bytes[layer]
-                found.append(LayerMove(layer, source, worker))
-    return tuple(found)
-
-
-def traffic(moves: Collection[LayerMove], state_bytes: Sequence[float]) -> Traffic:
-    """The bytes of ``moves``, given those of each layer."""
-    sent: defaultdict[Worker, float] = defaultdict(float)
-    received: defaultdict[Worker, float] = defaultdict(float)
-    for move in moves:
-        sent[move.source] += state_bytes[move.layer]
-        received[move.receiver] += state_bytes[move.layer]
-    return Traffic(sum(received.values()), max([0.0, *received.values(), *sent.values()]), len(moves))

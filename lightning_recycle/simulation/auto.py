@@ -30,7 +30,6 @@ from lightning_recycle.planning import (
     plan_layout,
 )
 from lightning_recycle.planning.layouts import Judgement
-from lightning_recycle.planning.layouts import Way as LayoutWay
 from lightning_recycle.planning.partition import Bounds, held_ranges
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policy import (
@@ -245,7 +244,7 @@ def _staying(
     model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
 ) -> tuple[_Way, ...]:
     """Re-routing alone: where layers move, workers that move alone bring nothing."""
-    return _planned(model, technique, effort, cuts, counts, (), "layers stay")
+    return _planned(model, technique, effort, cuts, counts, "layers stay")
 
 
 @lru_cache(maxsize=4096)
@@ -255,8 +254,7 @@ def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) 
     Costs of a change hardly depend on the current cuts.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
-    ways: tuple[LayoutWay, ...] = ("layers", "both")
-    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model))
+    return _planned(model, technique, effort, _even(model), counts, unmovable(model))
 
 
 def _planned(
@@ -265,7 +263,6 @@ def _planned(
     effort: int,
     cuts: Bounds,
     counts: tuple[int, ...],
-    ways: tuple[LayoutWay, ...],
     fixed: str,
 ) -> tuple[_Way, ...]:
     """Ways that the planner of a run finds, whether or not they pay."""
@@ -277,20 +274,18 @@ def _planned(
             cuts,
             next_change=1e12,
             fixed=fixed,
-            ways=ways,
             judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
         return ()
     found = []
-    for candidate in plan.candidates:
+    for candidate in (plan.reroute, plan.layers):
         if candidate.judgement is not None:
-            layout = candidate.layout
-            held = [(part.start, part.stop) for part in held_ranges(layout.cuts)]
-            stages = list(zip(held, layout.workers, strict=True))
+            held = [(part.start, part.stop) for part in held_ranges(candidate.cuts)]
+            stages = list(zip(held, counts, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+            found.append(_Way(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
+from lightning_recycle.planning import Grid, Problem, Technique, Worker, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.failures import Duration, keep_seconds
 from lightning_recycle.simulation.policy import (
@@ -89,17 +89,16 @@ def place(
     """
     held, vacant = keep(grid, before, workers)
     known = {worker for worker, _ in before.positions}
-    senders: Counter[Worker] = Counter()
-    for worker, position in held.items():
-        if worker not in known:
-            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
-            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    after = dict(held)
     if distribution is not None:
         taken = roles(grid, vacant, distribution)
-        stages = range(grid.stages + 1)  # each is moved as a whole
-        senders.update(move.source for move in layer_moves(grid, vacant, stages, stages, taken))
-        held = {worker: taken[position] for worker, position in held.items()}
-    return Placement(tuple(sorted(held.items())), max(senders.values(), default=0))
+        after = {worker: taken[position] for worker, position in held.items()}
+    senders: Counter[Worker] = Counter()
+    for worker, position in after.items():
+        if worker not in known or position.stage != held[worker].stage:
+            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
+            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    return Placement(tuple(sorted(after.items())), max(senders.values(), default=0))
 
 
 @dataclass(frozen=True)

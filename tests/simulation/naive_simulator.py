@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
+from lightning_recycle.planning import Problem, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.policies import _best_split
 from lightning_recycle.simulation.policy import Context, checkpoint_costs, distribution, pipeline_step, planned_step
@@ -397,16 +397,14 @@ class NaiveRecycle(Naive):
             held[worker] = max(empty, key=lambda place: (bare[place.stage], -place.pipeline, -place.stage))
         if held == before:
             return None
-        for worker, place in held.items():
-            if worker not in old:
-                sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
+        has = {worker: place.stage for worker, place in old.items()}
         if self.policy.normalization:
             vacant = sorted(set(grid.workers()) - set(held.values()))
-            goal = self.spread(len(vacant))
-            taken = roles(grid, vacant, goal)
-            stages = range(grid.stages + 1)
-            sent.update(move.source for move in layer_moves(grid, vacant, stages, stages, roles(grid, vacant, goal)))
+            taken = roles(grid, vacant, self.spread(len(vacant)))
             held = {worker: taken[place] for worker, place in held.items()}
+        for worker, place in held.items():
+            if has.get(worker) != place.stage:
+                sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
         transfer = max(sent.values(), default=0) * self.one_copy()
         pauses = self.regrouping(len(self.live), failed, transfer)
         return Answer(self.running(held), pauses, "step" if failed else "now")
