@@ -34,14 +34,14 @@ _NARROW = 0.005
 Scenes = Mapping[str, Mapping[tuple[str, str], Record]]
 """By everything but the policy: results by (policy, schedule)."""
 
-_RE_ROUTING = ("Recycle", "Elastic", "ElasticLayers", "Auto")
+_RE_ROUTING = ("Recycle", "Elastic", "Auto")
 """Policies that re-route; their own schedule is planned."""
 
 _COMPARE = "To compare policies, run several with the same schedule: recycle-simulate experiment=quick does."
 """Where no comparison can be made."""
 _USE = (
-    "Re-routing keeps the batch and leaves every layer in its place; the policies elastic_layers and auto also move"
-    " layers where that is faster."
+    "Re-routing keeps the batch and leaves every layer in its place; the policy auto also moves layers where that is"
+    " faster."
 )
 
 

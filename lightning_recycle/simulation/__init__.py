@@ -22,7 +22,6 @@ from lightning_recycle.simulation.failures import (
 from lightning_recycle.simulation.policies import (
     DropReplica,
     Elastic,
-    ElasticLayers,
     FaultFree,
     Merge,
     Recycle,
@@ -53,7 +52,6 @@ __all__ = [
     "Cluster",
     "DropReplica",
     "Elastic",
-    "ElasticLayers",
     "FailedFraction",
     "FailureRate",
     "FailureSource",

@@ -1,7 +1,7 @@
 """Policies: this package's re-routing, and what is common practice.
 
-Re-routing: peers of a dead worker run its micro-batches; then layers may move. Physical workers are moved to other
-positions of the grid with as little copying as possible. Common practice keeps whole pipelines: merge, spares, restart,
+Re-routing: peers of a dead worker run its micro-batches. Physical workers are moved to other positions of the grid with
+as little copying as possible. Common practice keeps whole pipelines: merge, spares, restart,
 drop replica; and the fault-free run.
 """
 
@@ -11,10 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar, Literal
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
@@ -34,7 +33,7 @@ from lightning_recycle.simulation.policy import (
     planned_step,
     stopped,
 )
-from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +235,6 @@ class Recycle(Policy):
         return self.configuration(context, fresh(grid, workers, goal))
 
 
-_SWITCH = 2.0  # seconds that all wait when layers have moved
-_LEAST_GAIN = 0.01  # of the step time that a move must save
-
-
 @dataclass(frozen=True)
 class Elastic(Recycle):
     """A batch of constant size is shared by all workers, however many there are.
@@ -299,112 +294,6 @@ def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
             "smaller micro-batches or recompute=True."
         )
     return limits
-
-
-@dataclass(frozen=True)
-class ElasticLayers(Recycle):
-    """Re-routing at once, then layers move until all stages are equally loaded.
-
-    Source: the idea of ElasWave (arXiv 2510.00606) and of Odyssey (arXiv 2508.21613), re-routing and moving layers to
-    rebalance the stages; the systems themselves are not modelled. The first reaction and all its constants are those of
-    the ReCycle policy.
-
-    Assumptions:
-
-    - After a failure the layers are redistributed in whole units of a layer (``TrainingModel.units``) so that the
-      slowest stage, the one with the most layers per live worker, is as fast as memory allows. Each stage keeps its
-      workers.
-    - The layers are copied in the background, with parameters and optimizer state, at ``share`` of a worker's network
-      link, while training continues as under ReCycle; every worker of a stage receives its stage's new layers.
-    - Then all switch at the end of a step, which takes two seconds.
-    - A new failure before that aborts the move, which then starts again from the current state.
-    - Failures are normalized first, as in ReCycle.
-
-    Takes the arguments of ``Recycle``, and:
-
-    Args:
-        share: fraction of a link's bandwidth that background copies may use.
-    """
-
-    share: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("ElasticLayers", "share", self.share, above=True)
-
-    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`. Nodes missing from the start need no move."""
-        first = super().begin(context, live)
-        better, _ = self._balanced(context, first.configuration)
-        return Reaction(first.configuration if better is None else better)
-
-    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        reaction = super().react(context, current, trigger)
-        if reaction is None:
-            better, _ = self._balanced(context, current) if trigger.woken else (None, 0.0)
-            if better is None:
-                return None
-            return Reaction(better, pauses(change=_SWITCH), at_boundary=True)
-        better, seconds = self._balanced(context, reaction.configuration)
-        if better is None:
-            return reaction
-        before = sum(pause.seconds for pause in reaction.pauses) + reaction.configuration.fill_seconds
-        return replace(reaction, wake=before + seconds)
-
-    def _balanced(self, context: Context, found: Configuration) -> tuple[Configuration | None, float]:
-        """The configuration with moved layers, if worth it, and the seconds of the move."""
-        layout = found.layout
-        assert isinstance(layout, Placement)
-        failures = layout.failures(context.model.grid)
-        if not found.running or not self.adaptive or not any(failures):
-            return None, 0.0
-        units, step = _best_split(context.model, failures, self.technique, self.effort)
-        if not step.period < found.step_seconds * (1 - _LEAST_GAIN):
-            return None, 0.0
-        moved = _moved(context.model, units) / context.model.units
-        copying = context.model.transfer_seconds(moved) / self.share
-        label = f"{found.label}, layers moved"
-        better = replace(found, label=label, step_seconds=step.period, fill_seconds=step.fill, lead_seconds=step.lead)
-        return better, copying
-
-
-@lru_cache(maxsize=4096)
-def _best_split(
-    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
-) -> tuple[tuple[int, ...], Judgement]:
-    """Units of each stage in proportion to its live workers, and the planned step."""
-    live = [model.pipelines - count for count in failures]
-    units = [0] * model.stages
-    open_stages = list(range(model.stages))
-    for _ in range(model.units):  # the next unit goes where the stage stays fastest, memory permitting
-        open_stages = [s for s in open_stages if _fits(model, units[s] + 1)]
-        if not open_stages:
-            return model.even(), Judgement(float("inf"))
-        stage = min(open_stages, key=lambda s: ((units[s] + 1) / live[s], s))
-        units[stage] += 1
-    parts = tuple(units)
-    if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
-        return model.even(), Judgement(float("inf"))
-    gone = normalized_failures(model.grid, failures)
-    problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
-    return parts, planned_step(problem, effort)
-
-
-def _fits(model: TrainingModel, units: int) -> bool:
-    """Whether a worker with that many units has memory for S micro-batches."""
-    part = units / model.units
-    return model.state_bytes(part) + model.stages * model.activation_bytes(part) <= model.memory_bytes
-
-
-def _moved(model: TrainingModel, units: tuple[int, ...]) -> int:
-    """The most units that a stage receives on the way from the even split."""
-    even = model.even()
-    most, begin_old, begin_new = 0, 0, 0
-    for old, new in zip(even, units, strict=True):
-        common = max(0, min(begin_old + old, begin_new + new) - max(begin_old, begin_new))
-        most = max(most, new - common)
-        begin_old, begin_new = begin_old + old, begin_new + new
-    return most
 
 
 Teams = tuple[tuple[int, ...], ...]
