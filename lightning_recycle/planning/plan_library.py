@@ -4,7 +4,7 @@
 again are refused as CSV, because torch binds a stage to one rank. Each loaded plan has passed the validator.
 
 *Library*: the first part of a file's name stands for planner, version, grid, techniques and the numbers of failed and
-slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.rerouting`); the second part for
+slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.routing`); the second part for
 costs and limits. A plan serves a problem with the same first part if its costs differ by at most a quarter of the mean
 operation (it is timed again; a common factor is no difference) and it fits into the memory. The nearest costs win, then
 the shortest plan.
@@ -36,12 +36,11 @@ from lightning_recycle.arguments import __version__, is_integer, is_number
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import read_json, refusing, write_atomically, write_json
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
 from lightning_recycle.planning.costs import Costs, Memory, cost_difference
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.rerouting import renamed, representative
+from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem, renamed, representative
 from lightning_recycle.planning.schedule import (
     TOLERANCE,
     OperationColumns,

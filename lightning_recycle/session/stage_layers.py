@@ -33,7 +33,8 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measur
 from lightning_recycle.devices import await_stream, tensor_bytes
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.cuts import (
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.partition import (
     are_whole,
     bounds_of,
     has_ties,
@@ -42,7 +43,6 @@ from lightning_recycle.planning.cuts import (
     rounded,
     shared_layers,
 )
-from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor

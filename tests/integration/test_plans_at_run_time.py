@@ -33,9 +33,9 @@ from lightning_recycle.planning import (
     plan,
     save_profile,
 )
-from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
 from lightning_recycle.planning.costs import load_profile
 from lightning_recycle.planning.plan_library import read_schedule
+from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem
 
 pytestmark = pytest.mark.long
 

@@ -16,18 +16,18 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
-from lightning_recycle.planning.compact_schedule import (
+from lightning_recycle.planning.normalization import next_failures
+from lightning_recycle.planning.plan_library import plan_to_json, read_plan
+from lightning_recycle.planning.program import worker_program
+from lightning_recycle.planning.routing import (
     CompactSchedule,
     Lane,
     LanePlaces,
     compact,
     lane_problem,
     lanes_of,
+    renamed,
 )
-from lightning_recycle.planning.normalization import next_failures
-from lightning_recycle.planning.plan_library import plan_to_json, read_plan
-from lightning_recycle.planning.program import worker_program
-from lightning_recycle.planning.rerouting import renamed
 from lightning_recycle.planning.schedule import staggered_period
 
 CLOSE = 1e-6

@@ -11,7 +11,7 @@ import pytest
 from lightning_recycle import files as files_module
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.compact_schedule import CompactSchedule
+from lightning_recycle.planning.routing import CompactSchedule
 from lightning_recycle.planning.schedule import SolverUse
 
 PROBLEM = p.Problem(p.Grid(3, 4, 6), p.Costs.uniform(4), frozenset({p.Worker(1, 2)}))
