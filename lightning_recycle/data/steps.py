@@ -11,12 +11,14 @@ Several DataLoaders: Lightning's ``CombinedLoader`` combines addresses as it com
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_recycle.data.batching import batching_of, check_combination, check_dataloader
@@ -24,22 +26,7 @@ from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
-_SETTINGS = frozenset(
-    {
-        "batch_size",
-        "collate_fn",
-        "dataset",
-        "drop_last",
-        "generator",
-        "multiprocessing_context",
-        "num_workers",
-        "persistent_workers",
-        "pin_memory",
-        "prefetch_factor",
-        "timeout",
-        "worker_init_fn",
-    }
-)
+_SETTINGS = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
 Address: TypeAlias = tuple[int, Any]
 """(epoch, index); the index is an integer, or a list of integers to read at once."""
 

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Line:
 
     def __init__(self) -> None:
         self.has_peers = self.has_mesh = True
-        self.sums_in_one_order = False
+        self.transport = SimpleNamespace(in_one_order=False)
         self.begun: list[int] = []
         self.groups: list[Any] = []  # of each: the stages, and who gives
         self.ended: list[int] = []
@@ -248,7 +249,7 @@ def test_what_some_stages_hold_in_common_leaves_together() -> None:
 
 def test_where_one_sum_may_wait_for_another_those_of_several_stages_are_last() -> None:
     bench = Halfway()
-    bench.line.sums_in_one_order = True
+    bench.line.transport.in_one_order = True
     assert bench.seen() == [[], [16, 48, 32], [16, 48, 32]]
 
 

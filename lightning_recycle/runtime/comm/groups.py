@@ -136,11 +136,6 @@ class Device:
             return group, sockets
 
 
-def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Bounds every operation of ``group`` from now on."""
-    group._set_default_timeout(timeout)
-
-
 class _Neighbours(Store):
     """The store of a group whose other processes all seem to be doorbells here."""
 

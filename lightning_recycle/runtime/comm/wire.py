@@ -208,7 +208,7 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
     return total % _MODULUS + 1
 
 
-class Outbox:
+class SendBuffer:
     """A prepared message to copy tensors into; ``packs_next``: the next one is packed."""
 
     def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
@@ -231,7 +231,7 @@ class Outbox:
         self._sums[1] = sum_of_bytes(self._bytes[HEADER_BYTES:]) if self.packed else sum_of_tensors(tensors)
 
 
-class Inbox:
+class ReceiveBuffer:
     """The buffer posted for a tag, and the layout of its last message."""
 
     def __init__(self, capacity: int, memory: HostMemory) -> None:
@@ -271,7 +271,7 @@ class Incoming:
     channel: Channel
     source: int
     tag: int
-    inbox: Inbox
+    inbox: ReceiveBuffer
     work: Any
     end: Any
     note: bytes = b""

@@ -2,8 +2,8 @@
 
 Only the user's code defines such a step; the schedule deals micro-batches to workers. There is one stage: every worker
 does the whole step, and all hold the same afterwards. A step works on the parameters in place, with a copy of the whole
-initial state (:class:`StepState`) to which a failure rewinds all. For the protocol a worker is REDUCED when it has done
-its step, and holds the state before and after it. Before losses are known, and before the vote for the commit, all
+initial state to which a failure rewinds all. For the protocol a worker is REDUCED when it has done its step, and holds
+the state before and after it. Before losses are known, and before the vote for the commit, all
 workers have reported that they are done: no worker ever needs another's state.
 
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
@@ -41,7 +41,7 @@ _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
 
 
-class StepState(Protocol):
+class RewindableState(Protocol):
     """All state that a step may change, on this worker."""
 
     def keep(self) -> None:
@@ -100,7 +100,7 @@ class WholeStepRunner(StepRunner):
         bundle: StageBundle,
         callbacks: ExecutorCallbacks,
         body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, StepPath], list[tuple[float, bytes]]],
-        state: StepState,
+        state: RewindableState,
     ) -> None:
         super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
         self._body, self._state = body, state

@@ -443,7 +443,7 @@ class BucketedReduction:
             self._summed_in_reduce = own[0].buffer
         alone = own if has_peers and self._summed_in_reduce is None else []
         self._only_counted = [] if alone else own
-        in_one_order = self._sums.sums_in_one_order
+        in_one_order = self._sums.transport.in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
         self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in alone + common}
