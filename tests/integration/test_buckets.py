@@ -40,7 +40,7 @@ class Watcher(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         executor: Any = trainer.strategy.executor  # type: ignore[attr-defined]
         communicator, me = executor.communicator, (executor.worker.pipeline, executor.worker.stage)
-        begin, end = communicator.begin_all_reduce, communicator.end_all_reduce
+        begin, end = communicator.begin_collective, communicator.end_collective
         begun = {"version": -1, "number": 0, "ended": 0}
         is_reducing = False
 
@@ -75,7 +75,7 @@ class Watcher(L.Callback):
             is_reducing = op.kind.value == "REDUCE"
 
         executor.before_operation.append(before)
-        communicator.begin_all_reduce, communicator.end_all_reduce = watched_begin, watched_end
+        communicator.begin_collective, communicator.end_collective = watched_begin, watched_end
 
 
 def early(folder: Path) -> dict[str, set[int]]:

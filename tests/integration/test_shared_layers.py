@@ -295,7 +295,7 @@ class CountsSums(Callback):
                 begun.clear()
 
         sums = executor.communicator
-        for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
+        for name in ("all_reduce", "begin_collective"):
             setattr(sums, name, watched(getattr(sums, name)))
         executor.after_operation.append(note)
 

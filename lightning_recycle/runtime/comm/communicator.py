@@ -515,7 +515,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over this stage's live workers; the same bits on all."""
         if self._small is None or not self._small.takes(tensor):
-            self.end_all_reduce(self.begin_all_reduce(tensor))
+            self.end_collective(self.begin_collective(tensor))
             return
         with self.translated:
             staged = tensor.cpu()
@@ -537,20 +537,13 @@ class Communicator:
     def has_peers(self) -> bool:
         return self._rosters.get(self._stage, Group()).whole is not None
 
-    def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
+    def begin_collective(self, tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> Reduction:
         """Begins a sum in the background over this stage, or the ``stages`` of a tie.
 
-        Until :meth:`end_all_reduce` the contiguous ``tensor`` must not be touched. All workers of a group begin the
-        same sums and broadcasts in the same order; with a transport ``in_one_order`` also across groups, in orders that
-        agree.
+        With ``source``, ``tensor`` is overwritten by that rank's instead. Until :meth:`end_collective` the contiguous
+        ``tensor`` must not be touched. All workers of a group begin the same ones in the same order; with a transport
+        ``in_one_order`` also across groups, in orders that agree.
         """
-        return self._begin(stages, tensor)
-
-    def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> Reduction:
-        """As :meth:`begin_all_reduce`, but overwrites ``tensor`` with rank ``source``'s."""
-        return self._begin(stages, tensor, source)
-
-    def _begin(self, stages: tuple[int, ...], tensor: Tensor, source: int | None = None) -> Reduction:
         self.check()
         roster = _tie_name(stages) if stages else self._stage
         group = self._rosters.get(roster, Group())
@@ -569,7 +562,7 @@ class Communicator:
             staged = ((part, self.memory.staged(part)) for part in _parts(tensor, _CHUNK_BYTES))
             return Reduction(group.whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
 
-    def end_all_reduce(self, reduction: Reduction) -> None:
+    def end_collective(self, reduction: Reduction) -> None:
         """Waits until the tensor holds the sum, or the broadcast values."""
         for begun in reduction.carried:
             with self.translated:
@@ -592,9 +585,6 @@ class Communicator:
                     if staged is part:
                         return False
         return True
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
 
 class _Translated:

@@ -533,9 +533,7 @@ class BucketedReduction:
         giver = self._givers.get(bucket.stages)
         if giver is None:
             bucket.count()
-            self._begun.append(self._sums.begin_all_reduce(bucket.buffer, bucket.stages))
-        else:
-            self._begun.append(self._sums.begin_broadcast(bucket.buffer, bucket.stages, giver))
+        self._begun.append(self._sums.begin_collective(bucket.buffer, bucket.stages, giver))
 
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
@@ -570,7 +568,7 @@ class BucketedReduction:
 
     def _end(self) -> None:
         for reduction in self._begun:
-            self._sums.end_all_reduce(reduction)
+            self._sums.end_collective(reduction)
         self._begun = []
 
     def drop(self) -> None:
