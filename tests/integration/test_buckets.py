@@ -48,18 +48,18 @@ class Watcher(L.Callback):
             if executor.version == self.step and self.kill == (me, number, MOMENTS[moment]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def watched_begin(tensor: Tensor, stages: tuple[int, ...] = ()) -> Any:
+        def watched_begin(tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> Any:
             if begun["version"] != executor.version:
                 begun.update(version=executor.version, number=0, ended=0)
             if tensor.numel() == 1:  # peers await each other
-                return begin(tensor, stages)
+                return begin(tensor, stages, source)
             number = begun["number"]
             begun["number"] += 1
             strike(number, 0)
             if self.folder is not None and not is_reducing:
                 with (self.folder / f"{me}").open("a") as file:
                     file.write(f"{executor.version} {number}\n")
-            found = begin(tensor, stages)
+            found = begin(tensor, stages, source)
             strike(number, 1)
             return found
 

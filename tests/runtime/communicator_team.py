@@ -269,7 +269,7 @@ def send_unusual(communicator: Communicator, kind: str) -> None:
     unusual: dict[str, Any] = {
         "too many tensors": lambda: (torch.zeros(1),) * 32,
         "unknown dtype": lambda: torch.zeros(2, dtype=torch.uint16),
-        "too many dimensions": lambda: (torch.zeros([1] * 40),) * 20,
+        "too many dimensions": lambda: (torch.zeros([1] * 60),) * 20,
     }
     communicator.send(FORWARD, unusual[kind](), 1, 0)
 
