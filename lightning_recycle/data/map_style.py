@@ -17,8 +17,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_recycle.data.batching import batching_of, drops_last, seeded_for
-from lightning_recycle.data.sample_order import SamplerState, add_sample, as_index, compact, different, digest_of
+from lightning_recycle.data.dataloaders import (
+    SamplerState,
+    add_sample,
+    as_index,
+    batching_of,
+    compact,
+    different,
+    digest_of,
+    drops_last,
+    seeded_for,
+)
 from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_recycle.data.batching import batching_of, check_combination, check_dataloader
+from lightning_recycle.data.dataloaders import batching_of, check_combination, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
@@ -256,7 +256,7 @@ class StepLoader(StepSource):
 class SampleLoader(StepLoader):
     """The steps of a DataLoader, whose samples are divided among the micro-batches.
 
-    Raises the errors of :func:`~lightning_recycle.data.batching.check_dataloader`.
+    Raises the errors of :func:`~lightning_recycle.data.dataloaders.check_dataloader`.
     """
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
