@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.data.batching import batch_size_of
+from lightning_recycle.data.dataloaders import batch_size_of
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of

@@ -26,9 +26,8 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recording import BatchPlace, StepRecorder, call_at
+from lightning_recycle.model.recording import BatchPlace, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planning_options import Partition
-from lightning_recycle.randomness import step_randomness
 
 
 class ModelParts:
@@ -408,40 +407,28 @@ class LayerParts(ModelParts):
         self.module.rebuild(state)
 
 
-class _StepModule(nn.Module):
-    """A step of ``module``, recorded; ``take`` gets the recording."""
-
-    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.module = module
-        self._recorder, self._take = recorder, take
-
-
-class _TrainingStep(_StepModule):
+class _TrainingStep(RecordedStep):
     def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__(module, recorder, take)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     @override
     def forward(self, batch: Any, index: int) -> Any:
-        with self._recorder.recording() as recording, step_randomness():
+        with self.recorded() as recording:
             output = self.module.training_step(batch, *([index] if self._takes_index else []))
             if not self.module.automatic_optimization:
                 recording.result = ManualResult.from_training_step_output(output).asdict()
             elif isinstance(output, Mapping):
                 recording.result = {key: value for key, value in output.items() if key != "loss"}
-        self._take(recording)
         return output
 
 
-class _EvaluationStep(_StepModule):
+class _EvaluationStep(RecordedStep):
     kind = "validation"
     arguments: tuple[Any, ...] = ()
 
     @override
     def forward(self, batch: Any) -> Any:
-        step = getattr(self.module, f"{self.kind}_step")
-        with self._recorder.recording() as recording, torch.no_grad(), step_randomness():
-            recording.result = step(batch, *self.arguments)
-        self._take(recording)
+        with self.recorded() as recording, torch.no_grad():
+            recording.result = getattr(self.module, f"{self.kind}_step")(batch, *self.arguments)
         return recording.result

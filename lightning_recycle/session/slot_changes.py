@@ -36,9 +36,9 @@ from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.session.slot_values import ABSENT, WHOLE, Found, Path, Place, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
+    checksum,
     is_sharded,
     memory_address,
     on_device,

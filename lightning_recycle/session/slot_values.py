@@ -36,7 +36,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.checksums import checksum
 from lightning_recycle.runtime.stage.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,
@@ -46,7 +45,7 @@ from lightning_recycle.session.object_attributes import (
     is_own,
     slots_of,
 )
-from lightning_recycle.tensor_memory import is_sharded, memory_address
+from lightning_recycle.tensor_memory import checksum, is_sharded, memory_address
 from lightning_recycle.torch_internals import (
     NormBase,
     buffers_of,
