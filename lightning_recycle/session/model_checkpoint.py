@@ -29,9 +29,9 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import ends_step
 from lightning_recycle.session.optimizer_states import Copies
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import StateTransfer
 
 log = logging.getLogger(__name__)

@@ -40,8 +40,8 @@ from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.checkpoint_files import local_path
-from lightning_recycle.session.collectives import StageGroup, WorkerContext
 from lightning_recycle.session.optimizer_states import copied, fits
+from lightning_recycle.session.worker_context import StageGroup, WorkerContext
 from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
 from lightning_recycle.torch_internals import version_of
 

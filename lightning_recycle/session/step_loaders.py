@@ -19,8 +19,8 @@ from lightning_recycle.data.prebatched import GivenBatchLoader
 from lightning_recycle.data.sample_order import compare
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
+from lightning_recycle.session.worker_context import WorkerContext
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
