@@ -59,7 +59,6 @@ from lightning_recycle.session.save_batches import (
     Action,
     Batch,
     SaveBatches,
-    SaveEvents,
     SaveRequest,
     StateCopies,
     settle_files,
@@ -156,7 +155,7 @@ def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[
 class Checkpoints(StageStates):
     """A worker's part in saving and loading the state of the whole model.
 
-    Subclasses know the callbacks that save: their actions, records and intervals. ``reach``: called with "checkpoint"
+    Subclasses know the callbacks that save: their actions and records. ``reach``: called with "checkpoint"
     and the step right before one is written. ``actions``: consequences of checkpoints besides links and deletions; see
     :class:`SaveBatches`.
 
@@ -196,14 +195,9 @@ class Checkpoints(StageStates):
             "remove": lambda failure, path: None if failure else self.remove(path),
             **actions,
         }
-        events = SaveEvents(
-            stalled=lambda: self.stall_seconds,
-            measure=self.measured,
-            follow=self.follow,
-            failed=self._failed,
-            discard=self._discard,
+        self.saves = SaveBatches(
+            context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
         )
-        self.saves = SaveBatches(context, actions, self._on_files, events)
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
         self.weights = WeightCallbacks(context.trainer, self, context.seed)
@@ -216,19 +210,6 @@ class Checkpoints(StageStates):
     def records(self) -> dict[str, Any]:
         """The records of the callbacks that save, with the checkpoints asked for."""
         return {}
-
-    def interval_state(self) -> dict[str, float] | None:
-        """The state that decides how often to save, for a checkpoint."""
-        return None
-
-    def load_interval(self, state: Mapping[str, float] | None) -> None:
-        """Takes over :meth:`interval_state` from a checkpoint or a peer."""
-
-    def measured(self, stalled: float, writing: float) -> Any:
-        """This worker's measurements; see :class:`SaveEvents`."""
-
-    def follow(self, facts: Any) -> None:
-        """Called with the measurements of the writer after checkpoints."""
 
     # ------------------------------------------------------------------ state
 

@@ -309,13 +309,11 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Adds seed, batch size, samplers and interval of saves to the loop's state."""
+        """Adds seed, batch size and samplers to the loop's state."""
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
-        if (interval := self.runner.checkpoints.interval_state()) is not None:
-            state["save_interval"] = interval
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
             state["sampler_states"] = [order and {**order, **reload} for order in orders]
@@ -327,7 +325,6 @@ class PipelineFitLoop(_FitLoop):
         states = [{_SAMPLER: order} for order in state_dict.get("sampler_states", [])]
         if (seed := state_dict.get("seed")) is not None:
             self.runner.resume_seed(seed)
-        self.runner.checkpoints.load_interval(state_dict.get("save_interval"))
         before = state_dict.get("global_batch_size")
         self._batch_size_to_load = None if before == self.runner.loaders.global_batch_size else before
         self._combined_loader_states_to_load = [*self._combined_loader_states_to_load, *states]
