@@ -522,8 +522,6 @@ def on_raised(state: MembershipState, event: messages.Raised) -> Next:
     if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
         return state, ()  # said twice
     stage, version = state.stage_of(event.rank), state.steps.version
-    if event.rank in state.roster.parked:
-        return state, (Evict(event.rank, f"it raised {event.summary}, and was parked"),)
     if event.rank in state.roster.joining:
         verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
     elif not state.has_resumed:
@@ -640,7 +638,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
 def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
     """Workers without which no broken pair is left; None if some pair must stay.
 
-    Whole positions are evicted. Of each the member in most broken pairs is named, which parks its siblings.
+    Whole positions are evicted. Of each the member in most broken pairs is named, as its siblings go with it.
     """
     pairs, positions = state.generation.broken_pairs, state.positions
     first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}
