@@ -349,7 +349,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "self.roster.live - self.roster.joining", "self.roster.live"),
     ("the donor is anybody", membership, "_resume", "min(state.holders(state.column_of(rank)))",
      "min(state.roster.live)"),
-    ("a stage without a holder goes on", membership, "_change_roster_if_needed", "not state.holders(column)", "False"),
+    ("a stage without a holder goes on", membership, "_on_report", "not state.holders(column)", "False"),
     ("where all go on is what the fastest can reach", recovery, "committed_version",
      "min(_reachable(statuses).values())", "max(_reachable(statuses).values())"),
     ("a step without its loss is committed", recovery, "committed_version",
