@@ -469,7 +469,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("nobody is told again what the loss was", membership, "_repeated", "yield Resend(lack, loss)", "pass"),
     ("the losses that were told do not count", membership, "rebuilt", "*(step + 1 for step in losses), ", ""),
     ("the answers that were given do not count", membership, "rebuilt",
-     "max(there[rank].next_collective for rank", "min(there[rank].next_collective for rank"),
+     "max(one.next_collective for one", "min(one.next_collective for one"),
     ("a commit that was answered is forgotten", membership, "rebuilt", "if known is None else", "if True else"),
     ("who joins has applied nothing", membership, "rebuilt",
      "min(newest, default=members[rank].joins_after)", "-1"),
