@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     ModelSummary,
@@ -145,48 +144,13 @@ def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -
     return write_once
 
 
-def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
-    """Starts the throughput monitors of a new leader with the old one's counts."""
+def keep_monitors_going(trainer: pl.Trainer) -> None:
+    """Starts the throughput monitors of a new leader, which count from now on."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, ThroughputMonitor):
-            continue
-        counted: dict[Any, int] = {}
-        for stage in callback._throughputs:
+        for stage in callback._throughputs if isinstance(callback, ThroughputMonitor) else ():
             if stage not in callback._t0s:
-                counted[stage] = _batches_so_far(trainer, stage, first_batch)
                 callback._t0s[stage] = time.perf_counter()
-                callback._batches[stage] = counted[stage]
-                callback._samples[stage] = callback._lengths[stage] = 0
-        callback._update = partial(_update_after_others, callback, counted)  # type: ignore[method-assign]
-
-
-def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
-    """The finished batches of the current epoch or evaluation; 0 outside of these."""
-    if stage == RunningStage.TRAINING:
-        return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
-    if stage != trainer.state.stage:
-        return 0
-    loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
-    return loop.batch_progress.current.completed
-
-
-@torch.inference_mode()
-def _update_after_others(
-    monitor: ThroughputMonitor,
-    counted: dict[Any, int],
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    batch: Any,
-    *args: Any,
-) -> None:
-    """Adds the batches that the old leader counted, all sized like the first."""
-    stage = trainer.state.stage
-    batches = counted.pop(stage, 0)
-    if batches:
-        monitor._samples[stage] += batches * monitor.batch_size_fn(batch)  # type: ignore[index]
-        if monitor.length_fn is not None:
-            monitor._lengths[stage] += batches * monitor.length_fn(batch)  # type: ignore[index]
-    type(monitor)._update(monitor, trainer, module, batch, *args)
+                callback._batches[stage] = callback._samples[stage] = callback._lengths[stage] = 0
 
 
 def show_cursor(trainer: pl.Trainer) -> None:

@@ -285,7 +285,7 @@ class Session:
         if self.collectives.is_leader and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
-            keep_monitors_going(self.trainer, self.steps.first_batch)
+            keep_monitors_going(self.trainer)
             relay.take_over()
             self.checkpoints.saves.name_files()
 

@@ -69,7 +69,7 @@ class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
     ``ties``: the parameters that stages share. ``layers``: None if they may not move. ``manual``: None without manual
-    optimization. ``first_batch``: the number of batches that the Trainer had trained on before this run.
+    optimization.
     """
 
     _handle: StepHandle  # of the current step
@@ -90,7 +90,6 @@ class TrainingSteps:
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
         self.records_outputs = parts.records_training
-        self.first_batch = 0
         self._after_step = AfterStep.GO_ON
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
@@ -174,7 +173,6 @@ class TrainingSteps:
         """Enters the first epoch; a joining worker waits until it may enter."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         begun = batches_so_far(self._trainer)
-        self.first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.transfer.begin_training(self.checkpoints.restored_objects)
