@@ -121,6 +121,7 @@ class TrainingSteps:
         )
         copies = self.ties.copies
         self.checkpoints = ModelCheckpointSaves(context, parts, self.executor, copies, reach, self.transfer)
+        self.checkpoints.replace_methods()
 
     def _name_norms(self) -> None:
         """Lets hooks see norms of gradients over all stages."""
