@@ -250,8 +250,7 @@ class Communicator:
         if links := groups.pop(f"{stage}-mesh", Group()).links:
             self._small = SmallAllreduce(rosters[stage].index(self.rank), links, self._timeout.total_seconds())
         for group in groups.values():
-            if group.process_group is not None:
-                group.process_group._set_default_timeout(self._timeout)
+            group.bound(self._timeout)
         self.check()
         self._channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self._rosters = {name: groups.get(name, Group()) for name in rosters}

@@ -285,6 +285,11 @@ class Group:
     places: dict[int, int] = field(default_factory=dict)
     links: dict[int, socket.socket] = field(default_factory=dict)
 
+    def bound(self, timeout: timedelta) -> None:
+        """Bounds every operation from now on."""
+        if self.process_group is not None:
+            self.process_group._set_default_timeout(timeout)
+
 
 class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
