@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lightning_recycle import planning
 from lightning_recycle.arguments import at_least, is_integer, is_number
-from lightning_recycle.commands.application import Output, run_command
+from lightning_recycle.commands import Output, run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
 from lightning_recycle.planning.costs import Memory

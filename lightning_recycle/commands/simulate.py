@@ -2,7 +2,7 @@
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
-    recycle-simulate failures=trace failures.trace=gcp-a100 policy=elastic_layers
+    recycle-simulate failures=trace failures.trace=gcp-a100 policy=auto
     recycle-simulate experiment=paper output=results
 
 Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` and a timeline there.
@@ -38,7 +38,7 @@ from rich.table import Table
 
 from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
-from lightning_recycle.commands.application import Output, run_command
+from lightning_recycle.commands import Output, run_command
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.simulation.results import FIGURES

@@ -105,7 +105,7 @@ class StepSource(ABC):
 
     def __init__(self, grid: Grid, seed: int, evaluation: bool) -> None:
         self.grid, self.evaluation = grid, evaluation
-        self._seed = seed
+        self._microbatches, self._seed = grid.global_microbatches, seed
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """The collated micro-batch, on the device, the same each time.
@@ -283,7 +283,7 @@ class SampleLoader(StepLoader):
 
     def _share(self, microbatch: Microbatch, size: int) -> range:
         """The places of a micro-batch's samples within a global batch of ``size``."""
-        index, count = global_index(self.grid, microbatch), self.grid.global_microbatches
+        index, count = global_index(self.grid, microbatch), self._microbatches
         if self.evaluation:
             return range(size * index // count, size * (index + 1) // count)
         return range(index, size, count)

@@ -33,7 +33,8 @@ from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measur
 from lightning_recycle.devices import await_stream, tensor_bytes
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.cuts import (
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.partition import (
     are_whole,
     bounds_of,
     has_ties,
@@ -42,7 +43,6 @@ from lightning_recycle.planning.cuts import (
     rounded,
     shared_layers,
 )
-from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.executor.executor import Executor
@@ -54,17 +54,15 @@ from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
-from lightning_recycle.session.manual_steps import ManualSteps
-from lightning_recycle.session.microbatch_state import ManualStepState
+from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
+from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
     check_parameters,
     merged_names,
     parameters_by_name,
     trained_by_name,
 )
-from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.requirements import (
     check_graphs,
     check_optimizers,
@@ -73,6 +71,7 @@ from lightning_recycle.session.requirements import (
     several_optimizers_refused,
 )
 from lightning_recycle.session.weight_callbacks import empty_optimizers, enter_stage, has_recipes
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import local_part, part_like, put_together, take_apart
 from lightning_recycle.torch_internals import buffers_of, parameters_of, replace_tensors
 

@@ -25,8 +25,8 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
+from lightning_recycle.session.worker_context import WorkerContext
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -1,14 +1,14 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 The ways are re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). The training of each until the next
+that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the next
 change is
 
     (seconds until the next change - seconds of the stop - risk) / seconds of a step
 
 The risk is the chance that the next failure takes all owners of a layer, times the cost of a restart. The next change
 is expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
+(:class:`~lightning_recycle.planning.layouts.FailureRecord`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.cuts import Bounds, held_ranges
-from lightning_recycle.planning.layout_candidates import Judgement
-from lightning_recycle.planning.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.layouts import Judgement
+from lightning_recycle.planning.partition import Bounds, held_ranges
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
     Reaction,
+    ScheduleName,
     Trigger,
     is_covered,
+    layer_costs,
+    step_judgement,
     stopped,
+    unmovable,
 )
-from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 _DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
@@ -242,7 +244,7 @@ def _staying(
     model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
 ) -> tuple[_Way, ...]:
     """Re-routing alone: where layers move, workers that move alone bring nothing."""
-    return _planned(model, technique, effort, cuts, counts, (), "layers stay")
+    return _planned(model, technique, effort, cuts, counts, "layers stay")
 
 
 @lru_cache(maxsize=4096)
@@ -252,8 +254,7 @@ def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) 
     Costs of a change hardly depend on the current cuts.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
-    ways: tuple[LayoutWay, ...] = ("layers", "both")
-    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model))
+    return _planned(model, technique, effort, _even(model), counts, unmovable(model))
 
 
 def _planned(
@@ -262,7 +263,6 @@ def _planned(
     effort: int,
     cuts: Bounds,
     counts: tuple[int, ...],
-    ways: tuple[LayoutWay, ...],
     fixed: str,
 ) -> tuple[_Way, ...]:
     """Ways that the planner of a run finds, whether or not they pay."""
@@ -274,20 +274,18 @@ def _planned(
             cuts,
             next_change=1e12,
             fixed=fixed,
-            ways=ways,
             judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
         return ()
     found = []
-    for candidate in plan.candidates:
+    for candidate in (plan.reroute, plan.layers):
         if candidate.judgement is not None:
-            layout = candidate.layout
-            held = [(part.start, part.stop) for part in held_ranges(layout.cuts)]
-            stages = list(zip(held, layout.workers, strict=True))
+            held = [(part.start, part.stop) for part in held_ranges(candidate.cuts)]
+            stages = list(zip(held, counts, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+            found.append(_Way(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]

@@ -168,8 +168,9 @@ class StepRunner:
         self._measurements.begin_layers(self._held)
         # A guess, or the user's own backward, may differ.
         comparing = self.guesses is None and self.stage.differentiates_itself
+        self._microbatches = self.grid.global_microbatches
         self._recompute_again = recompute = Recomputation(
-            self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
+            self.stage, self._parameters, self._microbatches, self.callbacks.computing_again
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
@@ -307,7 +308,7 @@ class StepRunner:
         with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
-                loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
+                loss = self.stage.loss(step, task.index, output, target, self._microbatches)
                 self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):

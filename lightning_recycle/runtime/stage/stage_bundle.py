@@ -23,8 +23,8 @@ from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
-from lightning_recycle.planning.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.partition import Transfer, held_ranges, transfers
 from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
