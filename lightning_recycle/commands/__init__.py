@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
@@ -18,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import __version__
-from lightning_recycle.errors import ReCycleError
+from lightning_recycle.errors import ConfigurationError, ReCycleError
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -93,6 +94,13 @@ def run_command(
     finally:
         if (table := summary()) is not None:
             Output().print(table)
+
+
+def switch(name: str, value: Any) -> bool:
+    """``value`` of the setting ``name``, which is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give true or false.")
+    return value
 
 
 def _line(error: BaseException) -> str:
