@@ -22,8 +22,12 @@ from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor, served
-from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment
-from lightning_recycle.control.network.wire_format import key_from_environment
+from lightning_recycle.control.network.addresses import (
+    address_from,
+    http_address,
+    http_address_from_environment,
+    key_from_environment,
+)
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
