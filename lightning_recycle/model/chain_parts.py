@@ -29,7 +29,7 @@ from lightning_recycle.model import call_trace
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
 from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.parts import LayerParts, ModelParts
+from lightning_recycle.model.parts import LayerParts, ModelParts, Run
 from lightning_recycle.model.recording import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
@@ -187,27 +187,17 @@ class ChainParts(ModelParts):
         return _StageShare(self.module, self.chain, stages).ties()
 
     @override
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        (step,) = super().training_parts(owned, recorder)
-        return [self._part(step, lambda: "training_step")]
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+        called = WholeStep(self.module, recorder, self._take)
+        (step,) = super().modules(run, owned, recorder) or (called,)
+        if not (self._is_first or self._is_last):
+            return [_MiddleStage(self)]
 
-    @override
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        (step,) = super().evaluation_parts(owned, recorder)
-        return [self._part(step, lambda: f"{self._evaluation.kind}_step")]
+        def name() -> str:
+            name = called.name if run == "forward" else f"{self._evaluation.kind if run == 'evaluation' else run}_step"
+            return f"{type(self.module).__name__}.{name}()"
 
-    @override
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        step = WholeStep(self.module, recorder, self._take)
-        return [self._part(step, lambda: step.name)]
-
-    def _part(self, step: nn.Module, name: Callable[[], str]) -> nn.Module:
-        def full_name() -> str:
-            return f"{type(self.module).__name__}.{name()}()"
-
-        if self._is_first or self._is_last:
-            return (_FirstStage if self._is_first else _LastStage)(self, step, full_name)
-        return _MiddleStage(self)
+        return [(_FirstStage if self._is_first else _LastStage)(self, step, name)]
 
     def around(self) -> Mapping[str, nn.Module]:
         """The modules around the layers, by path."""

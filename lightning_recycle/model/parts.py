@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,9 @@ from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recording import BatchPlace, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planning_options import Partition
+
+Run: TypeAlias = Literal["training", "evaluation", "forward"]
+"""A training step's F, an evaluation, or a call outside of steps."""
 
 
 class ModelParts:
@@ -127,19 +130,14 @@ class ModelParts:
         """
         return ()
 
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in F, in order."""
-        self._training = _TrainingStep(self.module, recorder, self._take)
-        return [self._training]
-
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in an evaluation, in order."""
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+        """Modules that run the parts ``owned``, in order."""
+        if run == "forward":
+            return []
+        if run == "training":
+            return [_TrainingStep(self.module, recorder, self._take)]
         self._evaluation = _EvaluationStep(self.module, recorder, self._take)
         return [self._evaluation]
-
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in a call outside of steps, in order."""
-        return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
         """The part of ``modules``, which run the parts ``held``, that runs ``own``.
@@ -336,16 +334,8 @@ class LayerParts(ModelParts):
         return ties_between_stages([*groups, *((name,) for name in found if name not in known)], stages)
 
     @override
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         return [self.module.layers[index] for index in owned]
-
-    @override
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        return self.training_parts(owned, recorder)
-
-    @override
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        return self.training_parts(owned, recorder)
 
     @override
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:

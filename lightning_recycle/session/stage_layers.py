@@ -131,7 +131,7 @@ class StageBuilder:
             parameters = [*trained_by_name(module, context.trainer.optimizers).values()]
             for optimizer in context.trainer.optimizers if context.grid.stages > 1 else ():
                 check_parameters(module, optimizer)
-        training_parts = parts.training_parts(owned, self._recorder)
+        training_parts = parts.modules("training", owned, self._recorder)
         if context.mesh is not None and context.fitting:
             check_sharded_layers(module, parts.is_elsewhere, context.run.mesh_sizes[0])
         scaler = scaler_of(context.trainer)
@@ -142,8 +142,8 @@ class StageBuilder:
             context.device,
             loss=parts.loss if stage == last else None,
             forward_context=context.forward_context,
-            evaluation_layers=parts.evaluation_parts(owned, self._recorder),
-            forward_layers=parts.forward_parts(owned, self._recorder),
+            evaluation_layers=parts.modules("evaluation", owned, self._recorder),
+            forward_layers=parts.modules("forward", owned, self._recorder),
             loss_name=parts.loss_name,
             loss_backward=parts.loss_backward,
             loss_is_optional=parts.loss_is_optional,

@@ -159,7 +159,7 @@ class Communicator:
         self._timeout = timedelta(seconds=timeout)
         self.lose_sibling: Callable[[CommunicationError], None] = lambda _: None
         self._host, self._rendezvous = host, rendezvous
-        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
+        self._factory = GroupFactory(rank, host, rendezvous, key, 2 if mesh is None else 3, self._timeout)
         self._channels: dict[Channel, Group] = {}
         self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
         self._stage = ""  # the name of the stage's
@@ -249,9 +249,6 @@ class Communicator:
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         if links := groups.pop(f"{stage}-mesh", Group()).links:
             self._small = SmallAllreduce(rosters[stage].index(self.rank), links, self._timeout.total_seconds())
-        for group in groups.values():
-            if group.process_group is not None:
-                group.process_group._set_default_timeout(self._timeout)
         self.check()
         self._channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self._rosters = {name: groups.get(name, Group()) for name in rosters}

@@ -289,12 +289,15 @@ class Group:
 class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
 
-    ``loops``: number of event loops; messages of different loops do not wait for each other. Raises ConfigurationError
+    ``loops``: number of event loops; messages of different loops do not wait for each other. ``timeout``: of every
+    operation. Raises ConfigurationError
     where Gloo cannot work over authenticated connections.
     """
 
-    def __init__(self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int) -> None:
-        self._rank, self._host, self._rendezvous, self._key = rank, host, rendezvous, key
+    def __init__(
+        self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int, timeout: timedelta
+    ) -> None:
+        self._rank, self._host, self._rendezvous, self._key, self._timeout = rank, host, rendezvous, key, timeout
         try:
             self._devices = [Device() for _ in range(loops)]
         except UnsupportedError as error:
@@ -356,6 +359,7 @@ class GroupFactory:
                     groups[plan.name] = Group(links=links)
                     continue
                 group, opened = self._devices[plan.loop].create_group(plan.ranks.index(rank), len(plan.ranks), peers)
+                group._set_default_timeout(self._timeout)
                 sockets(plan).add(opened)
                 places = {member: number for number, member in enumerate(plan.ranks)}
                 groups[plan.name] = Group(group, group if plan.meshed else None, places)
