@@ -65,6 +65,8 @@ def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) 
         ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
         ({"num_stages": 2}, r"no such option\. Write pipeline_parallel_size=2\.$"),
         ({"pipelines": 2}, r"devices \* num_nodes = pipelines \* pipeline_parallel_size\.$"),
+        ({"precision": "bf16"}, r"Give the Trainer precision='bf16'\.$"),
+        ({"micro_batch_size": 2}, r"num_microbatches=N, for micro-batches of batch_size / N samples\.$"),
         ({"timeout": 5.0}, r"HeartbeatCallback\(timeout=5\.0\)"),
         ({"on_stage_los": 2}, r"no such option\. There are"),  # on_stage_lost does not take a number
         ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),

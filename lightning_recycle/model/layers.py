@@ -168,7 +168,7 @@ class LayerSpec:
     """
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if not callable(cls):
+        if not callable(cls) or isinstance(cls, nn.Module):
             raise ConfigurationError(
                 f"LayerSpec expects a class or a callable that builds a layer, got {cls!r}."
                 " Write LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))."
@@ -191,7 +191,9 @@ class LayerSpec:
                     " Check the arguments in configure_pipeline()."
                 ) from error
         if not isinstance(layer, nn.Module):
-            raise ConfigurationError(f"Layer {index}, {self!r}, built a {type(layer).__name__}, not an nn.Module.")
+            raise ConfigurationError(
+                f"Layer {index}, {self!r}, built an object of type {type(layer).__name__}, not an nn.Module."
+            )
         return layer
 
     def build_without_storage(self, index: int) -> nn.Module:
