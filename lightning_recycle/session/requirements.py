@@ -107,11 +107,13 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
         "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }
-    if not is_overridden("configure_model", trainer.lightning_module):
+    module = trainer.lightning_module
+    builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
+    if not is_overridden("configure_model", module, builds_layers):
         sizes = {"tensor_parallel_size": options.tensor_parallel_size, "fsdp_size": options.fsdp_size}
         given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise ConfigurationError(
-            f"With {given}, {type(trainer.lightning_module).__name__} needs a configure_model() that divides its layers"
+            f"With {given}, {type(module).__name__} needs a configure_model() that divides its layers"
             " over self.device_mesh, or the processes of a position would do the same work: call parallelize_module()"
             " or fully_shard() there, or leave the option out."
         )
