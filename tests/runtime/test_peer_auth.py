@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import resource
+import select
 import socket
 import threading
 import time
@@ -11,12 +12,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from support.strangers import attack, knock
 from support.waiting import wait_for
 
-from lightning_recycle.runtime.comm.connections import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
+from lightning_recycle.control.network.wire_format import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SCHEMA,
+    VERSION,
+    Handshake,
+    Role,
+)
+from lightning_recycle.runtime.comm.connections import Gate, Link, connect
 
 KEY, OTHER_KEY = b"the key of this run", b"the key of another"
 LINK = Link("activations", 0, 1)
@@ -24,111 +31,130 @@ NEVER = threading.Event()
 PATIENCE = 20.0  # seconds
 
 
-def converse(dialer: Talk, acceptor: Talk) -> tuple[Link, Link]:
-    """Lets the two sides of a handshake talk to the end."""
-    sides = {dialer: next(dialer), acceptor: next(acceptor)}
-    other = {dialer: acceptor, acceptor: dialer}
-    said: dict[Talk, bytes] = {dialer: b"", acceptor: b""}
-    links: dict[Talk, Link] = {}
-    while len(links) < 2:
-        for side in (dialer, acceptor):
-            try:
-                while side not in links:
-                    wanted = sides[side]
-                    if isinstance(wanted, bytes):
-                        said[side] += wanted
-                        sides[side] = next(side)
-                    elif len(said[other[side]]) >= wanted:
-                        heard = said[other[side]]
-                        said[other[side]] = heard[wanted:]
-                        sides[side] = side.send(heard[:wanted])
-                    else:
-                        break
-            except StopIteration as end:
-                links[side] = end.value
-    assert not any(said.values())  # nothing is left that would be taken for a message
-    return links[dialer], links[acceptor]
-
-
-def awaited(*links: Link, key: bytes = KEY, generation: int = 3) -> dict[bytes, Link]:
-    return {name_of(key, generation, link): link for link in links}
-
-
 # ---------------------------------------------------------------------- the handshake
 
 
-def test_who_knows_the_key_connects() -> None:
-    others = [Link("activations", 2, 1), Link("gradients", 0, 1)]
-    assert converse(dialing(KEY, 3, LINK), accepting(KEY, awaited(LINK, *others))) == (LINK, LINK)
+def address_of(gate: Gate) -> tuple[str, int]:
+    host, port = gate.socket.getsockname()
+    return host, port
+
+
+@pytest.fixture
+def gates() -> Iterator[list[Gate]]:
+    opened = [Gate("127.0.0.1") for _ in range(3)]
+    yield opened
+    for gate in opened:
+        gate.close()
+
+
+class Acceptor:
+    """A worker that awaits ``LINK`` in vain at ``gate``, for a while, and what a stranger there says and hears."""
+
+    def __init__(self, gate: Gate, seconds: float = 1.0) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.result = self._pool.submit(connect, gate, KEY, 3, 1, [LINK], {}, NEVER, seconds)
+        self.stranger = socket.create_connection(address_of(gate), timeout=5)
+
+    def hear(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size and (more := self.stranger.recv(size - len(data))):
+            data += more
+        return data
+
+    def refuses(self) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert self.stranger.recv(1) == b""
+        self.stranger.close()
+        with pytest.raises(TimeoutError, match="no connection to rank 0"):
+            self.result.result()
+
+
+NAME = LINK.code("name", KEY, 3)
+
+
+def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_direction() -> None:
+    others = [("key", KEY, 3), ("name", OTHER_KEY, 3), ("name", KEY, 2)]
+    codes = {NAME, *(LINK.code(*other) for other in others)}
+    codes |= {other.code("name", KEY, 3) for other in (Link("activations", 1, 0), Link("gradients", 0, 1))}
+    assert len(codes) == 6
 
 
 @pytest.mark.parametrize(
-    "talk",
-    [dialing(OTHER_KEY, 3, LINK), dialing(KEY, 2, LINK), dialing(KEY, 3, Link("activations", 1, 0))],
+    "name",
+    [LINK.code("name", OTHER_KEY, 3), LINK.code("name", KEY, 2), Link("activations", 1, 0).code("name", KEY, 3)],
     ids=["another key", "an earlier generation", "another link"],
 )
-def test_a_dialer_that_is_not_awaited_is_refused(talk: Talk) -> None:
-    with pytest.raises(Refusal):
-        converse(talk, accepting(KEY, awaited(LINK)))
+def test_a_dialer_that_is_not_awaited_is_refused(
+    gates: list[Gate], name: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    acceptor = Acceptor(gates[1])
+    acceptor.stranger.sendall(name)
+    acceptor.refuses()
+    assert "it knows no name of a link that is awaited" in caplog.text
+
+
+@pytest.mark.parametrize("said", ["another key", "its own proof", "nothing right"])
+def test_who_has_overheard_the_name_needs_the_key(
+    gates: list[Gate], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    acceptor = Acceptor(gates[1])
+    stranger = Handshake(Role.COORDINATOR, OTHER_KEY, VERSION, SCHEMA)
+    acceptor.stranger.sendall(NAME)
+    greeting = acceptor.hear(GREETING_BYTES)
+    acceptor.stranger.sendall(greeting if said == "its own proof" else stranger.greeting)
+    proof = acceptor.hear(PROOF_BYTES)
+    stranger.receive(greeting)
+    proofs = {"another key": stranger._proof(Role.COORDINATOR), "its own proof": proof}
+    acceptor.stranger.sendall(proofs.get(said, os.urandom(PROOF_BYTES)))
+    acceptor.refuses()
+    assert "the other side has another key" in caplog.text
 
 
 def test_a_dialer_refuses_who_does_not_know_the_key() -> None:
     """Such as a process that has got the port of a worker that died."""
-    impostor = accepting(OTHER_KEY, awaited(LINK))  # it has seen the name
-    with pytest.raises(Refusal):
-        converse(dialing(KEY, 3, LINK), impostor)
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Gate("127.0.0.1")) as gate:
+        host, port = server.getsockname()
+        with ThreadPoolExecutor(1) as pool:
+            dialer = pool.submit(connect, gate, KEY, 3, 0, [LINK], {1: f"{host} {port}".encode()}, NEVER, 1.0)
+            sock, _ = server.accept()
+            with sock:
+                sock.settimeout(5)
+                impostor = Handshake(Role.WORKER, OTHER_KEY, VERSION, SCHEMA)
+                sock.sendall(impostor.greeting)
+                assert sock.recv(32, socket.MSG_WAITALL) == NAME
+                sock.sendall(impostor.receive(sock.recv(GREETING_BYTES, socket.MSG_WAITALL)))
+                heard.append(sock.recv(PROOF_BYTES))
+            with pytest.raises(TimeoutError, match="no connection to rank 1"):
+                dialer.result()
+    assert heard == [b""], "it proves nothing to an impostor"
 
 
-def test_what_was_overheard_does_not_open_another_connection() -> None:
-    first = dialing(KEY, 3, LINK)
-    opening = next(first)
-    assert isinstance(opening, bytes)
-    acceptor = accepting(KEY, awaited(LINK))
-    next(acceptor)
-    answer = acceptor.send(opening)
-    next(first)
-    assert isinstance(answer, bytes)
-    closing = first.send(answer)
-    assert isinstance(closing, bytes)
-
-    again = accepting(KEY, awaited(LINK))
-    next(again)
-    assert again.send(opening) != answer
-    next(again)
-    with pytest.raises(Refusal):
-        again.send(closing)
-
-
-def test_the_proof_of_one_side_is_not_that_of_the_other() -> None:
-    """Or a stranger could have a worker prove to itself."""
-    dialer = dialing(KEY, 3, LINK)
-    opening = next(dialer)
-    next(dialer)
-    acceptor = accepting(KEY, awaited(LINK))
-    next(acceptor)
-    assert isinstance(opening, bytes)
-    answer = acceptor.send(opening)
-    assert isinstance(answer, bytes)
-    next(acceptor)
-    with pytest.raises(Refusal):
-        acceptor.send(answer[32:])
-
-
-@given(st.binary(min_size=64, max_size=64), st.binary(min_size=32, max_size=32), st.booleans())
-@example(bytes(64), bytes(32), True)
-def test_no_bytes_make_up_for_the_key(opening: bytes, closing: bytes, named: bool) -> None:
-    acceptor = accepting(KEY, awaited(LINK))
-    assert next(acceptor) == 64
-    if named:
-        acceptor.send(name_of(KEY, 3, LINK) + opening[32:])
-        next(acceptor)
-    with pytest.raises(Refusal):
-        acceptor.send(closing if named else opening)
-    dialer = dialing(KEY, 3, LINK)
-    next(dialer)
-    next(dialer)
-    with pytest.raises(Refusal):
-        dialer.send(opening)
+def test_what_was_overheard_does_not_open_another_connection(gates: list[Gate]) -> None:
+    overheard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between, ThreadPoolExecutor(3) as pool:
+        host, port = between.getsockname()
+        address = f"{host} {port}".encode()
+        sides = [
+            pool.submit(connect, gates[0], KEY, 3, 0, [LINK], {1: address}, NEVER, PATIENCE),
+            pool.submit(connect, gates[1], KEY, 3, 1, [LINK], {0: gates[0].address}, NEVER, PATIENCE),
+        ]
+        ours, _ = between.accept()
+        theirs = socket.create_connection(address_of(gates[1]))
+        with ours, theirs:
+            while not all(side.done() for side in sides):
+                ready, _, _ = select.select([ours, theirs], [], [], 0.1)
+                for sock in ready:
+                    data = sock.recv(1000)
+                    overheard += data if sock is ours else b""
+                    (theirs if sock is ours else ours).sendall(data)
+        for side in sides:
+            side.result()[LINK].close()
+    assert len(overheard) == 32 + GREETING_BYTES + PROOF_BYTES  # nothing is left that would be taken for a message
+    acceptor = Acceptor(gates[2])
+    acceptor.stranger.sendall(overheard)
+    acceptor.hear(GREETING_BYTES + PROOF_BYTES)
+    acceptor.refuses()
 
 
 def test_of_many_pairs_each_side_dials_about_half() -> None:
@@ -139,14 +165,6 @@ def test_of_many_pairs_each_side_dials_about_half() -> None:
 
 
 # ---------------------------------------------------------------------- connections
-
-
-@pytest.fixture
-def gates() -> Iterator[list[Gate]]:
-    opened = [Gate("127.0.0.1") for _ in range(3)]
-    yield opened
-    for gate in opened:
-        gate.close()
 
 
 class Workers:
@@ -181,11 +199,6 @@ def check_connected(results: list[dict[Link, socket.socket]]) -> None:
     for links in results:
         for sock in links.values():
             sock.close()
-
-
-def address_of(gate: Gate) -> tuple[str, int]:
-    host, port = gate.socket.getsockname()
-    return host, port
 
 
 @pytest.mark.parametrize("late", [0.0, 0.4])  # seconds; the second is longer than an attempt
