@@ -29,8 +29,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.network.addresses import shown
-from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
-from lightning_recycle.control.network.wire_format import BadMessageError
+from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, connect, connections
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import Activity, Payload, StopReason, WorkerStatus

@@ -27,7 +27,7 @@ from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
 from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
-from lightning_recycle.control.network.wire_format import Refused, VersionMismatch
+from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
 from lightning_recycle.engines.worker_environment import Discovered

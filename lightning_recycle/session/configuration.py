@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from typing import Any, Literal
 from lightning_recycle.arguments import is_number, require
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
@@ -116,6 +115,28 @@ def _are_layers(value: Any) -> bool:
 
 
 _LAYERS = Check(_are_layers, "give the path of a submodule, such as 'model.layers', or a list of paths")
+_AMOUNTS = Check(
+    lambda value: all(is_number(amount, 0.0) for amount in (value or {}).values()),
+    "give a number of at least 0 for each resource",
+)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class RayEngine(OptionGroup):
+    """Workers as actors of Ray: ``ReCycleStrategy(engine=RayEngine(...))``.
+
+    Args:
+        resources_per_worker: what Ray reserves for a worker, by the name of the resource; by default one CPU, and one
+            GPU unless the Trainer's accelerator is the CPU.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    resources_per_worker: Mapping[str, float] | None = option(None, _AMOUNTS)
+
+
 _ENGINE = Check(
     lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
 )

@@ -17,8 +17,13 @@ from support.hostile import assault, hostile_inputs
 from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
-from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
-from lightning_recycle.control.network.wire_format import BadMessageError, encode
+from lightning_recycle.control.network.connection import (
+    BadMessageError,
+    Inbox,
+    MessageConnection,
+    NonBlockingConnection,
+    encode,
+)
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol.messages import WorkerStatus

@@ -31,9 +31,9 @@ from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, Views, served
 from lightning_recycle.control.monitoring.status import PositionState, Status
 from lightning_recycle.control.network import addresses
+from lightning_recycle.control.network.addresses import free_port
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.engines.worker_environment import free_port
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 

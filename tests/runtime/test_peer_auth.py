@@ -15,7 +15,7 @@ import pytest
 from support.strangers import attack, knock
 from support.waiting import wait_for
 
-from lightning_recycle.control.network.wire_format import (
+from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
     PROOF_BYTES,
     SCHEMA,

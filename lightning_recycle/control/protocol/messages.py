@@ -1,6 +1,6 @@
 """Messages of workers and coordinator: frozen values, one connection per worker.
 
-The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.wire_format`): every field is
+The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.connection`): every field is
 data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
 ``bytes``, which the coordinator passes on and never opens.
 

@@ -8,7 +8,7 @@ reached, else at the end of its time, so that a lost packet does not count, and 
 
 A *link* is one TCP connection between two workers, for one group of both. One of them dials the other's :class:`Gate`,
 which is open only while its worker connects, and names the link by a code that needs the key of the run. Then each side
-proves, as to the coordinator (:class:`~lightning_recycle.control.network.wire_format.Handshake`), that it knows the key
+proves, as to the coordinator (:class:`~lightning_recycle.control.network.connection.Handshake`), that it knows the key
 for this generation, group and pair of ranks. A stranger takes no worker's place: nothing is read after its first 32
 bytes, and it is dropped. :func:`connect` returns all links of a worker or none. The dialer proves last, so it knows
 that the connection will be used, and the acceptor learns it from that: a slow attempt can be begun anew without the two
@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lightning_recycle.control.network.wire_format import (
+from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
     PROOF_BYTES,
     SCHEMA,
