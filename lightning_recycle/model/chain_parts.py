@@ -233,10 +233,7 @@ class ChainParts(ModelParts):
                 empty = torch.empty_like(found[same], device=self.module.device)
                 found[same] = nn.Parameter(empty, found[same].requires_grad)
             parameters_of(module)[name] = found[same]
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if name in state:
-                tensor.data = tensor.data.to(state[name].dtype)
-        set_weights(self.module, state)
+        set_weights(self.module, state, with_dtypes=True)
 
 
 class _StageShare:

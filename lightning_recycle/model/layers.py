@@ -146,8 +146,14 @@ def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
             part.register_buffer(attribute, tensor.clone(), persistent=False)
 
 
-def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copies the weights of :func:`weights_of` into a module of the same form."""
+def set_weights(module: nn.Module, weights: Mapping[str, Any], with_dtypes: bool = False) -> None:
+    """Copies the weights of :func:`weights_of` into a module of the same form.
+
+    ``with_dtypes``: which gets their dtypes, too.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()] if with_dtypes else ():
+        if name in weights:
+            tensor.data = tensor.data.to(weights[name].dtype)
     nn.Module.load_state_dict(module, own_parts(module, weights))
 
 

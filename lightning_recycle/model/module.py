@@ -265,10 +265,7 @@ class PipelineModule(RecordedModule):
         training = self.training
         modules_of(self).pop("layers", None)
         self.materialize()
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if name in state:
-                tensor.data = tensor.data.to(state[name].dtype)
-        set_weights(self, state)
+        set_weights(self, state, with_dtypes=True)
         self.train(training)
 
     def keep_layers(self, indices: range) -> None:
