@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -140,46 +139,6 @@ def test_every_result_stands_in_its_section(
 ) -> None:
     expected = with_failures(records, source)
     assert set(page.values(section, "ratio")) == {each["ratio"] for each in expected if each["throughput"]}
-
-
-def test_the_conclusion_is_made_from_the_results_with_the_same_schedule(
-    page: Page, records: list[dict[str, Any]], text: str
-) -> None:
-    """Scenes are equal but for the policy: model, failures, schedule."""
-    scenes: dict[tuple[str, ...], dict[str, float]] = {}
-    for each in with_failures(records, "Poisson", "TraceReplay", "FailedFraction"):
-        policy = each["policy"]
-        key = (each["model"]["name"], json.dumps(each["failures"]), policy["settings"]["schedule"])
-        scenes.setdefault(key, {})[policy["name"]] = each["ratio"]
-    found = re.search(r'<p class="conclusion".*?</p>', text, re.DOTALL)
-    assert found
-    shown = found[0]
-    compared = [ratios for ratios in scenes.values() if len(ratios) >= 3]
-    assert len(compared) == 10
-    entered = Counter(name for ratios in compared for name in ratios)
-    leads = Counter(max(ratios, key=ratios.__getitem__) for ratios in compared).most_common()
-    for place, (name, count) in enumerate(leads):
-        some = "" if entered[name] == 10 else rf" \(of the {entered[name]} in which it ran\)"
-        lead = f" is fastest in {count} of 10 comparisons" if place == 0 else f" in {count}"
-        assert re.search(f"{name.replace('Recycle', 'ReCycle')}{lead}{some}[,;]", shown)
-    gains = [
-        100 * (ratios["Recycle"] - ratios["Merge"])
-        for (*_, schedule), ratios in scenes.items()
-        if schedule == "planned" and {"Recycle", "Merge"} <= ratios.keys()
-    ]
-    assert number(fmean(gains), 1) in shown
-    planned = [
-        100 * (ratios[name] - scenes[model, failures, "1f1b"][name])
-        for (model, failures, schedule), ratios in scenes.items()
-        for name in ratios
-        if schedule == "planned" and name != "Recycle" and ratios[name]
-        if (model, failures, "1f1b") in scenes and name in scenes[model, failures, "1f1b"]
-    ]
-    assert f"is worth +{number(fmean(planned), 1)} points" in shown
-    assert re.search(r"; [0-9]+ of these leads (is|are) below half a point \(a point is 1 % of ", shown)
-    assert leads[0][0] == "Oobleck"
-    assert "Re-routing keeps the batch and leaves every layer in its place" in shown
-    assert shown.count(". ") == 3
 
 
 def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[str, Any]]) -> None:
