@@ -27,13 +27,6 @@ from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
 
-_KINDS = {
-    OpKind.FORWARD: FORWARD,
-    OpKind.BACKWARD_INPUT: BACKWARD,
-    OpKind.BACKWARD: BACKWARD,
-    OpKind.BACKWARD_WEIGHT: WEIGHT,
-}
-
 Step: TypeAlias = tuple[int, int]
 """Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage."""
 
@@ -115,11 +108,6 @@ class TimeIndexedProblem:
             return ((FORWARD, stage), 0) if last else ((BACKWARD, stage + 1), self.communication)
         return ((FORWARD, stage - 1), self.communication) if stage else None
 
-    @property
-    def mean_duration(self) -> int:
-        """Mean of the kinds of operations on the workers, in slots; at least 1."""
-        return max(1, round(sum(self.durations.values()) / len(self.durations)))
-
     def most_held(self, rank: int) -> int:
         total = sum(len(family.microbatches) for family in self.families)
         return total if self.limits is None else min(total, self.limits[rank % self.stages])
@@ -199,28 +187,6 @@ class TimeIndexedProblem:
         """Number of (step of a route, slot) pairs that a period of ``length`` leaves open."""
         windows = (self.windows(route, length) for route in self.routes())
         return sum(max(0, last - first) for each in windows for first, last in each.values())
-
-    def in_whole_slots(self, known: Iterable[Placement]) -> list[tuple[int, int, int, int, int]]:
-        """The same order with starts in whole slots, from starts in the unit of the costs.
-
-        Whole durations only need starts rounded down, which breaks no constraint; rounded ones also make operations
-        wait for earlier ones.
-        """
-        rows = sorted(
-            known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages))
-        )
-        origin = rows[0][4]
-        free: dict[int, int] = {}
-        ends: dict[tuple[Step, int], int] = {}
-        found = []
-        for kind, stage, number, rank, start in rows:
-            begin = max(math.floor((start - origin) / self.slot + 1e-6), free.get(rank, 0))
-            source = self.source((kind, stage))
-            if source is not None:
-                begin = max(begin, ends[source[0], number] + source[1])
-            ends[(kind, stage), number] = free[rank] = begin + self.durations[kind, rank]
-            found.append((kind, stage, number, rank, begin))
-        return found
 
 
 def _flow(kind: int, stage: int, stages: int) -> int:
@@ -309,23 +275,6 @@ def _duration(problem: Problem, kind: int, worker: Worker, fused: bool) -> float
     if kind == BACKWARD:
         return problem.duration(OpKind.BACKWARD if fused else OpKind.BACKWARD_INPUT, worker)
     return problem.duration(OpKind.FORWARD if kind == FORWARD else OpKind.BACKWARD_WEIGHT, worker)
-
-
-def placements(schedule: Schedule) -> list[Placement]:
-    """Worker and start of each operation; BW counts as B and W where splits may be."""
-    problem, grid = schedule.problem, schedule.grid
-    found: list[Placement] = []
-    for worker, ops in schedule.workers.items():
-        for scheduled in ops:
-            op, start = scheduled.op, scheduled.start
-            if op.microbatch is None:
-                continue
-            number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
-            found.append((_KINDS[op.kind], op.stage, number, grid.rank(worker), start))
-            if op.kind is OpKind.BACKWARD and problem.technique.split_backward:
-                end = start + problem.duration(OpKind.BACKWARD_INPUT, worker)
-                found.append((WEIGHT, op.stage, number, grid.rank(worker), end))
-    return found
 
 
 def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]) -> Schedule:
