@@ -163,29 +163,22 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     }
 
 
+_OF_MODEL = (
+    "name", "gpus", "pipelines", "stages", "global_batch", "microbatch",
+    "efficiency", "network_bandwidth", "recompute",
+)  # fmt: skip
+
+
 def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
     model, cluster = scenario.model, scenario.cluster
     return {
         "model": {
-            "name": model.name,
+            **{name: getattr(model, name) for name in _OF_MODEL},
             "parameters": model.transformer.parameters,
-            "gpus": model.gpus,
             "gpu": model.device.name,
-            "pipelines": model.grid.pipelines,
-            "stages": model.grid.stages,
             "microbatches": model.grid.microbatches,
-            "global_batch": model.global_batch,
-            "microbatch": model.microbatch,
-            "efficiency": model.efficiency,
-            "network_bandwidth": model.network_bandwidth,
-            "recompute": model.recompute,
         },
-        "cluster": {
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "gpus": cluster.gpus,
-            "price": cluster.price,
-        },
+        "cluster": {**asdict(cluster), "gpus": cluster.gpus},
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),
         "duration": scenario.duration,
@@ -193,10 +186,11 @@ def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
 
 
 def _described(instance: Any) -> dict[str, Any]:
-    """Name and settings; ``changed`` names those that differ from the defaults."""
+    """Name and settings; ``changed`` names those that differ from the defaults, ``durations`` those in seconds."""
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
-    return {"name": type(instance).__name__, "settings": settings, "changed": changed}
+    durations = [item.name for item in fields(instance) if "Duration" in str(item.type)]
+    return {"name": type(instance).__name__, "settings": settings, "changed": changed, "durations": durations}
 
 
 def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
