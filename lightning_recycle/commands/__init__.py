@@ -18,10 +18,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
-from lightning_recycle.arguments import __version__
+from lightning_recycle.arguments import __version__, exit_without_reader
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 
-_EXIT_BAD_INPUT, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
+_EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 
@@ -29,12 +29,7 @@ class Output(Console):
     """Standard output; when its reader has seen enough, such as head, the process exits with the status of SIGPIPE."""
 
     def on_broken_pipe(self) -> None:
-        _exit_without_reader()
-
-
-def _exit_without_reader() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(_EXIT_NO_READER)
+        exit_without_reader()
 
 
 @contextlib.contextmanager
@@ -69,7 +64,7 @@ def run_application(name: str, application: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _exit_without_reader()
+        exit_without_reader()
 
 
 def run_command(

@@ -15,10 +15,9 @@ from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment
-from rich.console import Console
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.commands import bad_input_ends
+from lightning_recycle.commands import Output, bad_input_ends
 from lightning_recycle.files import refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
 from lightning_recycle.visualize.records import Record, load_results, missing_results
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size = len(page.encode()) / 1e3
         count = f"{len(results)} of {len(results) + missing}" if missing else f"{len(results)}"
         noun = "result" if len(results) + missing == 1 else "results"
-        Console(soft_wrap=True).print(f"wrote {chosen.output}: {count} {noun}, {size:,.0f} kB", highlight=False)
+        Output(soft_wrap=True).print(f"wrote {chosen.output}: {count} {noun}, {size:,.0f} kB", highlight=False)
 
 
 if __name__ == "__main__":
