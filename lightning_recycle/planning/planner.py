@@ -318,9 +318,10 @@ def plan(problem: Problem, planner: str | Planner = "heuristic") -> Schedule:
         ConfigurationError: when the planner is unknown.
         PlanningError: when there is no schedule, or the planner returned an invalid one.
     """
-    schedule = get_planner(planner).plan(problem)
-    validate(schedule)
-    return schedule
+    result = solve(problem, planner)
+    if result.warning is not None:
+        log.warning("%s", result.warning)
+    return result.schedule
 
 
 def solve(problem: Problem, planner: str | Planner = "heuristic") -> PlanResult:

@@ -67,6 +67,7 @@ def test_what_is_written_is_what_the_simulator_says(one: tuple[str, Path]) -> No
     assert result["ratio"] == expected.ratio
     assert result["deviation"] == expected.deviation
     assert [run["throughput"] for run in result["runs"]] == [each.throughput for each in expected.results]
+    assert "checkpoint_every" in result["policy"].pop("durations")
     assert result["policy"] == {
         "name": "Restart",
         "settings": asdict(Restart(restart="2min")),
