@@ -15,6 +15,7 @@ from lightning_recycle.planning.costs import (
     load_profile,
     save_profile,
 )
+from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
 from lightning_recycle.planning.layouts import FailureRecord, LayoutPlan, plan_layout
@@ -35,7 +36,6 @@ from lightning_recycle.planning.plan_library import (
     save_plan,
 )
 from lightning_recycle.planning.planner import (
-    ExactPlanner,
     Planner,
     available_planners,
     get_planner,

@@ -32,8 +32,7 @@ from typing import Any
 import mip
 
 from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.planner import SolverTask
-from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem
+from lightning_recycle.planning.exact_planner import Placement, SolverTask, Step, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
@@ -51,7 +50,7 @@ class _InfeasibleError(Exception):
 
 def solve(task: SolverTask, report: Report) -> None:
     """Find a shorter period; solutions and bounds are reported as they are found."""
-    deadline = time.monotonic() + task.time_limit
+    deadline = time.monotonic() + task.planner.time_limit
     problem, search = task.problem, _MilpSearch(task, report)
     length = search.shorten(problem, task.lower, task.upper, deadline)
     if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
@@ -72,7 +71,7 @@ class _MilpSearch:
         undecided, length, step = False, low, 1
         while length < high:
             remaining = deadline - time.monotonic()
-            if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
+            if remaining <= 0.1 or problem.variables(length) > self.task.planner.max_variables:
                 return None
             share = remaining if length == high - 1 else max(_FIRST_SHARE * remaining, min(5.0, remaining))
             found = self._ask(problem, length, time.monotonic() + share)
@@ -118,16 +117,18 @@ def _empty_model(task: SolverTask) -> Any:
     gc.disable()
     gc.collect()
     try:
-        model = mip.Model(solver_name=_NAMES[task.backend])
+        model = mip.Model(solver_name=_NAMES[task.planner.backend])
     except (ImportError, OSError, mip.exceptions.MipBaseException) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        found = ", ".join(f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.backend == "highs")
-        remedy = _REMEDIES[task.backend]
+        found = ", ".join(
+            f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.planner.backend == "highs"
+        )
+        remedy = _REMEDIES[task.planner.backend]
         raise UnavailableError(
             f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
         ) from error
     model.verbose = 0
-    model.threads = task.threads
+    model.threads = task.planner.threads
     model.seed = 0
     return model
 

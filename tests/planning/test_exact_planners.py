@@ -23,9 +23,9 @@ from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import planner as exact_module
+from lightning_recycle.planning import exact_planner as exact_module
+from lightning_recycle.planning.exact_planner import common_slot, discretize
 from lightning_recycle.planning.schedule import best_of
-from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 BACKENDS = ["cbc", "highs"]
@@ -240,19 +240,17 @@ FAKES = """
             file.write(str(os.getpid()))
         time.sleep(600)
 
-    def placements(schedule):
-        kinds = {"F": 0, "B": 1, "W": 2}
-        grid = schedule.grid
-        for worker, operations in schedule.workers.items():
-            for op, start in ((each.op, each.start) for each in operations if each.op.microbatch is not None):
-                number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
-                yield kinds[op.kind.value], op.stage, number, grid.rank(worker), start
+    def placements(problem, start):
+        for family in problem.families:
+            for number in family.microbatches:
+                for at, (kind, stage) in enumerate(problem.steps):
+                    yield kind, stage, number, family.hosts[stage][0], start(at)
 
     def nonsense(task, report):
-        report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
+        report("solution", list(placements(task.problem, lambda at: 0.0)))
 
     def backwards(task, report):
-        report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
+        report("solution", list(placements(task.problem, lambda at: -at)))
 
     def good_then_crash(task, report):
         from lightning_recycle.planning.milp import solve
