@@ -1,21 +1,27 @@
-"""Planners by name, and the usual call, ``plan(problem)``.
+"""Planners by name, the usual call, ``plan(problem)``, and the options of a run.
 
-A planner turns a problem into a schedule; "heuristic" is the default, and :mod:`exact_planner` has those that ask a
-solver. :func:`plan` and :func:`solve` never return a schedule that the validator rejects.
+A planner turns a problem into a schedule; "heuristic" is the default, and
+:mod:`~lightning_recycle.planning.exact_planner` has those that ask a solver. :func:`plan` and :func:`solve` never
+return a schedule that the validator rejects.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.problem import Problem, Technique
 from lightning_recycle.planning.schedule import PlanResult, Schedule, proven
 from lightning_recycle.planning.validation import validate
 
@@ -104,3 +110,99 @@ def solve(problem: Problem, planner: str | Planner = "heuristic") -> PlanResult:
         result = proven(schedule, name, seconds=time.monotonic() - started)
     validate(result.schedule)
     return result
+
+
+Partition: TypeAlias = Literal["count"] | Sequence[int]
+"""How layers are distributed over stages.
+
+Equal numbers of layers; the number of layers of each stage, as integers (``[3, 5, 4]``); or the seconds of each layer,
+as floats, for stages of equal seconds.
+"""
+
+Switch: TypeAlias = bool | Literal["auto"]
+"""On, off, or as the costs decide."""
+
+_MICROBATCHES = re.compile(r"([1-9]\d*) micro-?batch(es)?")
+
+
+def _is_memory(value: Any) -> bool:
+    return is_memory_limit(value) or (isinstance(value, str) and _MICROBATCHES.fullmatch(value) is not None)
+
+
+_MEMORY = Check(
+    _is_memory,
+    "give 'auto', the bytes of a worker as an integer, a fraction of the device of at most 1.0, or the number of"
+    " micro-batches that a worker may hold, such as '4 micro-batches'",
+)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class PlanningOptions(OptionGroup):
+    """How a step is planned, with and without failed workers.
+
+    Args:
+        planner: the name of a planner, or an object with ``plan(problem)``. A solver's is asked before the run alone;
+            plans for failures are then the heuristic's, or those of ``plan_library``.
+        plan_library: a directory in which plans are looked up before they are made, and stored;
+            ``recycle-plan library=...`` fills one before the run. Use it with a ``profile``: plans are found by their
+            costs.
+        profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
+            ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
+        partition: which layers a stage gets at first: equal numbers of layers ("count"), or the number of layers of
+            each stage, such as ``[3, 5, 4]``. ``RecoveryOptions(rebalance)`` moves them by their measured times.
+        split_backward: whether backwards are split, so that weight gradients fill idle slots. It takes processor time.
+            "auto" tries in the first steps how much, and splits only where the plan saves more than that; it decides
+            again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
+        staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
+            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
+            ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
+            stage waits for all others nevertheless, as do plans. "auto": wherever the stages can, as True; it is
+            settled when the run begins.
+        memory: what plans may use of a worker's memory: "auto", most of the device's, and on a CPU most of the worker's
+            share of the machine's (or of its container's); a fraction of that; the bytes of all tensors of a worker, as
+            an integer; or, without regard to bytes, the number of micro-batches that a worker may hold between F and W,
+            such as "4 micro-batches". The workers measure in their second step what they need; until then a worker
+            holds at most as many micro-batches as in 1F1B.
+        activation_checkpointing: whether a stage may keep the input of a micro-batch instead of its activations, and
+            compute its forward again before its backward: "auto" where that makes the step shorter under the limit of
+            memory, for as few micro-batches as needed, or "never". The result is the same.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    planner: str | Planner = option("heuristic", shared="name of the planner")
+    plan_library: str | os.PathLike[str] | None = option(None, by_launcher=True)
+    profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
+    partition: Literal["count"] | list[int] = option("count")
+    split_backward: Switch = option("auto", SWITCH, shared="split backwards")
+    staggered: Switch = option("auto", SWITCH, shared="let each stage step by itself")
+    memory: MemoryLimit | str = option("auto", _MEMORY, shared="memory of a worker that plans may use")
+    activation_checkpointing: Literal["auto", "never"] = option(
+        "auto", choice("auto", "never"), shared="compute forwards again where memory makes the step slow"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        get_planner(self.planner)
+
+    @property
+    def technique(self) -> Technique:
+        """The techniques that may be used; plans choose where a switch is "auto"."""
+        return Technique(split_backward=bool(self.split_backward), staggered=bool(self.staggered))
+
+    @property
+    def in_flight_limit(self) -> int | None:
+        """The most micro-batches that a worker may hold, if ``memory`` is given so."""
+        found = _MICROBATCHES.fullmatch(self.memory) if isinstance(self.memory, str) else None
+        return None if found is None else int(found[1])
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """The limit in bytes, which does not count beside :attr:`in_flight_limit`."""
+        return "auto" if isinstance(self.memory, str) else self.memory
+
+    def tries_splitting(self, stages: int) -> bool:
+        """Whether workers try what it costs to split the backwards that plans fuse."""
+        return self.split_backward == "auto" and stages > 1  # one stage has no idle slots

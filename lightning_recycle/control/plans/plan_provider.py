@@ -47,8 +47,7 @@ from lightning_recycle.planning.normalization import (
     normalize,
 )
 from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.planner import Planner, get_planner, solve
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import Planner, PlanningOptions, get_planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.routing import CompactSchedule, alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
