@@ -35,7 +35,7 @@ from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.option_table import shown_options, suggests_options
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.executor.executor import Executor

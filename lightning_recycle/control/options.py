@@ -33,7 +33,7 @@ from lightning_recycle.option_table import (
     suggests_options,
 )
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate of

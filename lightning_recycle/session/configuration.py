@@ -26,7 +26,7 @@ from lightning_recycle.option_table import (
     suggests_options,
 )
 from lightning_recycle.planning.grid import Grid, Positions, Worker
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
