@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from chaos.scenario import LateFault
-from lightning_recycle.callbacks import fault_effects
+from lightning_recycle.callbacks import faults
 from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.planning.grid import Op, Worker
 
@@ -20,12 +20,12 @@ def _raise() -> None:
 
 
 _FAIL: dict[str, Callable[[], None]] = {
-    "kill": fault_effects.kill,
-    "exit": fault_effects.exit,
+    "kill": faults.kill,
+    "exit": faults.exit,
     "exception": _raise,
-    "hang": fault_effects.hang,
-    "partition": fault_effects.partition,
-    "preempt": fault_effects.preempt,
+    "hang": faults.hang,
+    "partition": faults.partition,
+    "preempt": faults.preempt,
 }
 
 
