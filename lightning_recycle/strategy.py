@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_recycle.arguments import shown_options, suggests_options
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
@@ -33,7 +34,6 @@ from lightning_recycle.devices import moved_in_place
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut
-from lightning_recycle.option_table import shown_options, suggests_options
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule

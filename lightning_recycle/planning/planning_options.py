@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, get_planner
