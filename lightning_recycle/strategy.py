@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_recycle.arguments import shown_options, suggests_options
 from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.devices import moved_in_place

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
-from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
@@ -33,9 +33,13 @@ from lightning_recycle.control.protocol.messages import Assign, Crash, RunReques
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import run_results
-from lightning_recycle.launch.outcome import dump_exception, from_users_code
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall
-from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
+from lightning_recycle.launch.worker_payload import (
+    dump_exception,
+    from_users_code,
+    ignore_untrue_warnings,
+    set_num_threads,
+)
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die

@@ -27,7 +27,7 @@ from support.waiting import PATIENCE, next_line, wait_for
 from lightning_recycle.control.monitoring import monitor as monitor_module
 from lightning_recycle.control.monitoring import status_command
 from lightning_recycle.control.monitoring.history import Event
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, Views, served
 from lightning_recycle.control.monitoring.status import PositionState, Status
 from lightning_recycle.control.network import addresses

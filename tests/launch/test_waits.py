@@ -51,10 +51,10 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "launch/worker_group.py describe_exit": ("a process, for a time", "test_how_a_worker_ended_is_known_also_if_others"
                                               "_ask_about_all_processes"),
     "launch/worker_group.py _describe_exit": BOUNDED,
-    "launch/worker_payload.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
+    "control/monitoring/logs.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
                                           "_others_go_on"),
-    "launch/worker_payload.py __init__": BOUNDED,
-    "launch/worker_payload.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
+    "control/monitoring/logs.py __init__": BOUNDED,
+    "control/monitoring/logs.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
                                        "_and_lost_records_are_counted"),
     "launch/worker_process.py run_outside": BOUNDED,
     "launch/worker_process.py patiently": ("the coordinator, for a time", "test_after_the_deadline_the_newest_error_is"

@@ -31,7 +31,7 @@ from lightning_recycle.control.coordinator.admission import Reception, describe
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, adopted_state, default_path
 from lightning_recycle.control.monitoring.history import summary
-from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
 from lightning_recycle.control.network.addresses import (
     address_from,

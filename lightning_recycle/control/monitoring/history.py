@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recycle.control.monitoring.goodput import Goodput, Phase
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.planning.grid import Grid, Positions

@@ -37,7 +37,7 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
 from lightning_recycle.control.network.connection import VERSION

@@ -2,7 +2,7 @@
 
 ``recycle-status``, the page and the metrics are functions of it.
 
-Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.json_logs.plain`; ``schema`` grows when a
+Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.logs.plain`; ``schema`` grows when a
 field changes its meaning or goes, not when one is added. Times are in seconds since the epoch, durations in seconds,
 steps count from 0 (-1: none yet). Names of metrics begin with ``recycle_``, and counters count from the coordinator's
 start; unknown values have no sample. They need ``prometheus-client`` (the extra ``metrics``).
