@@ -36,7 +36,7 @@ from lightning_recycle.control.network.addresses import (
     shown,
     sockets,
 )
-from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
+from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
@@ -133,8 +133,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    limits = RestartLimits(max_restarts=options.max_restarts)
-    return Agent(tasks, limits, Printer(names), grace, coordinator, pipes=names, another=worker)
+    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names, another=worker)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
