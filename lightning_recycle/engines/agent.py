@@ -266,10 +266,10 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal; None if the sender signals and awaits all processes: then
-    this agent kills none, and passes on no signal. ``pipes``: output goes through ``printer``. ``another`` makes the
-    command of a further process by its number. ``on_finish`` is called when the first process has finished; ``heard``:
-    signals so far.
+    ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
+    None if the sender signals and awaits all processes: then this agent kills none, and passes on no signal.
+    ``pipes``: output goes through ``printer``. ``another`` makes the command of a further process by its number.
+    ``on_finish`` is called when the first process has finished; ``heard``: signals so far.
     """
 
     def __init__(
