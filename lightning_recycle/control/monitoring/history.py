@@ -378,15 +378,7 @@ class Digest:
         """Adds an event up; ``live`` workers are in, some perhaps still ``joining``."""
         self.counts[event.kind] += 1
         details: Mapping[str, object] = event.details
-        self.goodput.happened(
-            event.kind,
-            event.time,
-            live,
-            joining=joining,
-            worker=event.worker,
-            seconds=event.seconds,
-            details=event.details,
-        )
+        self.goodput.happened(event, live, joining)
         if event.kind == "step":
             loss = details.get("loss")
             self.step, self.loss = event.step, loss if isinstance(loss, float) else None

@@ -35,7 +35,7 @@ from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
@@ -133,8 +133,6 @@ class Monitor:
 _LEAST_SECONDS = 0.25  # between two views
 _SHARE = 50  # between two views, times the seconds that one takes: with 2,000 workers some 10 ms
 
-View = TypeVar("View")
-
 
 @dataclass(frozen=True)
 class RunView:
@@ -148,23 +146,23 @@ class RunView:
     timed: Callable[[], Schedule] | None
 
 
-class Views(Generic[View]):
+class Views:
     """Hands out what ``make``, called in the loop's thread alone, returns.
 
     ``wake``: lets the loop call :meth:`answer` soon; called in any thread.
     """
 
-    def __init__(self, make: Callable[[], View], wake: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], RunView], wake: Callable[[], None]) -> None:
         self._make = make
         self._wake = wake
         self._changed = threading.Condition()
         self._wanted = False
         self._closed = False
-        self._newest: View | None = None
+        self._newest: RunView | None = None
         self._error: Exception | None = None
         self._number, self._fresh_until = 0, 0.0
 
-    def ask(self, timeout: float = 2.0) -> View:
+    def ask(self, timeout: float = 2.0) -> RunView:
         """A view at most a quarter of a second old; the last one after :meth:`close`.
 
         In any thread. Raises ControlPlaneError if the loop does not answer within ``timeout`` seconds, or could not
