@@ -316,8 +316,9 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
         assert re.match(r"train.py  2 x 2 x 1  \w+  generation 0  step -  4 of 4 workers ", capsys.readouterr().out)
         assert status_command.main(["--json", str(os.getpid())]) == 0
         assert json.loads(capsys.readouterr().out)["generation"] == 0
+        (listens,) = runtime.glob("*.sock")
         for arguments in ([], ["--json"]):
-            assert without_reader(status_command, *arguments) == (141, "")
+            assert without_reader(status_command, str(listens), *arguments) == (141, "")
         with shown(plane, "other.py", http=False):
             assert status_command.main([]) == 0
             listed = capsys.readouterr().out
