@@ -352,20 +352,6 @@ def preempt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class Slowdown:
-    """Makes operations take ``factor`` times as long for a number of steps."""
-
-    factor: float
-    first_step: int
-    steps: int
-
-    def sleep_after(self, step: int, seconds: float) -> None:
-        """Sleeps for the extra time of an operation of ``step`` that took ``seconds``."""
-        if self.first_step <= step < self.first_step + self.steps:
-            time.sleep((self.factor - 1) * seconds)
-
-
 # ---------------------------------------------------------------------- partition
 
 

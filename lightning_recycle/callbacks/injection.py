@@ -19,7 +19,6 @@ from lightning_recycle.callbacks.faults import (
     KINDS_AT_TIMES,
     Agenda,
     Fault,
-    Slowdown,
     WrongArithmetic,
     flip,
     flip_in_next_output,
@@ -187,7 +186,7 @@ class _Injector:
         self._agenda = agenda
         self._strategy = strategy
         self._rank = rank
-        self._slowdowns: list[Slowdown] = []
+        self._slowdowns: list[tuple[Fault, int]] = []  # with the step in which they began
         self._waited = 0.0  # for siblings, before the operation that runs
         self._arithmetic: WrongArithmetic | None = None
         self._errs = False  # in the operation that runs
@@ -232,8 +231,9 @@ class _Injector:
         """
         executor = self._strategy.executor
         own = seconds - (executor.communicator.seconds_for_siblings - self._waited)
-        for slowdown in self._slowdowns:
-            slowdown.sleep_after(executor.version, max(0.0, own))
+        for fault, first in self._slowdowns:
+            if first <= executor.version < first + (fault.steps or 0):
+                time.sleep(((fault.factor or 1.0) - 1) * max(0.0, own))
 
     def after_operation(self, step: int, op: Op) -> None:
         self._err(False)
@@ -263,9 +263,7 @@ class _Injector:
             case "exception":
                 raise InjectedFaultError(f"Injected: {fault}")  # counts as a failure of the infrastructure
             case "slow":
-                assert fault.factor is not None
-                assert fault.steps is not None
-                self._slowdowns.append(Slowdown(fault.factor, step, fault.steps))
+                self._slowdowns.append((fault, step))
             case "bitflip":
                 self._flip(fault, executor)
             case kind:
