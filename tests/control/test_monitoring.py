@@ -214,7 +214,6 @@ def test_page_status_and_probes_are_served(plane: ControlPlane, runtime: Path) -
         assert (code, "<!doctype html>" in content.lower()) == (200, True)
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert get(port, "/healthz")[0] == get(port, "/readyz")[0] == 200
-        assert get(port, "/training")[:2] == (503, "No step is committed yet; 4 workers are in.\n")
         assert get(port, "/schedule.svg")[0] == 503  # nothing was measured
         assert get(port, "/nothing")[0] == 404
         code, content, _ = get(port, "/status", Host="localhost:1")
@@ -500,7 +499,6 @@ def test_a_standalone_coordinator_is_seen_before_its_first_worker(how: str, caps
             assert "listening on" in next_line(process)
             assert wait_for(lambda: answers(port, "/healthz"), pause=0.05)
             assert get(port, "/readyz")[0] == get(port, "/healthz")[0] == 200
-            assert get(port, "/training")[0] == 503
             for address in (str(process.pid), f"127.0.0.1:{port}", f"http://localhost:{port}/"):
                 assert status_command.main([address, "--json"]) == 1
                 assert "No run is going on: it waits for workers." in capsys.readouterr().err

@@ -12,7 +12,6 @@ plans.
 ``/metrics``        for Prometheus; needs the extra ``metrics``
 ``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
 ``/readyz``         200 while workers can join, not only once they have: a Kubernetes service would keep them out
-``/training``       200 once a step is committed and while the run goes on
 ==================  =================================================================================================
 
 A client can cost this process a bounded number of threads for a bounded time, and the run nothing.
@@ -397,15 +396,6 @@ def _ready(monitor: Monitor, headers: Message) -> Answer:
     return _text(HTTPStatus.OK, "Workers can join.")
 
 
-def _training(monitor: Monitor, headers: Message) -> Answer:
-    status = monitor.status()
-    if status.outcome is not None:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
-    if status.step < 0:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"No step is committed yet; {status.live} workers are in.")
-    return _text(HTTPStatus.OK, f"Step {status.step} is committed.")
-
-
 _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/": _page,
     "/status": _status,
@@ -413,7 +403,6 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/metrics": _metrics,
     "/healthz": _health,
     "/readyz": _ready,
-    "/training": _training,
 }
 
 
