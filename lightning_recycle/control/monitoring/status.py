@@ -177,11 +177,6 @@ class Status:
     version: str = ""
     schema: int = SCHEMA
 
-    @property
-    def live(self) -> int:
-        """How many workers train, or are suspected and waited for."""
-        return sum(position.state in (PositionState.LIVE, PositionState.SUSPECTED) for position in self.positions)
-
 
 def status_of(
     now: float,
