@@ -98,7 +98,7 @@ def test_a_silent_worker_that_nobody_can_stand_in_for_is_seen_as_suspected() -> 
             members[rank].client.heartbeat_interval = 1000.0
         plane.until(lambda: states(seen(plane))[::2] == ["suspected"] * 2)
         status = seen(plane)
-        assert states(status).count("live") == 4
+        assert set(states(status)) == {"live", "suspected"}
         for position in (status.positions[0], status.positions[2]):
             assert position.since is not None
             assert position.since < status.time
