@@ -41,7 +41,6 @@ from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
-from lightning_recycle.session.commit_requirements import OptimizerStep
 from lightning_recycle.session.configuration import (
     OTHER_NAMES,
     CheckpointOptions,
@@ -49,6 +48,7 @@ from lightning_recycle.session.configuration import (
     Options,
     RayEngine,
 )
+from lightning_recycle.session.gradient_clipping import OptimizerStep
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,

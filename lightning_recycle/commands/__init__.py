@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
@@ -18,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from rich.console import Console, RenderableType
 
 from lightning_recycle.arguments import __version__, exit_without_reader
-from lightning_recycle.errors import ReCycleError
+from lightning_recycle.errors import ConfigurationError, ReCycleError
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -88,6 +89,13 @@ def run_command(
     finally:
         if (table := summary()) is not None:
             Output().print(table)
+
+
+def switch(name: str, value: Any) -> bool:
+    """``value`` of the setting ``name``, which is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give true or false.")
+    return value
 
 
 def _line(error: BaseException) -> str:

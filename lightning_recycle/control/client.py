@@ -60,8 +60,8 @@ class ActivityRecorder:
     """Record of the main thread's activity or wait, sent by the heartbeat thread.
 
     The coordinator judges by it which worker holds up the others
-    (:mod:`~lightning_recycle.control.coordinator.detection`). Written by the main thread before it acts, read by any; a
-    record is immutable.
+    (:mod:`~lightning_recycle.control.coordinator.failure_detector`). Written by the main thread before it acts, read
+    by any; a record is immutable.
     """
 
     def __init__(self) -> None:

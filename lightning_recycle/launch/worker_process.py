@@ -37,9 +37,9 @@ from lightning_recycle.launch.run_preparation import ConfiguredStrategy, Prepare
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.worker_context import WorkerContext
 
 log = logging.getLogger(__name__)
 

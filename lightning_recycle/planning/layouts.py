@@ -12,16 +12,14 @@ never worse than re-routing by its own figures.
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
 after k failures in E worker-seconds the rate has the mean (a + k) / (b + E). The prior's mean a / b is that of Llama 3
 (arXiv 2407.21783, section 3.3.4: 419 unplanned interruptions in 54 days on 16,384 GPUs); its shape is small, as spot
-instances fail four orders of magnitude more often. By the prior for the number of workers lost at once, three of four
-failures take one worker, and each size is a quarter as likely as the one below it.
+instances fail four orders of magnitude more often.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -49,9 +47,6 @@ from lightning_recycle.planning.routing import COMPACT_FROM, CompactSchedule, la
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
-_LARGER_SIZE = 0.25  # by the prior, a failure of n + 1 workers at once is so much as likely as one of n
-_LARGER = 8  # sizes of failures that are looked at beyond those that are needed or were seen
-
 _PRIOR_EVENTS = 0.001  # failures that the prior of the rate counts for
 
 LLAMA3_WORKER_SECONDS = 54 * 86400 * 16384 / 419
@@ -63,50 +58,25 @@ class FailureRecord:
     """Record of failures, and the rate of changes that follows.
 
     Args:
-        sizes: failures so far that took 1, 2, 3, ... workers at once; each makes one change.
+        failures: changes so far, each the loss of one worker or of several at once.
         exposure: seconds that live workers have worked, added up over the workers.
     """
 
-    sizes: tuple[int, ...] = ()
+    failures: int = 0
     exposure: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(whole("FailureRecord", "sizes", count) for count in self.sizes))
+        whole("FailureRecord", "failures", self.failures)
         at_least("FailureRecord", "exposure", self.exposure)
 
-    def after(self, workers: int, seconds: float, lost: int = 0) -> FailureRecord:
-        """The record after ``seconds``, at the end of which ``lost`` workers failed."""
-        sizes = [*self.sizes, *(0,) * (lost - len(self.sizes))]
-        if lost:
-            sizes[lost - 1] += 1
-        return replace(self, sizes=tuple(sizes), exposure=self.exposure + workers * seconds)
-
-    @property
-    def rate(self) -> float:
-        """The mean rate, in failures per worker and second."""
-        return (_PRIOR_EVENTS + sum(self.sizes)) / (_PRIOR_EVENTS * LLAMA3_WORKER_SECONDS + self.exposure)
+    def after(self, workers: int, seconds: float, failed: bool = False) -> FailureRecord:
+        """The record after ``seconds``, at the end of which workers ``failed``."""
+        return FailureRecord(self.failures + failed, self.exposure + workers * seconds)
 
     def next_change(self, workers: int) -> float:
-        """Seconds expected until one of ``workers`` fails."""
-        return 1.0 / (self.rate * workers) if workers else math.inf
-
-    def loss_chance(self, owners: Iterable[int], workers: int) -> float:
-        """Upper bound of the chance that the next failure takes all owners of a part.
-
-        ``owners``: the number of owners of each part of the model, such as a stage.
-        """
-        alone = Counter(owners)
-        return min(1.0, sum(count * self._takes_all(own, workers) for own, count in alone.items()))
-
-    def _takes_all(self, own: int, workers: int) -> float:
-        """Probability that the next failure takes these ``own`` of all workers."""
-        total = sum(self.sizes) + 1
-        chance = 0.0
-        for size in range(own, min(workers, max(len(self.sizes), own + _LARGER)) + 1):
-            seen = self.sizes[size - 1] if size <= len(self.sizes) else 0
-            likely = (seen + (1 - _LARGER_SIZE) * _LARGER_SIZE ** (size - 1)) / total
-            chance += likely * math.prod((size - n) / (workers - n) for n in range(own))
-        return chance
+        """Seconds expected until one of ``workers`` fails, at the mean rate."""
+        rate = (_PRIOR_EVENTS + self.failures) / (_PRIOR_EVENTS * LLAMA3_WORKER_SECONDS + self.exposure)
+        return 1.0 / (rate * workers) if workers else math.inf
 
 
 _EFFORT = DEFAULT_EFFORT // 4

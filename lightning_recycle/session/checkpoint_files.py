@@ -46,12 +46,12 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.session.collectives import StageGroup
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
     unflatten_state_dict,
 )
+from lightning_recycle.session.worker_context import StageGroup
 from lightning_recycle.tensor_memory import empty_like
 from lightning_recycle.torch_internals import tree_leaves
 

@@ -56,9 +56,6 @@ class CheckpointOptions(OptionGroup):
             its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where your
             ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
         bandwidth: the most MB per second that a worker writes, or sends to the writer, while the training goes on.
-        every_n_train_steps: "auto": a ``ModelCheckpoint(every_n_train_steps=...)`` begins with its own number of steps
-            and goes on with the one that costs the least time (Young's formula), from what checkpoints cost and how
-            often workers fail in this run. None: it keeps its own.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
@@ -79,7 +76,6 @@ class CheckpointOptions(OptionGroup):
     save_distributed_checkpoint: bool = option(False)
     background: Literal["auto"] | bool = option("auto", SWITCH)
     bandwidth: float | None = option(None, _BANDWIDTH)
-    every_n_train_steps: Literal["auto"] | None = option(None, choice(None, "auto"))
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))

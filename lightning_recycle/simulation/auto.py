@@ -4,10 +4,9 @@ The ways are re-routing, moving workers (the effect of merging pipelines), movin
 that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the next
 change is
 
-    (seconds until the next change - seconds of the stop - risk) / seconds of a step
+    (seconds until the next change - seconds of the stop) / seconds of a step
 
-The risk is the chance that the next failure takes all owners of a layer, times the cost of a restart. The next change
-is expected from the prior and the failures so far
+The next change is expected from the prior and the failures so far
 (:class:`~lightning_recycle.planning.layouts.FailureRecord`).
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -116,7 +115,7 @@ class Auto(Policy):
         broken = len(alive) < len(held)
         if not broken and len(alive) == len(workers):
             return None
-        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(held) - len(alive))
+        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(alive) < len(held))
         state = _PolicyState(before.way, before.held, record, trigger.time)
         if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
             found = self._fresh(context, state, workers)
@@ -126,15 +125,12 @@ class Auto(Policy):
         pauses = self.regrouping(len(workers), broken=broken)
         standing = sum(pause.seconds for pause in pauses)
         until = record.next_change(len(workers))
-        restart = self._restart_seconds(context)
         best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
         if not broken and before.way is not None:
-            risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
-            best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
+            best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
         for way in self._ways(context, state, alive, workers, until):
             assigned, copying = _assigned(context.model, alive, way, workers)
-            risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
-            trained = (until - standing - copying - way.step.fill - risk) / way.step.period
+            trained = (until - standing - copying - way.step.fill) / way.step.period
             if trained > best[0]:
                 best = (trained, way, assigned, copying)
         _, chosen, assigned, copying = best
@@ -144,11 +140,6 @@ class Auto(Policy):
             context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, trigger.time)
         )
         return self.regrouped(found, len(workers), broken=broken, transfer=copying)
-
-    def _restart_seconds(self, context: Context) -> float:
-        """Cost of the loss of a layer: pauses, and half the time between checkpoints."""
-        every = self.checkpoint_interval(context)
-        return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
     # -- the ways -------------------------------------------------------------------------------------------------
 
@@ -352,15 +343,6 @@ def _nearest(
         if worker not in assigned and free[layers]:
             assigned[worker] = free[layers].pop(0)
     return assigned
-
-
-def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
-    """Number of owners of each part of the model; equal sets of owners count once."""
-    held = list(ranges)
-    counts = Counter(held)
-    bounds = sorted({bound for layers in counts for bound in layers})
-    sets = {frozenset(layers for layers in counts if layers[0] <= begin < layers[1]) for begin in bounds[:-1]}
-    return tuple(sum(counts[layers] for layers in owners) for owners in sets)
 
 
 def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-from control_worker import Member
+from control_worker import Member, train
+from support.forked import ForkedProcess
 from support.thread_client import ThreadClient
 from support.waiting import next_line
 
@@ -145,7 +145,7 @@ class ControlPlane:
         self.grid = grid
         self.clients: list[ThreadClient] = []
         self.raw: list[MessageConnection] = []
-        self.children: list[subprocess.Popen[str]] = []
+        self.children: list[ForkedProcess] = []
         self._closed = False
 
     def start(self) -> None:
@@ -180,13 +180,10 @@ class ControlPlane:
         self.raw.append(connection)
         return connection
 
-    def child(self, rank: int, steps: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
+    def child(self, rank: int, steps: int = 0, pause: float = 0.0) -> ForkedProcess:
         """A worker in its own process. Only its connection shows its exit."""
-        host, port = self.coordinator.address
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import control_worker as w; w.main()"
-        numbers = [rank, self.grid.stages, steps, pause]
-        command = [sys.executable, "-c", code, host, str(port), self.coordinator.authkey.hex(), *map(str, numbers)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        coordinator = self.coordinator
+        child = ForkedProcess(train, coordinator.address, coordinator.authkey, rank, self.grid.stages, steps, pause)
         self.children.append(child)
         return child
 
@@ -206,7 +203,6 @@ class ControlPlane:
         for child in self.children:
             child.kill()
             child.wait(10)
-            assert child.stdout is not None
             child.stdout.close()
         for client in self.clients:
             client.leave()

@@ -1,12 +1,7 @@
-"""A worker without a model: what an executor says to the coordinator, in a thread of the test or a process of its own.
-
-:func:`main` takes ``host port authkey rank stages steps pause`` from the command line and writes a line for everything
-that happens.
-"""
+"""A worker without a model: what an executor says to the coordinator, in a thread of the test or in a process."""
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 
@@ -81,14 +76,14 @@ class Member:
         self.version, self.reduced = self.version + 1, False
 
 
-def main() -> None:
-    host, port, authkey, rank, stages, steps, pause = sys.argv[1:]
-    client = ControlClient(int(rank), (host, int(port)), bytes.fromhex(authkey), 0.05)
+def train(address: tuple[str, int], authkey: bytes, rank: int, stages: int, steps: int, pause: float) -> None:
+    """The life of a process, which writes a line for everything that happens."""
+    client = ControlClient(rank, address, authkey, 0.05)
     print("hello", flush=True)
-    member = Member(client, int(stages)).join()
-    for _ in range(int(steps)):
+    member = Member(client, stages).join()
+    for _ in range(steps):
         member.step()
         print("step", member.version, flush=True)
-        time.sleep(float(pause))
-    print("answer", sorted(client.arrive("end", client.rank)), flush=True)
+        time.sleep(pause)
+    print("answer", sorted(client.arrive("end", rank)), flush=True)
     time.sleep(60)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from control_plane import GRID, PATIENCE, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Member
+from support.forked import ForkedProcess
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
@@ -198,10 +198,17 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_other
 # ---------------------------------------------------------------------- processes
 
 
-def line(child: subprocess.Popen[str]) -> str:
+@pytest.fixture(scope="module")
+def forks() -> None:
+    """The fork server has done its imports, for which workers that are to start do not wait."""
+    assert ForkedProcess(print).wait(600) == 0
+
+
+def line(child: ForkedProcess) -> str:
     return str(next_line(child).strip())
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane: ControlPlane) -> None:
     children = [plane.child(rank, steps=30, pause=0.02) for rank in range(4)]
     assert line(children[1]) == "hello"
@@ -209,7 +216,6 @@ def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(pla
     children[1].send_signal(signal.SIGKILL)
     children[1].wait(10)
     for rank in (0, 2, 3):
-        assert children[rank].stdout is not None
         lines = [line(children[rank]) for _ in range(32)]
         assert lines == ["hello", *(f"step {n}" for n in range(1, 31)), "answer [0, 2, 3]"]
     (failure,) = plane.events("failure")
@@ -218,6 +224,7 @@ def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(pla
     assert steps == list(range(30)), "every step once, in order"
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -> None:
     # A process that starves on a busy machine is not silent for so long.
     with ControlPlane(heartbeat=HeartbeatTimeouts(4.0)) as plane:
@@ -232,6 +239,7 @@ def test_a_stopped_process_is_evicted_for_its_silence_and_ends_when_it_wakes() -
         assert children[3].wait(10) == EXIT_LOST_COORDINATOR
 
 
+@pytest.mark.usefixtures("forks")
 def test_processes_end_when_the_coordinator_is_gone(plane: ControlPlane) -> None:
     children = [plane.child(rank, steps=1) for rank in range(4)]
     for child in children:
@@ -243,6 +251,7 @@ def test_processes_end_when_the_coordinator_is_gone(plane: ControlPlane) -> None
     plane.coordinator.close = lambda: None  # type: ignore[method-assign]
 
 
+@pytest.mark.usefixtures("forks")
 def test_processes_end_when_they_are_told_to_stop(plane: ControlPlane) -> None:
     children = [plane.child(rank, steps=1000, pause=0.01) for rank in range(4)]
     assert [line(child) for child in children] == ["hello"] * 4

@@ -3,9 +3,7 @@
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.forked import ForkedProcess
 from support.process_tree import is_alive
 from support.samplers import Numbers
 from support.waiting import next_line, wait_for
@@ -29,7 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_recycle.data.batching import check_dataloader
+from lightning_recycle.data.dataloaders import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
@@ -371,28 +370,16 @@ def test_the_check_before_the_start_needs_no_worker() -> None:
 # ---------------------------------------------------------------------- processes
 
 
-WORKER = """
-    import os, time, torch
-    from torch.utils.data import DataLoader, Dataset
-    from lightning_recycle.planning.grid import Grid, Microbatch
-    from lightning_recycle.data.map_style import MicrobatchLoader
-    from lightning_recycle.data.steps import StepHandle
-
-    class WhoRead(Dataset):
-        def __len__(self):
-            return 64
-        def __getitem__(self, index):
-            return torch.tensor(os.getpid())
-
-    loader = MicrobatchLoader(DataLoader(WhoRead(), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
+def print_readers() -> None:
+    """A worker whose data two processes read: prints their numbers, and goes on."""
+    loader = MicrobatchLoader(DataLoader(WhoRead(64), batch_size=4, num_workers=2), Grid(1, 1, 2), 0, 0)
     readers = {pid for m in range(2) for pid in loader.fetch(StepHandle(loader, 0, 0), Microbatch(0, m)).tolist()}
     print(*readers, flush=True)
     time.sleep(60)
-"""
 
 
 def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER)], stdout=subprocess.PIPE, text=True)
+    worker = ForkedProcess(print_readers)
     readers: list[int] = []
     try:
         readers = [int(pid) for pid in next_line(worker).split()]
@@ -405,7 +392,7 @@ def test_dataloader_processes_die_with_a_worker_that_is_killed() -> None:
     finally:
         worker.kill()
         worker.wait(10)
-        worker.stdout.close()  # type: ignore[union-attr]
+        worker.stdout.close()
         for pid in filter(is_alive, readers):
             os.kill(pid, signal.SIGKILL)
 

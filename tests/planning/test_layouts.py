@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -232,7 +231,7 @@ def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> 
     record = FailureRecord()
     assert record.next_change(16384) == pytest.approx(54 * 86400 / 419)
     for _ in range(20):
-        record = record.after(32, 1800.0, 1)
+        record = record.after(32, 1800.0, failed=True)
     assert record.next_change(32) == pytest.approx(1800.0, rel=0.2)
     quiet = FailureRecord().after(32, 1e9)
     assert quiet.next_change(32) > LLAMA3_WORKER_SECONDS / 32
@@ -266,22 +265,3 @@ def test_a_large_grid_is_judged_by_lanes_or_its_bound() -> None:
     assert plan.chosen.period >= p.lower_bound(plan.chosen.problem) * (1 - 1e-9)
     assert plan.reroute.period >= 1.5 * plan.chosen.period
     assert judged(problem).period == pytest.approx(plan.reroute.period)
-
-
-@pytest.mark.parametrize(("owners", "workers"), [((1,), 4), ((2, 2), 4), ((2, 3), 5), ((4, 1, 1), 6)])
-def test_the_chance_of_a_loss_is_that_of_all_sets_of_workers(owners: tuple[int, ...], workers: int) -> None:
-    record = FailureRecord()
-    for size, count in ((1, 3), (2, 4), (3, 1)):
-        for _ in range(count):
-            record = record.after(workers, 10.0, size)
-    assert record.sizes == (3, 4, 1)
-    likely = {size: (seen + 0.75 * 0.25 ** (size - 1)) / 9 for size, seen in ((1, 3), (2, 4), (3, 1))}
-    likely |= {size: 0.75 * 0.25 ** (size - 1) / 9 for size in range(4, workers + 1)}
-    expected, first = 0.0, 0
-    for own in owners:
-        part = set(range(first, first + own))
-        first += own
-        for size, chance in likely.items():
-            sets = list(combinations(range(workers), size))
-            expected += chance * sum(part <= set(each) for each in sets) / len(sets)
-    assert record.loss_chance(owners, workers) == pytest.approx(min(1.0, expected))

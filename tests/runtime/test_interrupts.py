@@ -28,11 +28,8 @@ class Recorder:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.called = threading.Event()
-        self.parts = (0, 1)
+        self.parts, self.mesh = (0, 1), None
         self.device = torch.device("cpu")
-
-    def report_hooks_to(self, *_: Any) -> None:
-        """There are none."""
 
     def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
         self.aborted.append(generation)

@@ -1,10 +1,14 @@
-"""The tests that run on simulated devices: all but a table of some, or a seeded sample (``SIMULATED_SAMPLE=count``)."""
+"""The tests that run on simulated devices: those of this folder; of the others all but a table of some, or a seeded
+sample (``SIMULATED_SAMPLE=count``).
+"""
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 ON_DEVICES = "SIMULATED_DEVICES_IN_TESTS" in os.environ
 
 _HOST = "the test's own code computes with tensors of the host, which Lightning leaves there on any accelerator"
@@ -43,8 +47,9 @@ def choose_for_devices(config: pytest.Config, items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
     if count := int(os.environ.get("SIMULATED_SAMPLE", "0")):
         beside = ("skip", "long", "exhaustive", "gpu", "slurm")
-        suited = [item for item in items if not any(item.get_closest_marker(name) for name in beside)]
+        others = [item for item in items if item.path.parent != HERE]
+        suited = [item for item in others if not any(item.get_closest_marker(name) for name in beside)]
         sample = set(random.Random(0).sample(sorted(item.nodeid for item in suited), count))
-        left = [item for item in items if item.nodeid not in sample]
-        items[:] = [item for item in items if item.nodeid in sample]
+        left = {item for item in others if item.nodeid not in sample}
+        items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)

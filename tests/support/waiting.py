@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from support.forked import ForkedProcess
+
 PATIENCE = 480.0
 """Seconds for what surely comes, on a machine with twenty times as much to do as it can; no test's subject."""
 
@@ -19,12 +21,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0, pause: float =
     return answer
 
 
-def next_line(process: "subprocess.Popen[Any]") -> Any:
+def next_line(process: subprocess.Popen[Any] | ForkedProcess) -> Any:
     """The next line of the output of ``process``."""
     return line_with(process, lambda _: True)
 
 
-def line_with(process: "subprocess.Popen[Any]", wanted: Callable[[Any], Any]) -> Any:
+def line_with(process: subprocess.Popen[Any] | ForkedProcess, wanted: Callable[[Any], Any]) -> Any:
     """The next line of the output of ``process`` that is ``wanted``; if none comes in time, it is killed."""
     assert process.stdout is not None
     read = []
@@ -37,7 +39,7 @@ def line_with(process: "subprocess.Popen[Any]", wanted: Callable[[Any], Any]) ->
 
 
 @contextlib.contextmanager
-def _killed_after(process: "subprocess.Popen[Any]", seconds: float) -> Iterator[None]:
+def _killed_after(process: subprocess.Popen[Any] | ForkedProcess, seconds: float) -> Iterator[None]:
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:

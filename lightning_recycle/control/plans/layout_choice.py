@@ -72,8 +72,8 @@ class LayoutChoice:
 
     def begin(self, schedule: Schedule, failed_before: frozenset[Worker]) -> None:
         """A generation begins; asks for its layout if other workers are failed now."""
-        if lost := schedule.failed - failed_before:
-            self._record = self._record.after(0, 0.0, lost=len(lost))
+        if schedule.failed - failed_before:
+            self._record = self._record.after(0, 0.0, failed=True)
         if schedule.failed != failed_before:
             self._patience = _STEPS_BEFORE_LAYOUTS
             self._ask(schedule)

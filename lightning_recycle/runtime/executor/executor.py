@@ -58,7 +58,9 @@ class Executor:
         self.communicator.waiting = self.client.waiting
         self.client.on_interrupt = self.communicator.abort  # ends whatever the main thread exchanges with others
         self.client.regroup = self.regroup
-        self.communicator.report_hooks_to(self._enters_hook, self._lose_sibling)
+        self.communicator.lose_sibling = self._lose_sibling
+        if self.communicator.mesh is not None:
+            self.communicator.mesh.report_hooks_to(self._enters_hook)
 
     @property
     def version(self) -> int:

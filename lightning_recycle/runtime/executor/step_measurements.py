@@ -39,7 +39,7 @@ from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.stage.stage import SavedInput, Stage
+from lightning_recycle.runtime.stage.stage import Stage, tensors_in
 from lightning_recycle.tensor_memory import local_part
 
 _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
@@ -229,7 +229,7 @@ class FirstSteps:
 
     @contextmanager
     def _memory(self, kind: OpKind, index: int, stage: Stage, inputs: Any) -> Iterator[None]:
-        kept = SavedInput(inputs) if kind is OpKind.FORWARD else None
+        checkpoint = devices.storage_bytes(tensors_in(inputs), self._own)  # before a layer writes into it
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
         if is_accelerator(self._device):
             before = allocated_bytes(self._device)
@@ -248,8 +248,7 @@ class FirstSteps:
             self._after_forward = max(self._after_forward, graph)
         if kind is OpKind.BACKWARD_INPUT:
             self._after_backward = max(self._after_backward, devices.storage_bytes(stage.waiting(index), self._own))
-        if kept is not None:
-            self._checkpoint = max(self._checkpoint, devices.storage_bytes(kept.tensors(), self._own))
+        self._checkpoint = max(self._checkpoint, checkpoint)
 
     def received(self, value: Any) -> None:
         if self._measures:

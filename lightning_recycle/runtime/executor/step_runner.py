@@ -498,7 +498,7 @@ class StepRunner:
         """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
-                self.communicator.broadcast(buffer, donor)
+                self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))
         if lacks:
             self.payload, self.reduced = self._commit_payload(step), True
 
