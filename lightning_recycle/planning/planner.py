@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.option_table import SWITCH, Check, OptionGroup, choice, option, suggests_options
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner

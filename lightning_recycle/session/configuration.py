@@ -10,21 +10,22 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
-from lightning_recycle.arguments import is_number, require
-from lightning_recycle.control.network.addresses import http_address
-from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.chains import LayerPaths
-from lightning_recycle.option_table import (
+from lightning_recycle.arguments import (
     SECONDS,
     SWITCH,
     Check,
     OptionGroup,
     choice,
     integer,
+    is_number,
     option,
+    require,
     suggests_options,
 )
+from lightning_recycle.control.network.addresses import http_address
+from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions

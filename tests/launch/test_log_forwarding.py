@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_for
 
-from lightning_recycle.control.monitoring.json_logs import JsonFormatter
-from lightning_recycle.launch.worker_payload import LogForwarding, LogSender
+from lightning_recycle.control.monitoring.logs import JsonFormatter, LogForwarding, LogSender
 
 CONTEXT = multiprocessing.get_context("spawn")
 

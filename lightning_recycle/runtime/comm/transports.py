@@ -22,8 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_recycle.arguments import is_number
-from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.arguments import BOOLEAN, Check, OptionGroup, choice, is_number, option, suggests_options
 from lightning_recycle.runtime.comm.groups import Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.wire import Channel, ValueLayout, sum_of_bytes
 

@@ -20,7 +20,7 @@ from lightning_recycle import (
     ReCycleStrategy,
     VerificationOptions,
 )
-from lightning_recycle.option_table import OptionGroup
+from lightning_recycle.arguments import OptionGroup
 from lightning_recycle.session.configuration import Options
 
 OF_LIGHTNING = {"accelerator", "checkpoint_io", "precision_plugin"}
