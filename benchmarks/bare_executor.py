@@ -30,7 +30,7 @@ from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitRules
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage

@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import PipelineModule, ReCycleStrategy
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 
 GRID = ["--pipelines", "2", "--stages", "2", "--microbatches", "4"]
 WORKERS, BATCH, STEPS, STEP_SECONDS = 4, 16, 120, 0.05

@@ -58,8 +58,8 @@ from lightning_recycle.planning import (
     solve,
     validate,
 )
-from lightning_recycle.planning.layout_candidates import judged as judged_layout
-from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.layouts import judged as judged_layout
+from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 console = Console(width=120)
@@ -441,17 +441,16 @@ def small_layouts() -> list[LayoutCase]:
 def layouts_table(cases: list[LayoutCase]) -> Table:
     found = Table(title="plan_layout, one core", title_justify="left", box=None, padding=(0, 2, 0, 0))
     found.add_column("case", no_wrap=True)
-    columns = ("CPU s", "re-routing", "layers", "both", "chosen", "gain", "bound", "GB sent", "stall")
+    columns = ("CPU s", "re-routing", "layers", "chosen", "gain", "bound", "GB sent", "stall")
     for name in columns:
         found.add_column(name, justify="right", no_wrap=True)
     for case in cases:
         plan, seconds = case.plan()
         chosen = plan.chosen
-        assert chosen.problem is not None
         found.add_row(
             case.name,
             f"{seconds:.1f}",
-            *(f"{each.period:.4g}" if each.period else "-" for each in plan.candidates),
+            *(f"{each.period:.4g}" if each.period else "-" for each in (plan.reroute, plan.layers)),
             chosen.way,
             f"{100 * (plan.reroute.period / chosen.period - 1):+.1f} %",
             f"{100 * (chosen.period / lower_bound(chosen.problem) - 1):.1f} %",

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_recycle import RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.runtime.comm import object_transfer
+from lightning_recycle.runtime.comm import communicator as communicator_module
 from lightning_recycle.tensor_memory import local_part
 
 MEMBERS = 2
@@ -289,13 +289,13 @@ class _CountsBytes(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.strategy.incarnation:
-            receive = object_transfer._receive
+            receive = communicator_module._receive
 
             def counted(communicator: Any, tensors: Sequence[Tensor], source: int) -> None:
                 _received.append(sum(tensor.nbytes for tensor in tensors))
                 receive(communicator, tensors, source)
 
-            object_transfer._receive = counted
+            communicator_module._receive = counted
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not trainer.strategy.incarnation or not _received:

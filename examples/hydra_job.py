@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from lightning_recycle.commands.application import bad_input_ends, run_application
+from lightning_recycle.commands import bad_input_ends, run_application
 
 from report import Losses, find_failures, find_phases, read_losses, render, summarize_losses, write_pictures
 

@@ -27,13 +27,12 @@ from lightning_recycle.errors import (
 if TYPE_CHECKING:
     from lightning_recycle.control.monitoring.history import Event
     from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-    from lightning_recycle.engines.ray_cluster import RayEngine
     from lightning_recycle.model.layers import LayerSpec
     from lightning_recycle.model.module import PipelineModule
     from lightning_recycle.planning.planning_options import PlanningOptions
     from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad
-    from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions
+    from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, RayEngine
     from lightning_recycle.strategy import ReCycleStrategy
 
 __all__ = [
@@ -63,7 +62,7 @@ _LAZY = {
     "MonitoringOptions": "lightning_recycle.session.configuration",
     "PipelineModule": "lightning_recycle.model.module",
     "PlanningOptions": "lightning_recycle.planning.planning_options",
-    "RayEngine": "lightning_recycle.engines.ray_cluster",
+    "RayEngine": "lightning_recycle.session.configuration",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "RecoveryOptions": "lightning_recycle.control.options",
     "VerificationOptions": "lightning_recycle.control.options",

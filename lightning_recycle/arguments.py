@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from typing import Any, NoReturn, TypeGuard
+
+from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError
 
@@ -18,9 +21,18 @@ __version__ = "0.1.0"
 """The version of the package."""
 
 
+class _Parser(argparse.ArgumentParser):
+    @override
+    def print_help(self, file: Any = None) -> None:
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except BrokenPipeError:
+            exit_without_reader()
+
+
 def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:
     """A parser with the purpose and examples in ``--help``, and ``--version``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         name,
         description="\n  ".join([f"{purpose}\n", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -28,6 +40,12 @@ def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> a
     )
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     return parser
+
+
+def exit_without_reader() -> NoReturn:
+    """Ends a command whose output's reader has gone, such as head, with the status of SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:

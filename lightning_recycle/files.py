@@ -23,10 +23,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.processes import process_space
+
+_Kind = TypeVar("_Kind")
 
 _ABANDONED_SECONDS = 3600.0
 """Nobody writes for that long without a change: what is older is abandoned, even if its writer cannot be asked."""
@@ -113,6 +117,19 @@ def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCy
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise kind(f"{what} {path} is damaged, it is not JSON ({error}): {remedy}.") from error
+
+
+def typed_content(
+    data: Any, kind: type[_Kind], schema: int, what: str, remedy: str, error: type[ReCycleError] = ConfigurationError
+) -> _Kind:
+    """``data`` of a JSON file, which names its ``schema``, as a dataclass; for the rest see :func:`read_json`."""
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != schema:
+        raise error(f"{what} has schema {found!r}, this version reads {schema}: {remedy}, or update lightning-recycle.")
+    try:
+        return msgspec.convert(data, kind)
+    except (ValueError, ReCycleError) as reason:
+        raise error(f"{what} is damaged ({reason}): {remedy}.") from reason
 
 
 def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:

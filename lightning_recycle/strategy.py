@@ -30,7 +30,6 @@ from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.devices import moved_in_place
-from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut
@@ -42,8 +41,14 @@ from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
-from lightning_recycle.session.commit_requirements import OptimizerStep
-from lightning_recycle.session.configuration import OTHER_NAMES, CheckpointOptions, MonitoringOptions, Options
+from lightning_recycle.session.configuration import (
+    OTHER_NAMES,
+    CheckpointOptions,
+    MonitoringOptions,
+    Options,
+    RayEngine,
+)
+from lightning_recycle.session.gradient_clipping import OptimizerStep
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,

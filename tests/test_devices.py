@@ -8,7 +8,7 @@ import torch
 
 import lightning_recycle
 from lightning_recycle.devices import ray_resource
-from lightning_recycle.engines.ray_cluster import needs_of_worker
+from lightning_recycle.launch.ray_workers import needs_of_worker
 
 PACKAGE = Path(lightning_recycle.__file__).parent
 KINDS = re.compile(r"cuda|\bhip\b|\bxpu\b|\bnpu\b|\bmps\b")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import InjectedFaultError
-from lightning_recycle.runtime.comm.sockets import drop_everything
+from lightning_recycle.runtime.comm.connections import drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
 
 _DEADLOCK_SECONDS = 3600.0  # by then, nothing will find the deadlock any more

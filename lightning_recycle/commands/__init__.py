@@ -1,1 +1,120 @@
-"""Console scripts: Hydra applications around ``planning``, without torch."""
+"""Console scripts: Hydra applications around ``planning``, without torch.
+
+Every error with a remedy, ours or Hydra's, is shown as one line without a traceback, and ends with exit code 2;
+anything else is a bug and is shown in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from rich.console import Console, RenderableType
+
+from lightning_recycle.arguments import __version__, exit_without_reader
+from lightning_recycle.errors import ConfigurationError, ReCycleError
+
+_EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
+_SHOW_ALL = "RECYCLE_FULL_ERROR"
+
+
+class Output(Console):
+    """Standard output; when its reader has seen enough, such as head, the process exits with the status of SIGPIPE."""
+
+    def on_broken_pipe(self) -> None:
+        exit_without_reader()
+
+
+@contextlib.contextmanager
+def bad_input_ends(name: str) -> Iterator[None]:
+    """Within the block, bad input prints one line and exits with code 2.
+
+    Use it inside the job too: for an exception that leaves the job, Hydra prints a line of its own.
+    """
+    try:
+        yield
+    except (ReCycleError, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get(_SHOW_ALL) == "1":
+            raise
+        print(f"{name}: {_line(error)}", file=sys.stderr)
+        sys.exit(_EXIT_BAD_INPUT)
+
+
+def run_application(name: str, application: Callable[[], object]) -> None:
+    """Calls a function decorated with ``hydra.main``; exits with 2 after bad input.
+
+    ``RECYCLE_FULL_ERROR=1`` in the environment shows tracebacks instead.
+    """
+    if "--version" in sys.argv[1:]:  # Hydra's is its own
+        print(name, __version__)
+        return
+    # Otherwise Hydra prints errors itself, over several lines, and exits with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with bad_input_ends(name):
+            application()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        exit_without_reader()
+
+
+def run_command(
+    name: str,
+    config_path: str,
+    config_name: str,
+    job: Callable[[DictConfig], float],
+    summary: Callable[[], RenderableType | None],
+) -> None:
+    """Runs a command of the package, once or for each job of a sweep.
+
+    ``job`` returns a value that a sweeper can minimize; ``summary`` is printed at the end, even after errors.
+    """
+
+    @hydra.main(version_base=None, config_path=config_path, config_name=config_name)
+    def application(config: DictConfig) -> float:
+        with bad_input_ends(name):
+            return job(config)
+
+    try:
+        run_application(name, application)
+    finally:
+        if (table := summary()) is not None:
+            Output().print(table)
+
+
+def switch(name: str, value: Any) -> bool:
+    """``value`` of the setting ``name``, which is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give true or false.")
+    return value
+
+
+def _line(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and isinstance(cause, ReCycleError):
+        return _flat(str(cause))
+    if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"unknown {group} {option!r}: choose one of {', '.join(sorted(error.options))}."
+    if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
+        return f"{error.full_key} is missing: give {error.full_key}=..."
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+        known = ", ".join(sorted(str(name) for name in cause.parent_node if not str(name).startswith("_")))
+        return f"unknown setting {cause.full_key!r}: choose one of {known}."
+    text = _flat(str(error))
+    if isinstance(cause, OmegaConfBaseException):
+        text += f" ({_flat(str(cause).splitlines()[0])})"
+    return text
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle import planning
-from lightning_recycle.arguments import at_least, is_integer, is_number
-from lightning_recycle.commands.application import Output, run_command
+from lightning_recycle.arguments import is_integer, is_number
+from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing
 from lightning_recycle.planning.costs import Memory
@@ -88,8 +88,12 @@ def _limited(problem: planning.Problem, measured: bool) -> planning.Problem:
 def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
     grid = planning.Grid(*(config["grid"][name] for name in ("pipelines", "stages", "microbatches")))
     costs, profile = _costs(config["costs"], grid)
-    technique = planning.Technique(**{name: _switch(config, name) for name in ("split_backward", "staggered")})
-    limit, memory = _in_flight(config["memory"], grid), _bytes(config["memory"], profile)
+    technique = planning.Technique(
+        **{name: switch(f"technique.{name}", config["technique"][name]) for name in ("split_backward", "staggered")}
+    )
+    limit, memory = config["memory"]["in_flight"], _bytes(config["memory"], profile)
+    if limit is not None:
+        limit = _per_stage("memory.in_flight", limit, grid)
     checkpoint = config["memory"].get("checkpoint")
     if checkpoint is not None:
         if (limit is None and memory is None) or not is_number(checkpoint, 0):
@@ -99,9 +103,7 @@ def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
                 " again."
             )
         if memory is None:
-            assert limit is not None
-            memory = Memory.counting(limit)
-            limit = None
+            memory, limit = Memory.counting(limit), None
         memory = replace(memory, checkpoint=tuple(checkpoint * held for held in memory.after_forward))
     return planning.Problem(grid, costs, technique=technique, in_flight_limit=limit, memory=memory)
 
@@ -118,33 +120,16 @@ def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.C
                 f"or a profile of {grid.stages}."
             )
         return profile.costs(), profile
-    values = {}
-    for name in _PER_STAGE:
-        value = settings.get(name)
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            if len(value) != grid.stages:
-                raise ConfigurationError(
-                    f"costs.{name} has {len(value)} values, the grid {grid} has {grid.stages} stages: "
-                    "give one number, or one per stage."
-                )
-            values[name] = tuple(_duration(name, item) for item in value)
-        else:
-            values[name] = (_duration(name, value),) * grid.stages
-    communication = _duration("communication", settings.get("communication"))
-    return planning.Costs(**values, communication=communication), None
+    values = {name: _per_stage(f"costs.{name}", settings.get(name), grid) for name in _PER_STAGE}
+    return planning.Costs(**values, communication=settings.get("communication")), None  # type: ignore[arg-type]
 
 
-def _duration(name: str, value: Any) -> float:
-    if value is None:
-        raise ConfigurationError(f"costs.{name} is missing: give a number of at least 0.")
-    return at_least("", f"costs.{name}", value)
-
-
-def _switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config["technique"][name]
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"technique.{name}={value!r}: give true or false.")
-    return value
+def _per_stage(name: str, value: Any, grid: planning.Grid) -> tuple[Any, ...]:
+    """One value for all stages, or a list with one for each; what they may be is checked by the planner."""
+    values = tuple(value) if isinstance(value, list) else (value,) * grid.stages
+    if len(values) != grid.stages:
+        raise ConfigurationError(f"{name}={value!r}: give one value, or one for each of the {grid.stages} stages.")
+    return values
 
 
 def _bytes(memory: Mapping[str, Any], profile: planning.Profile | None) -> Memory | None:
@@ -153,22 +138,7 @@ def _bytes(memory: Mapping[str, Any], profile: planning.Profile | None) -> Memor
         return None
     if profile is None:
         raise ConfigurationError("memory.bytes needs costs=profile, which has the size of a micro-batch.")
-    if not is_number(size, 0):
-        raise ConfigurationError(f"memory.bytes={size!r}: give a number of bytes, or null for no limit.")
     return profile.memory(size)
-
-
-def _in_flight(memory: Mapping[str, Any], grid: planning.Grid) -> tuple[int, ...] | None:
-    limit = memory["in_flight"]
-    if limit is None:
-        return None
-    limits = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,) * grid.stages
-    if len(limits) != grid.stages or not all(is_integer(value, 1) for value in limits):
-        raise ConfigurationError(
-            f"memory.in_flight={limit!r}: a worker must hold at least the micro-batch it works on; give an integer of "
-            f"at least 1, a list with one for each of the {grid.stages} stages, or null for no limit."
-        )
-    return limits
 
 
 def _failures(config: Mapping[str, Any]) -> frozenset[planning.Worker]:

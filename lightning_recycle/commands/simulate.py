@@ -2,7 +2,7 @@
 
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
-    recycle-simulate failures=trace failures.trace=gcp-a100 policy=elastic_layers
+    recycle-simulate failures=trace failures.trace=gcp-a100 policy=auto
     recycle-simulate experiment=paper output=results
 
 Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` and a timeline there.
@@ -38,7 +38,7 @@ from rich.table import Table
 
 from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
-from lightning_recycle.commands.application import Output, run_command
+from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_atomically, write_json
 from lightning_recycle.simulation.results import FIGURES
@@ -110,9 +110,8 @@ def _instance(name: str, settings: Mapping[str, Any], kind: type) -> Any:
             f"{name}={type(found).__name__} is not a {kind.__name__} of lightning_recycle.simulation."
         )
     for item in fields(found):  # everything else is checked by the classes
-        value = getattr(found, item.name)
-        if isinstance(item.default, bool) and not isinstance(value, bool):
-            raise ConfigurationError(f"{name}.{item.name}={value!r}: give true or false.")
+        if isinstance(item.default, bool):
+            switch(f"{name}.{item.name}", getattr(found, item.name))
     return found
 
 
@@ -250,8 +249,7 @@ def simulate_and_show(config: DictConfig) -> float:
 
 def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, list[str]]:
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    if not isinstance(settings["timeline"], bool):
-        raise ConfigurationError(f"timeline={settings['timeline']!r}: give true or false.")
+    writes_timeline = switch("timeline", settings["timeline"])
     result = result_of(scenario_from(settings), shlex.join([_NAME, *overrides]))
     if settings["output"] is None:
         return result, []
@@ -259,7 +257,7 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
     with refusing(f"write to {folder}"):
         write_atomically(file, json.dumps(result, indent=1) + "\n")
         written = [file]
-        if settings["timeline"]:
+        if writes_timeline:
             written.append(folder / "timeline.json")
             write_atomically(written[-1], json.dumps(_timeline(result)))
     return result, list(map(str, written))

@@ -29,8 +29,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lightning_recycle.control.network.addresses import shown
-from lightning_recycle.control.network.connection import SIGN_SECONDS, connect, connections
-from lightning_recycle.control.network.wire_format import BadMessageError
+from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, connect, connections
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import Activity, Payload, StopReason, WorkerStatus
@@ -61,12 +60,18 @@ class ActivityRecorder:
     """Record of the main thread's activity or wait, sent by the heartbeat thread.
 
     The coordinator judges by it which worker holds up the others
-    (:mod:`~lightning_recycle.control.coordinator.detection`). Written by the main thread before it acts, read by any; a
-    record is immutable.
+    (:mod:`~lightning_recycle.control.coordinator.failure_detector`). Written by the main thread before it acts, read
+    by any; a record is immutable.
     """
 
     def __init__(self) -> None:
-        self.activity = Activity(0, "start", "", time.monotonic())
+        self._now = Activity(0, "start"), time.monotonic()
+        self._outer: list[Activity] = []  # those around the present one
+        self._block = _Block(self)
+
+    @property
+    def activity(self) -> Activity:
+        return self._now[0]
 
     def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
         """Records what the main thread does from now on.
@@ -74,50 +79,44 @@ class ActivityRecorder:
         ``operation``: for people. ``kind``: set if it has a usual duration; no user's hook may run in it.
         ``microbatch``: index in the global batch; -1 for none.
         """
-        self.activity = Activity(step, operation, "", time.monotonic(), kind, microbatch=microbatch)
+        self._now = Activity(step, operation, "", kind, microbatch=microbatch), time.monotonic()
 
     def busy(self, operation: str, kind: str = "") -> AbstractContextManager[None]:
-        """Records another activity within the block; then times the earlier one afresh."""
-        return _Within(self, Activity(self.activity.step, operation, "", time.monotonic(), kind))
+        """Records another activity until the end of the ``with`` block that this call begins.
+
+        The earlier one is timed afresh after it.
+        """
+        was = self._now[0]
+        self._outer.append(was)
+        self._now = Activity(was.step, operation, "", kind), time.monotonic()
+        return self._block
 
     def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
-        """Records a wait within the block; then times the earlier activity afresh.
+        """As :meth:`busy`, for a wait in the present activity.
 
         ``coordinated``: the coordinator is waited for.
         """
-        was = self.activity
-        now = Activity(was.step, was.operation, what, time.monotonic(), "", coordinated, was.microbatch)
-        return _Within(self, now)
+        was = self._now[0]
+        self._outer.append(was)
+        self._now = Activity(was.step, was.operation, what, "", coordinated, was.microbatch), time.monotonic()
+        return self._block
 
     def progressed(self) -> None:
         """Records progress in the current activity or wait."""
-        self.activity = _resumed(self.activity)
+        self._now = self._now[0], time.monotonic()
 
 
-class _Within:
-    __slots__ = ("_activity", "_before", "_recorder")
+class _Block:
+    """The end of a block that a recorder began; they are nested, so one object serves all."""
 
-    def __init__(self, recorder: ActivityRecorder, activity: Activity) -> None:
-        self._recorder, self._activity, self._before = recorder, activity, recorder.activity
+    def __init__(self, recorder: ActivityRecorder) -> None:
+        self._recorder = recorder
 
     def __enter__(self) -> None:
-        self._recorder.activity = self._activity
+        pass
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.activity = _resumed(self._before)
-
-
-def _resumed(before: Activity) -> Activity:
-    """``before``, timed afresh; ``dataclasses.replace`` takes several times as long."""
-    return Activity(
-        before.step,
-        before.operation,
-        before.waiting_for,
-        time.monotonic(),
-        before.kind,
-        before.coordinated,
-        before.microbatch,
-    )
+        self._recorder._now = self._recorder._outer.pop(), time.monotonic()
 
 
 class ControlClient(ActivityRecorder):
@@ -711,8 +710,8 @@ class ControlClient(ActivityRecorder):
             try:
                 while self._requests:
                     self.send(self._requests.popleft())
-                activity = self.activity
-                seconds = time.monotonic() - activity.since
+                activity, since = self._now
+                seconds = time.monotonic() - since
                 beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, self.member.begun)
                 self._connection.send(beat)
             except OSError:

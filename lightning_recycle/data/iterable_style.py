@@ -1,4 +1,4 @@
-"""Data read forwards: an IterableDataset without indices, an iterable of batches.
+"""Data read forwards, such as an IterableDataset without indices.
 
 Every worker reads all of it, even in middle stages, which must know when it ends. The reader only moves forward; redone
 steps need the samples of at most three steps, which are kept.
@@ -13,33 +13,27 @@ Streams of Hugging Face's ``datasets`` (version 5.2) return to a loaded state al
 number, ignore it otherwise, and leave a shuffle buffer's samples out of it. So a state is reset before the next pass
 (``load_state_dict(None)``), the epoch number is part of the place in the data, and a dataset with a shuffle buffer is
 read again up to its place. ``datasets`` must not be imported here.
-
-**An iterable of batches** (:class:`BatchIterableLoader`): every pipeline takes each batch, as under DDP; an evaluation
-computes it once. A worker reads again from the start of the epoch, so the iterable must give the same batches each
-time. Global generators are seeded by (seed, epoch, number of the batch).
 """
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
-from lightning_recycle.data.batching import drops_last, is_sequence, is_stateful, samples_in
+from lightning_recycle.data.dataloaders import add_sample, drops_last, is_stateful
 from lightning_recycle.data.map_style import identity_collate, process_settings
-from lightning_recycle.data.prebatched import sliced
-from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
-_END = object()
+END = object()
 _KEPT_STEPS = 3  # the current one, the previous one, which others may have to redo, and the next one
 
 
@@ -121,7 +115,7 @@ class ForwardLoader(StepLoader):
         """Reads the next step of the pass; False if there is none."""
         assert self._pass is not None
         step, key = self._read_step(), (self._pass, self._next)
-        if step is _END:
+        if step is END:
             return False
         self._kept.pop(key, None)  # of an earlier evaluation
         self._kept[key] = step
@@ -132,7 +126,7 @@ class ForwardLoader(StepLoader):
 
     @abstractmethod
     def _read_step(self) -> Any:
-        """The data of the next step; ``_END`` at the end of the pass."""
+        """The data of the next step; ``END`` at the end of the pass."""
 
 
 # ---------------------------------------------------------------------- streams of samples
@@ -521,89 +515,4 @@ class StreamLoader(ForwardLoader, SampleLoader):
         while (batch := self._reader.read()) is not None:
             if len(batch) == self.global_batch_size or (batch and not self._drops_last):
                 return _StreamStep(batch, start, self._reader.digest)
-        return _END
-
-
-# ---------------------------------------------------------------------- iterables of batches
-
-
-class BatchIterableLoader(ForwardLoader):
-    """The steps of an epoch: one for each batch."""
-
-    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
-        super().__init__(dataloader, grid, seed, **options)
-        self.only_forward = not is_sequence(dataloader)
-        self._iterator: Iterator[Any] = iter(())
-
-    # ------------------------------------------------------------------ what Lightning sees
-
-    def __len__(self) -> int:
-        """Raises TypeError if the length is unknown, as Lightning expects."""
-        return len(self.dataloader)
-
-    @override
-    def __iter__(self) -> Iterator[StepHandle]:
-        if not self.only_forward:
-            return (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
-        return super().__iter__()
-
-    # ------------------------------------------------------------------ what the executor sees
-
-    @override
-    def read_ahead(self, handle: StepHandle) -> None:
-        if self.only_forward:
-            super().read_ahead(handle)
-
-    @override
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        part, parts = global_index(self.grid, microbatch), self.grid.global_microbatches
-        if self.evaluation:
-            return self.collated_whole(handle)
-        return copy.deepcopy(sliced(self._batch(handle), part // self.batch_pipelines, parts // self.batch_pipelines))
-
-    @override
-    def collated_whole(self, handle: StepHandle) -> Any:
-        return copy.deepcopy(self._batch(handle))  # the caller may change it, and a redo needs it as it was
-
-    @override
-    def samples_in(self, handle: StepHandle) -> int:
-        return samples_in(self._batch(handle))
-
-    @override
-    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
-        number, size = global_index(self.grid, microbatch), self.samples_in(handle)
-        if self.evaluation:  # pipelines take turns
-            return size if number == handle.index % self.grid.pipelines else 0
-        return max(1, size * self.batch_pipelines // self.grid.global_microbatches)
-
-    @override
-    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
-        size = self.num_samples(handle, Microbatch(0, 0))  # of each part; every pipeline has all of them
-        parts = (index // self.batch_pipelines for index in range(self.grid.global_microbatches))
-        return [[range(size * part, size * (part + 1)) for part in parts]]
-
-    @override
-    def close(self) -> None:
-        self._iterator = iter(())
-
-    # ------------------------------------------------------------------ inside
-
-    def _batch(self, handle: StepHandle) -> Any:
-        if not self.only_forward:
-            with seeded_everything() as reseed:
-                reseed(derive_seed(self._seed, handle.epoch, handle.index))
-                return self.dataloader[handle.index % len(self)]
-        return self._step(handle)
-
-    @override
-    def _begin_pass(self, epoch: int) -> None:
-        with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, epoch))
-            self._iterator = iter(self.dataloader)
-        super()._begin_pass(epoch)
-
-    @override
-    def _read_step(self) -> Any:
-        with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, self._pass or 0, self._next))
-            return next(self._iterator, _END)
+        return END

@@ -17,8 +17,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_recycle.data.batching import batching_of, drops_last, seeded_for
-from lightning_recycle.data.sample_order import SamplerState, add_sample, as_index, compact, different, digest_of
+from lightning_recycle.data.dataloaders import (
+    SamplerState,
+    add_sample,
+    as_index,
+    batching_of,
+    compact,
+    different,
+    digest_of,
+    drops_last,
+    seeded_for,
+)
 from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch
@@ -438,7 +447,7 @@ class MicrobatchLoader(SampleLoader):
         self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetched_end)
         keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(epoch, step, mb)]
-        loader = self._reading_processes(epoch, _Batches(self, keys), self.dataloader.num_workers)
+        loader = self._reading_processes(epoch, (self.addresses(*key) for key in keys), self.dataloader.num_workers)
         self._prefetched_to = None
         self._prefetcher = zip(keys, loader, strict=False)
 
@@ -454,16 +463,3 @@ class MicrobatchLoader(SampleLoader):
             generator=torch.Generator().manual_seed(derive_seed(self._seed, epoch)),
             **{"collate_fn": self._collate, **options},
         )
-
-
-class _Batches:
-    """A batch sampler over the micro-batches ``keys``."""
-
-    def __init__(self, loader: MicrobatchLoader, keys: list[tuple[int, int, Microbatch]]) -> None:
-        self._loader, self._keys = loader, keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[list[Address]]:
-        return (self._loader.addresses(*key) for key in self._keys)

@@ -1,11 +1,16 @@
-"""Batches with addresses, from a batch sampler or a dataset of batches.
+"""Batches that the user gives: from a batch sampler, a dataset of batches, or an iterable.
 
-A step takes one batch for each pipeline, in the sampler's order. In training it is divided into M equal micro-batches;
-in an evaluation it is one.
+**With addresses** (:class:`GivenBatchLoader`) a step takes one batch for each pipeline, in the sampler's order. In
+training it is divided into M equal micro-batches; in an evaluation it is one.
+
+**An iterable of batches** (:class:`BatchIterableLoader`): every pipeline takes each batch, as under DDP; an evaluation
+computes it once. A worker reads again from the start of the epoch, so the iterable must give the same batches each
+time. Global generators are seeded by (seed, epoch, number of the batch).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,12 +18,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.data.batching import samples_in
+from lightning_recycle.data.dataloaders import as_index, is_sequence, samples_in
+from lightning_recycle.data.iterable_style import END, ForwardLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.sample_order import as_index
 from lightning_recycle.data.steps import Address, Collate, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
+from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 
@@ -188,3 +194,88 @@ class GivenBatchLoader(MicrobatchLoader):
             else:
                 found.append(range(start + size * part, start + size * (part + 1)))
         return [found]
+
+
+# ---------------------------------------------------------------------- iterables of batches
+
+
+class BatchIterableLoader(ForwardLoader):
+    """The steps of an epoch: one for each batch."""
+
+    def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
+        super().__init__(dataloader, grid, seed, **options)
+        self.only_forward = not is_sequence(dataloader)
+        self._iterator: Iterator[Any] = iter(())
+
+    # ------------------------------------------------------------------ what Lightning sees
+
+    def __len__(self) -> int:
+        """Raises TypeError if the length is unknown, as Lightning expects."""
+        return len(self.dataloader)
+
+    @override
+    def __iter__(self) -> Iterator[StepHandle]:
+        if not self.only_forward:
+            return (StepHandle(self, self._epoch, index) for index in range(self.first_step, len(self)))
+        return super().__iter__()
+
+    # ------------------------------------------------------------------ what the executor sees
+
+    @override
+    def read_ahead(self, handle: StepHandle) -> None:
+        if self.only_forward:
+            super().read_ahead(handle)
+
+    @override
+    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        part, parts = global_index(self.grid, microbatch), self.grid.global_microbatches
+        if self.evaluation:
+            return self.collated_whole(handle)
+        return copy.deepcopy(sliced(self._batch(handle), part // self.batch_pipelines, parts // self.batch_pipelines))
+
+    @override
+    def collated_whole(self, handle: StepHandle) -> Any:
+        return copy.deepcopy(self._batch(handle))  # the caller may change it, and a redo needs it as it was
+
+    @override
+    def samples_in(self, handle: StepHandle) -> int:
+        return samples_in(self._batch(handle))
+
+    @override
+    def num_samples(self, handle: StepHandle, microbatch: Microbatch) -> int:
+        number, size = global_index(self.grid, microbatch), self.samples_in(handle)
+        if self.evaluation:  # pipelines take turns
+            return size if number == handle.index % self.grid.pipelines else 0
+        return max(1, size * self.batch_pipelines // self.grid.global_microbatches)
+
+    @override
+    def divisions(self, handle: StepHandle, samples: Sequence[int] | None) -> list[list[range]]:
+        size = self.num_samples(handle, Microbatch(0, 0))  # of each part; every pipeline has all of them
+        parts = (index // self.batch_pipelines for index in range(self.grid.global_microbatches))
+        return [[range(size * part, size * (part + 1)) for part in parts]]
+
+    @override
+    def close(self) -> None:
+        self._iterator = iter(())
+
+    # ------------------------------------------------------------------ inside
+
+    def _batch(self, handle: StepHandle) -> Any:
+        if not self.only_forward:
+            with seeded_everything() as reseed:
+                reseed(derive_seed(self._seed, handle.epoch, handle.index))
+                return self.dataloader[handle.index % len(self)]
+        return self._step(handle)
+
+    @override
+    def _begin_pass(self, epoch: int) -> None:
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, epoch))
+            self._iterator = iter(self.dataloader)
+        super()._begin_pass(epoch)
+
+    @override
+    def _read_step(self) -> Any:
+        with seeded_everything() as reseed:
+            reseed(derive_seed(self._seed, self._pass or 0, self._next))
+            return next(self._iterator, END)

@@ -11,35 +11,22 @@ Several DataLoaders: Lightning's ``CombinedLoader`` combines addresses as it com
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_recycle.data.batching import batching_of, check_combination, check_dataloader
+from lightning_recycle.data.dataloaders import batching_of, check_combination, check_dataloader
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
 
-_SETTINGS = frozenset(
-    {
-        "batch_size",
-        "collate_fn",
-        "dataset",
-        "drop_last",
-        "generator",
-        "multiprocessing_context",
-        "num_workers",
-        "persistent_workers",
-        "pin_memory",
-        "prefetch_factor",
-        "timeout",
-        "worker_init_fn",
-    }
-)
+_SETTINGS = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
 Address: TypeAlias = tuple[int, Any]
 """(epoch, index); the index is an integer, or a list of integers to read at once."""
 
@@ -118,7 +105,7 @@ class StepSource(ABC):
 
     def __init__(self, grid: Grid, seed: int, evaluation: bool) -> None:
         self.grid, self.evaluation = grid, evaluation
-        self._seed = seed
+        self._microbatches, self._seed = grid.global_microbatches, seed
 
     def fetch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """The collated micro-batch, on the device, the same each time.
@@ -269,7 +256,7 @@ class StepLoader(StepSource):
 class SampleLoader(StepLoader):
     """The steps of a DataLoader, whose samples are divided among the micro-batches.
 
-    Raises the errors of :func:`~lightning_recycle.data.batching.check_dataloader`.
+    Raises the errors of :func:`~lightning_recycle.data.dataloaders.check_dataloader`.
     """
 
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
@@ -296,7 +283,7 @@ class SampleLoader(StepLoader):
 
     def _share(self, microbatch: Microbatch, size: int) -> range:
         """The places of a micro-batch's samples within a global batch of ``size``."""
-        index, count = global_index(self.grid, microbatch), self.grid.global_microbatches
+        index, count = global_index(self.grid, microbatch), self._microbatches
         if self.evaluation:
             return range(size * index // count, size * (index + 1) // count)
         return range(index, size, count)

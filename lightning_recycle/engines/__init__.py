@@ -1,5 +1,5 @@
 """Engines start worker processes, and describe the run in their environment.
 
-``recycle-run`` and its agents, SLURM, Kubernetes and Ray; none imports torch. The launching process of ``Trainer.fit``
-is in :mod:`lightning_recycle.launch`.
+``recycle-run`` and its agents, SLURM and Kubernetes; none imports torch. The launching process of ``Trainer.fit``, and
+Ray's actors, are in :mod:`lightning_recycle.launch`.
 """

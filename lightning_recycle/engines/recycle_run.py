@@ -26,11 +26,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.network.addresses import AGENT, address_from, connect_to, listen_here, shown, sockets
-from lightning_recycle.control.network.wire_format import key_from_environment
+from lightning_recycle.control.network.addresses import (
+    AGENT,
+    address_from,
+    connect_to,
+    free_port,
+    key_from_environment,
+    listen_here,
+    shown,
+    sockets,
+)
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
-from lightning_recycle.engines.worker_environment import free_port
 from lightning_recycle.errors import ConfigurationError
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"

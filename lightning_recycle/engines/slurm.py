@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_recycle.control.network.addresses import address_from, shown
-from lightning_recycle.engines.worker_environment import family_of, free_port, own_address_towards
+from lightning_recycle.control.network.addresses import address_from, family_of, free_port, own_address_towards, shown
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 

@@ -7,19 +7,13 @@ A script without ``RECYCLE_COORDINATOR`` launches its own workers; :func:`check_
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
 import os
 import shlex
-import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_recycle.control.network.addresses import address_from, machine_name
-from lightning_recycle.control.network.wire_format import key_from_environment
+from lightning_recycle.control.network.addresses import address_at, address_from, key_from_environment, machine_name
 from lightning_recycle.errors import ConfigurationError
 
 BY_HAND = "hand"
@@ -109,62 +103,6 @@ def _device(environ: Mapping[str, str]) -> tuple[int, str]:
                 raise ConfigurationError(f"{name}={text!r}: give the index of this worker's device, 0 or more.")
             return int(text), name
     return 0, ""
-
-
-# ---------------------------------------------------------------------- addresses of this machine
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def address_at(interface: str, setting: str) -> str:
-    """The address of this machine on an interface ("eth0") or in a network.
-
-    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: its
-    variable, for errors. Raises ConfigurationError if there is none.
-    """
-    found = None
-    if "/" in interface:
-        try:
-            network = ipaddress.ip_network(interface, strict=False)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{setting}={interface!r}: {error}. Give a network such as 10.1.0.0/16, or the name of an interface."
-            ) from error
-        with contextlib.suppress(OSError):  # there is no way there
-            own = own_address_towards(str(network[min(1, network.num_addresses - 1)]))
-            found = own if ipaddress.ip_address(own) in network else None
-    else:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            asked = struct.pack("256s", interface.encode()[:15])
-            found = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, asked)[20:24])
-    if found is None:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise ConfigurationError(
-            f"{setting}={interface!r}: this machine ({socket.gethostname()}) has no such IPv4 address; its interfaces"
-            f" are {names}. Give one of them, or a network such as 10.1.0.0/16 or fd00::/8."
-        )
-    return found
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """The family of the address ``host``."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def free_port(host: str) -> int:
-    """A free port of ``host``; OSError if this machine has no such address."""
-    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def own_address_towards(host: str) -> str:
-    """This machine's address towards ``host``, found without sending; or OSError."""
-    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
 
 
 # ---------------------------------------------------------------------- copies of a script

@@ -2,11 +2,19 @@
 
 Trainer, model and data travel through Ray's object store; the user's script travels by value, as ``__main__`` is Ray's
 own program there.
+
+The loss of one node costs at most one replica of each stage. A pipeline gets a node of its own where one has room for
+all of its positions, else several nodes without other pipelines, else any room. A replacement goes to the node of its
+predecessor, unless that is gone or about to go; then to an unused one, else wherever Ray has room. The members of a
+position go to the same node.
+
+The one module that touches Ray's private state. Ray is imported when the first run needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
@@ -14,15 +22,15 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
 
+from lightning_recycle.arguments import install_command
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.engines import ray_cluster
-from lightning_recycle.errors import WorkerStartError
+from lightning_recycle.errors import ConfigurationError, WorkerStartError
 from lightning_recycle.launch.worker_group import WorkerGroup, WorkerHandle
 from lightning_recycle.launch.worker_payload import dump, load
 from lightning_recycle.pickling import MainModule
@@ -38,6 +46,154 @@ _HOME_SECONDS = 30.0  # for a replacement to start on its node; then it may be a
 _STAYS = ("RECYCLE_LISTEN", "RECYCLE_KEY", "RECYCLE_KEY_FILE", "RECYCLE_COORDINATOR", "RECYCLE_NODE", "RECYCLE_HOST")
 
 
+@dataclass(frozen=True)
+class Node:
+    """A node that takes workers: its id, and the free amount of each resource."""
+
+    name: str
+    free: Mapping[str, float]
+
+
+def needs_of_worker(accelerator: str | None, given: Mapping[str, float] | None) -> dict[str, float]:
+    """Resources that are reserved for a worker, unless ``given`` says otherwise."""
+    return {"CPU": 1.0, **({} if accelerator is None else {accelerator: 1.0}), **(given or {})}
+
+
+def room(node: Node, needs: Mapping[str, float]) -> int:
+    """Number of workers with these needs that fit into ``node``."""
+    fits = (int(node.free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount > 0)
+    return min(fits, default=1_000_000)
+
+
+def pipeline_nodes(
+    nodes: Sequence[Node], needs: Mapping[str, float], pipelines: int, stages: int
+) -> list[tuple[str, ...] | None]:
+    """For each pipeline the node of each of its workers; None for any room."""
+    left = {node.name: room(node, needs) for node in nodes}
+    chosen: list[tuple[str, ...] | None] = []
+    for _ in range(pipelines):
+        home = _pipeline_node(left, stages)
+        for name in home or ():
+            left.pop(name, None)
+        chosen.append(home)
+    return chosen
+
+
+def _pipeline_node(left: Mapping[str, int], stages: int) -> tuple[str, ...] | None:
+    """The smallest node with room for ``stages`` workers, else as few as possible."""
+    whole = [name for name in left if left[name] >= stages]
+    if whole:
+        return (min(whole, key=lambda name: left[name]),) * stages
+    home: list[str] = []
+    for name in sorted(left, key=lambda name: -left[name]):
+        home += [name] * min(left[name], stages - len(home))
+    return tuple(home) if len(home) == stages else None
+
+
+def nodes_with_room(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
+    """Nodes of further positions: each the one with most room left, or None."""
+    left = Counter({node.name: room(node, needs) for node in nodes})
+    left.subtract(taken)
+    while True:
+        name = max(sorted(left), key=left.__getitem__, default=None)
+        if name is None or left[name] < 1:
+            name = None
+        else:
+            left[name] -= 1
+        yield name
+
+
+def replacement_node(nodes: Sequence[Node], needs: Mapping[str, float], used: Collection[str]) -> str | None:
+    """A node with room for a worker, none of the ``used`` ones; None if none."""
+    fitting = [node for node in nodes if node.name not in used and room(node, needs) > 0]
+    return max(fitting, key=lambda node: room(node, needs)).name if fitting else None
+
+
+# ---------------------------------------------------------------------- the cluster
+
+
+def import_ray() -> Any:
+    """The package ``ray``; ConfigurationError if it is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigurationError(f"Ray is not installed here: {install_command('ray')}, on every node.") from error
+
+
+def connect() -> Any:
+    """The package ``ray``, connected to its cluster, RAY_ADDRESS's, or a local one.
+
+    Raises ConfigurationError if it is missing, or connected as a client from outside of the cluster.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        ray.init()
+    if ray.util.client.ray.is_connected():
+        raise ConfigurationError(
+            "This process is connected to Ray as a client (ray://...), and a run lives as long as its connection does:"
+            " submit the script to the cluster instead (ray job submit -- python script.py)."
+        )
+    return ray
+
+
+def schedulable_nodes() -> list[Node]:
+    """The nodes that take new workers, with their free resources."""
+    state = importlib.import_module("ray._private.state")
+    free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return [Node(name, free.get(name, {})) for name in sorted(staying_nodes())]
+
+
+def alive_nodes() -> frozenset[str]:
+    """The ids of the nodes that Ray takes for alive."""
+    return frozenset(node["NodeID"] for node in import_ray().nodes() if node["Alive"])
+
+
+def draining_nodes() -> frozenset[str]:
+    """The ids of nodes about to go: drained, given back, or announced by the cloud."""
+    return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
+
+
+def staying_nodes() -> frozenset[str]:
+    """The ids of the alive nodes that are not about to go."""
+    return alive_nodes() - draining_nodes()
+
+
+def start_actor(kind: type[Any], name: str, needs: Mapping[str, float], node: str | None, waits: bool) -> Any:
+    """An actor of class ``kind`` that lives once, on ``node`` or any.
+
+    If ``waits``, it waits for room on that node, and fails if that is gone; else it goes elsewhere.
+    """
+    amounts = dict(needs)
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    options = (
+        import_ray()
+        .remote(kind)
+        .options(
+            num_cpus=amounts.pop("CPU", 0),
+            num_gpus=amounts.pop("GPU", 0),
+            memory=amounts.pop("memory", None),
+            resources=amounts,
+            max_restarts=0,
+            name=name,
+            scheduling_strategy="DEFAULT"
+            if node is None
+            else strategies.NodeAffinitySchedulingStrategy(node, soft=not waits, _spill_on_unavailable=not waits),
+        )
+    )
+    return options.remote()
+
+
+def node_address() -> str:
+    """The address at which other nodes reach this one."""
+    address: str = import_ray().util.get_node_ip_address()
+    return address
+
+
+# ---------------------------------------------------------------------- workers
+
+
 class RayPayload:
     """A value for all workers, in Ray's object store.
 
@@ -49,17 +205,17 @@ class RayPayload:
     def __init__(self, value: Any) -> None:
         file, main = io.BytesIO(), MainModule(imported=False)
         dump(value, main, file)
-        self._data = ray_cluster.import_ray().put(file.getvalue())
+        self._data = import_ray().put(file.getvalue())
 
     def load(self) -> Any:
-        return load(ray_cluster.import_ray().get(self._data))
+        return load(import_ray().get(self._data))
 
 
 class TrainerActor:
     """One worker."""
 
     def node(self) -> str:
-        return str(ray_cluster.import_ray().get_runtime_context().get_node_id())
+        return str(import_ray().get_runtime_context().get_node_id())
 
     def run(self, target: Callable[[Any], None], argument: Any, environment: Mapping[str, str]) -> Any:
         """Runs ``target(argument)``; returns a process's exit status.
@@ -68,7 +224,7 @@ class TrainerActor:
         """
         for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE"):
             os.environ.pop(variable, None)  # of another run; an actor is replaced, and never joins again
-        host = ray_cluster.node_address()
+        host = node_address()
         own = {"RECYCLE_NODE": self.node(), "RECYCLE_HOST": host, "RECYCLE_ENGINE": "ray", "LOCAL_RANK": "0"}
         os.environ.update({**environment, **own})
         place = replace(argument.place, device=0, host=host)
@@ -106,7 +262,7 @@ class RayWorkerProcess(WorkerHandle):
 
     @override
     def kill(self) -> None:
-        ray_cluster.import_ray().kill(self._actor, no_restart=True)
+        import_ray().kill(self._actor, no_restart=True)
 
     @override
     def close(self) -> None:
@@ -132,8 +288,8 @@ class RayWorkerGroup(WorkerGroup):
         least: int,
     ) -> None:
         super().__init__()
-        self._ray = ray_cluster.connect()
-        self.host = ray_cluster.node_address()
+        self._ray = connect()
+        self.host = node_address()
         self.payload = RayPayload(payload)
         self._target, self._positions, self._resources = target, positions, resources
         self._start_timeout = start_timeout
@@ -143,14 +299,14 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes: dict[int, str | None] = {}  # by rank the node of its newest worker, as far as it is known
         self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
-        grid, nodes = positions.grid, ray_cluster.schedulable_nodes()
-        found = ray_cluster.pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
-        others = ray_cluster.nodes_with_room(nodes, self._needs, [node for home in found for node in home or ()])
+        grid, nodes = positions.grid, schedulable_nodes()
+        found = pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
+        others = nodes_with_room(nodes, self._needs, [node for home in found for node in home or ()])
         for pipeline, home in enumerate(found):
             for stage in range(grid.stages):
                 node = next(others) if home is None else home[stage]
                 self._nodes.update(dict.fromkeys(positions.ranks(Worker(pipeline, stage)), node))
-        if None in found and len(ray_cluster.alive_nodes()) > 1:
+        if None in found and len(alive_nodes()) > 1:
             log.warning(
                 "%d of %d pipelines have no node of their own with room for them now: Ray places these wherever it"
                 " finds room, and the loss of one node may cost several replicas of a stage.",
@@ -184,7 +340,7 @@ class RayWorkerGroup(WorkerGroup):
         wanted_since = time.monotonic()
         while True:
             has_started = self._has_started(worker)  # or has failed, if its node is gone
-            is_gone = node is not None and node not in ray_cluster.staying_nodes()
+            is_gone = node is not None and node not in staying_nodes()
             if has_started and not is_gone:
                 return worker
             if self.closed.is_set():
@@ -202,9 +358,7 @@ class RayWorkerGroup(WorkerGroup):
             if self.closed.is_set():
                 raise WorkerStartError("The run is over.")
             self._started += 1
-            actor = ray_cluster.start_actor(
-                TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, node, waits
-            )
+            actor = start_actor(TrainerActor, f"recycle-{self._name}-{self._started}", self._resources, node, waits)
             place = actor.node.remote()  # before the call that lasts: an actor does one thing after the other
             call = actor.run.remote(self._target, argument, self._environment)
             worker = RayWorkerProcess(argument.place.rank, actor, place, call)
@@ -248,16 +402,16 @@ class RayWorkerGroup(WorkerGroup):
     def _node_of_replacement(self, rank: int) -> str | None:
         """The predecessor's node, a sibling's, or one with room; None if none."""
         with self._placing:  # the members of a position are replaced at the same time
-            siblings, stays = self._positions.siblings(rank), ray_cluster.staying_nodes()
+            siblings, stays = self._positions.siblings(rank), staying_nodes()
             for node in (self._nodes[rank], *(self._nodes[sibling] for sibling in sorted(siblings))):
                 if node in stays:
                     break
             else:
                 used = {node for other, node in self._nodes.items() if node and other not in {rank, *siblings}}
-                nodes = ray_cluster.schedulable_nodes()
-                node = ray_cluster.replacement_node(nodes, self._needs, used)
+                nodes = schedulable_nodes()
+                node = replacement_node(nodes, self._needs, used)
                 if node is None and siblings:
-                    node = ray_cluster.replacement_node(nodes, self._needs, ())
+                    node = replacement_node(nodes, self._needs, ())
             self._nodes[rank] = node
             return node
 
@@ -269,7 +423,7 @@ class RayWorkerGroup(WorkerGroup):
             told: frozenset[str] = frozenset()
             while not self.closed.wait(_POLL_SECONDS):
                 try:
-                    going = ray_cluster.draining_nodes()
+                    going = draining_nodes()
                 except Exception as error:  # the head of the cluster is gone for a moment; the training needs it not
                     log.debug("Ray could not be asked for draining nodes: %s", error)
                     continue
@@ -284,7 +438,7 @@ def free_slots(needs: Mapping[str, float], wanted: int) -> int:
     """Number of positions, up to ``wanted``, that the cluster has room for now."""
     deadline = time.monotonic() + _ROOM_SECONDS
     while True:
-        found = min(wanted, sum(ray_cluster.room(node, needs) for node in ray_cluster.schedulable_nodes()))
+        found = min(wanted, sum(room(node, needs) for node in schedulable_nodes()))
         if found == wanted or time.monotonic() > deadline:
             return found
         time.sleep(_POLL_SECONDS)

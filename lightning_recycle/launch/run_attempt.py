@@ -22,13 +22,17 @@ from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor, served
-from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment
-from lightning_recycle.control.network.wire_format import key_from_environment
+from lightning_recycle.control.network.addresses import (
+    address_from,
+    http_address,
+    http_address_from_environment,
+    key_from_environment,
+)
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.devices import ray_resource
-from lightning_recycle.engines.ray_cluster import needs_of_worker
+from lightning_recycle.launch.ray_workers import RayWorkerGroup, free_slots, needs_of_worker
 from lightning_recycle.launch.run_preparation import PreparedRun
 from lightning_recycle.launch.worker_group import LocalWorkerGroup, WorkerGroup
 from lightning_recycle.launch.worker_payload import Settings
@@ -169,8 +173,6 @@ class RunAttempt:
         """
         options, payload = self._run.options, (self._run.call, Settings.capture())
         if options.ray is not None:
-            from lightning_recycle.launch.ray_workers import RayWorkerGroup
-
             positions, timeout = self._setup.positions, options.recovery.start_timeout
             least = options.recovery.least(positions.grid.pipelines)
             return RayWorkerGroup(worker_main, payload, positions, _needs(self._run), timeout, least)
@@ -240,8 +242,6 @@ class RunAttempt:
 def devices_left(run: PreparedRun) -> int:
     """Number of workers of ``run`` that can be started when none are left."""
     if run.options.ray is not None:
-        from lightning_recycle.launch.ray_workers import free_slots
-
         positions = run.setup.positions
         needs = {name: positions.members * amount for name, amount in _needs(run).items()}
         return positions.members * free_slots(needs, positions.grid.num_workers)

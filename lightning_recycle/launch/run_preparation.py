@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
-from lightning_recycle.data.batching import batch_size_of
+from lightning_recycle.data.dataloaders import batch_size_of
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
@@ -31,8 +31,8 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import requirements
-from lightning_recycle.session.commit_requirements import steps_alone
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
+from lightning_recycle.session.gradient_clipping import steps_alone
 from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging

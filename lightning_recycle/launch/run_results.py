@@ -32,11 +32,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_recycle.control.client import unpack
+from lightning_recycle.devices import tensor_bytes
 from lightning_recycle.errors import ConfigurationError, ReCycleError, UnsupportedFeatureError
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.layers import AbsentLayer, set_tensors_beside, set_weights, tensors_beside, weights_of
-from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.object_attributes import is_own

@@ -27,7 +27,7 @@ from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
 from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
-from lightning_recycle.control.network.wire_format import Refused, VersionMismatch
+from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
 from lightning_recycle.engines.worker_environment import Discovered
@@ -39,9 +39,9 @@ from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.processes import set_title
 from lightning_recycle.runtime.machine_errors import readers_may_die
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.worker_context import WorkerContext
 
 log = logging.getLogger(__name__)
 

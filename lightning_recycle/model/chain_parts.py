@@ -29,7 +29,7 @@ from lightning_recycle.model import call_trace
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
 from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.parts import LayerParts, ModelParts
+from lightning_recycle.model.parts import LayerParts, ModelParts, Run
 from lightning_recycle.model.recording import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planning_options import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
@@ -46,7 +46,7 @@ class ChainParts(ModelParts):
 
     def __init__(self, module: pl.LightningModule, num_stages: int, pipeline: LayerPaths = None) -> None:
         super().__init__(module)
-        self._chain = find_chain(module, num_stages, pipeline)
+        self.chain = find_chain(module, num_stages, pipeline)
 
     # ------------------------------------------------------------------ before a run
 
@@ -68,32 +68,32 @@ class ChainParts(ModelParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        stages = stage_layers(len(self._chain.paths), num_stages, partition)
-        held = _StageShare(self.module, self._chain, stages)
+        stages = stage_layers(len(self.chain.paths), num_stages, partition)
+        held = _StageShare(self.module, self.chain, stages)
         for stage, layers in enumerate(stages):
             if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):
-                names = ", ".join(self._chain.paths[index] for index in layers)
+                names = ", ".join(self.chain.paths[index] for index in layers)
                 raise ConfigurationError(
                     f"Stage {stage} of {num_stages} of {type(self.module).__name__} has no parameters: {names}. Use a"
                     " smaller pipeline_parallel_size, or partition=[...], the number of layers of each stage."
                 )
         return stages
 
-    def _layers(self) -> list[nn.Module]:
-        return [self.module.get_submodule(path) for path in self._chain.paths]
+    def layers(self) -> list[nn.Module]:
+        return [self.module.get_submodule(path) for path in self.chain.paths]
 
     # ------------------------------------------------------------------ in a worker
 
     @override
     def keep(self, stages: Sequence[range], stage: int) -> None:
-        module, chain, owned = self.module, self._chain, stages[stage]
-        self._owned, self._middle = owned, range(stages[0].stop, stages[-1].start)
+        module, chain, owned = self.module, self.chain, stages[stage]
+        self.owned, self.middle = owned, range(stages[0].stop, stages[-1].start)
         self._is_first, self._is_last = stage == 0, stage == len(stages) - 1
         self.takes_target = self._is_last
         known = getattr(self, "_held", None)  # found before the layers of other stages were dropped
         self._stage, self._held = stage, _StageShare(module, chain, stages) if known is None else known.under(stages)
         self._names = frozenset(module.state_dict())
-        layers = self._layers()
+        layers = self.layers()
         self._dropped: list[tuple[nn.Module, str, nn.Module]] = []
         for index, layer in enumerate(layers):
             if index not in owned:
@@ -121,7 +121,7 @@ class ChainParts(ModelParts):
 
     @override
     def path(self, index: int) -> str:
-        return self._chain.paths[index]
+        return self.chain.paths[index]
 
     @override
     def shared_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -130,14 +130,14 @@ class ChainParts(ModelParts):
     @override
     @contextmanager
     def unwatched(self, *layers: int) -> Iterator[Sequence[nn.Module]]:
-        modules = [self.module.get_submodule(self._chain.paths[index]) for index in layers]
+        modules = [self.module.get_submodule(self.chain.paths[index]) for index in layers]
         for index in layers:
             self._unwatch(index)
         try:
             yield modules
         finally:
             for index, layer in zip(layers, modules, strict=True):
-                path, is_last = self._chain.paths[index], index == len(self._chain.paths) - 1
+                path, is_last = self.chain.paths[index], index == len(self.chain.paths) - 1
                 self._watched[index] = call_trace.watch(layer, path, index, last=is_last)
 
     def _unwatch(self, index: int) -> None:
@@ -148,11 +148,11 @@ class ChainParts(ModelParts):
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
         self._put_back()
         for index, layer in layers.items():
-            original = self.module.get_submodule(self._chain.paths[index])
+            original = self.module.get_submodule(self.chain.paths[index])
             for parent in list(self.module.modules()):
                 for name in [name for name, child in modules_of(parent).items() if child is original]:
                     modules_of(parent)[name] = layer
-        share(self.module, self._held.names, [f"{self._chain.paths[index]}." for index in layers])
+        share(self.module, self._held.names, [f"{self.chain.paths[index]}." for index in layers])
         self.keep(stages, stage)
 
     def _put_back(self) -> None:
@@ -174,7 +174,7 @@ class ChainParts(ModelParts):
 
     @override
     def is_of_layer(self, name: str) -> bool:
-        return self._chain.holds(name) is not None
+        return self.chain.holds(name) is not None
 
     @override
     def writes(self, name: str) -> bool:
@@ -184,35 +184,24 @@ class ChainParts(ModelParts):
     def ties(self, stages: Sequence[range]) -> tuple[Tie, ...]:
         if hasattr(self, "_held"):
             return self._held.under(stages).ties()  # found before the layers of other stages were dropped
-        return _StageShare(self.module, self._chain, stages).ties()
+        return _StageShare(self.module, self.chain, stages).ties()
 
     @override
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        (step,) = super().training_parts(owned, recorder)
-        return [self._part(step, lambda: "training_step")]
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+        called = WholeStep(self.module, recorder, self._take)
+        (step,) = super().modules(run, owned, recorder) or (called,)
+        if not (self._is_first or self._is_last):
+            return [_MiddleStage(self)]
 
-    @override
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        (step,) = super().evaluation_parts(owned, recorder)
-        return [self._part(step, lambda: f"{self._evaluation.kind}_step")]
+        def name() -> str:
+            name = called.name if run == "forward" else f"{self._evaluation.kind if run == 'evaluation' else run}_step"
+            return f"{type(self.module).__name__}.{name}()"
 
-    @override
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        step = WholeStep(self.module, recorder, self._take)
-        return [self._part(step, lambda: step.name)]
+        return [(_FirstStage if self._is_first else _LastStage)(self, step, name)]
 
-    def _part(self, step: nn.Module, name: Callable[[], str]) -> nn.Module:
-        def full_name() -> str:
-            return f"{type(self.module).__name__}.{name()}()"
-
-        if self._is_first:
-            return _FirstStage(step, full_name, self._chain, self._owned.stop, self._middle, self._around)
-        if self._is_last:
-            return _LastStage(step, full_name, self._chain, self._owned.start, self.module)
-        return _MiddleStage([self._layers()[index] for index in self._owned], self._chain, self._owned, self._around)
-
-    def _around(self) -> Mapping[str, nn.Module]:
-        return {path: part for path, part in self.module.named_modules() if self._chain.holds(path) is None}
+    def around(self) -> Mapping[str, nn.Module]:
+        """The modules around the layers, by path."""
+        return {path: part for path, part in self.module.named_modules() if self.chain.holds(path) is None}
 
     @override
     def split(self, batch: Any, index: int) -> tuple[Any, Any]:
@@ -320,28 +309,23 @@ def _release(module: nn.Module) -> None:
 # ---------------------------------------------------------------------- what a stage runs
 
 
-class _FirstStage(nn.Module):
-    """The step up to the chain, and the first layers.
+class _ChainStage(nn.Module):
+    """A stage of ``parts``, which runs the user's ``step``, called ``name``."""
 
-    ``edge``: the first layer of the next stage; ``around`` finds the modules around the layers, by path.
-    """
-
-    def __init__(
-        self,
-        step: nn.Module,
-        name: Callable[[], str],
-        chain: Chain,
-        edge: int,
-        middle: range,
-        around: Callable[[], Mapping[str, nn.Module]],
-    ) -> None:
+    def __init__(self, parts: ChainParts, step: nn.Module, name: Callable[[], str]) -> None:
         super().__init__()
         self.step = step
-        self._name, self._chain, self._edge, self._middle, self._around = name, chain, edge, middle, around
+        self._parts, self._name = parts, name
+
+
+class _FirstStage(_ChainStage):
+    """The step up to the chain, and the first layers."""
 
     @override
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        tracer, recorder = call_trace.ChainTracer(self._chain, self._name(), self._edge), SideRecorder(self._around())
+        parts = self._parts
+        tracer = call_trace.ChainTracer(parts.chain, self._name(), parts.owned.stop)
+        recorder = SideRecorder(parts.around())
         try:
             with recorder.on(), tracer.on():
                 self.step(*arguments)
@@ -349,45 +333,39 @@ class _FirstStage(nn.Module):
         except call_trace.ChainEnd:  # what the step recorded so far was taken back, and is recorded on the last stage
             pass
         assert tracer.sent is not None
-        calls = {index: tracer.calls[index] for index in self._middle}
+        calls = {index: tracer.calls[index] for index in parts.middle}
         return _message(tracer, *tracer.sent, calls, recorder.found)
 
 
 class _MiddleStage(nn.Module):
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        chain: Chain,
-        owned: range,
-        around: Callable[[], Mapping[str, nn.Module]],
-    ) -> None:
+    """The layers alone."""
+
+    def __init__(self, parts: ChainParts) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self._chain, self._owned, self._around = chain, owned, around
+        self._parts, self.layers = parts, nn.ModuleList(parts.layers()[index] for index in parts.owned)
 
     @override
     def forward(self, skeleton: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        chain, owned = self._parts.chain, self._parts.owned
         hidden, shape, calls, side_values = _value(skeleton, *tensors)
-        recorder = SideRecorder(self._around())
+        recorder = SideRecorder(self._parts.around())
         with recorder.on():
-            for index, layer in zip(self._owned, self.layers, strict=True):
+            for index, layer in zip(owned, self.layers, strict=True):
                 args, kwargs = calls.pop(index).with_hidden(hidden)
-                hidden, shape = call_trace.ReturnShape.of(layer(*args, **kwargs), self._chain.whole[index])
-        tracer = call_trace.ChainTracer(self._chain, f"layer {self._chain.paths[self._owned[-1]]!r}")
+                hidden, shape = call_trace.ReturnShape.of(layer(*args, **kwargs), chain.whole[index])
+        tracer = call_trace.ChainTracer(chain, f"layer {chain.paths[owned[-1]]!r}")
         return _message(tracer, hidden, shape, calls, {**side_values, **recorder.found})
 
 
-class _LastStage(nn.Module):
-    def __init__(self, step: nn.Module, name: Callable[[], str], chain: Chain, edge: int, module: nn.Module) -> None:
-        super().__init__()
-        self.step = step
-        self._name, self._chain, self._edge, self._whole = name, chain, edge, (module,)
+class _LastStage(_ChainStage):
+    """The whole step, with received values for the results of earlier stages' layers."""
 
     @override
     def forward(self, message: tuple[Tensor, ...], *arguments: Any) -> Any:
         hidden, shape, _, side_values = _value(*message)
+        parts = self._parts
         tracer = call_trace.ChainTracer(
-            self._chain, self._name(), self._edge, (hidden, shape), *self._whole, side_values
+            parts.chain, self._name(), parts.owned.start, (hidden, shape), parts.module, side_values
         )
         with tracer.on():
             output = self.step(*arguments)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -26,9 +26,11 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recording import BatchPlace, StepRecorder, call_at
+from lightning_recycle.model.recording import BatchPlace, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planning_options import Partition
-from lightning_recycle.randomness import step_randomness
+
+Run: TypeAlias = Literal["training", "evaluation", "forward"]
+"""A training step's F, an evaluation, or a call outside of steps."""
 
 
 class ModelParts:
@@ -128,19 +130,14 @@ class ModelParts:
         """
         return ()
 
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in F, in order."""
-        self._training = _TrainingStep(self.module, recorder, self._take)
-        return [self._training]
-
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in an evaluation, in order."""
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+        """Modules that run the parts ``owned``, in order."""
+        if run == "forward":
+            return []
+        if run == "training":
+            return [_TrainingStep(self.module, recorder, self._take)]
         self._evaluation = _EvaluationStep(self.module, recorder, self._take)
         return [self._evaluation]
-
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        """Modules that run in a call outside of steps, in order."""
-        return []
 
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
         """The part of ``modules``, which run the parts ``held``, that runs ``own``.
@@ -337,16 +334,8 @@ class LayerParts(ModelParts):
         return ties_between_stages([*groups, *((name,) for name in found if name not in known)], stages)
 
     @override
-    def training_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
+    def modules(self, run: Run, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
         return [self.module.layers[index] for index in owned]
-
-    @override
-    def evaluation_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        return self.training_parts(owned, recorder)
-
-    @override
-    def forward_parts(self, owned: range, recorder: StepRecorder) -> Sequence[nn.Module]:
-        return self.training_parts(owned, recorder)
 
     @override
     def among(self, modules: Sequence[nn.Module], held: range, own: range) -> Sequence[nn.Module]:
@@ -408,40 +397,28 @@ class LayerParts(ModelParts):
         self.module.rebuild(state)
 
 
-class _StepModule(nn.Module):
-    """A step of ``module``, recorded; ``take`` gets the recording."""
-
-    def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.module = module
-        self._recorder, self._take = recorder, take
-
-
-class _TrainingStep(_StepModule):
+class _TrainingStep(RecordedStep):
     def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__(module, recorder, take)
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     @override
     def forward(self, batch: Any, index: int) -> Any:
-        with self._recorder.recording() as recording, step_randomness():
+        with self.recorded() as recording:
             output = self.module.training_step(batch, *([index] if self._takes_index else []))
             if not self.module.automatic_optimization:
                 recording.result = ManualResult.from_training_step_output(output).asdict()
             elif isinstance(output, Mapping):
                 recording.result = {key: value for key, value in output.items() if key != "loss"}
-        self._take(recording)
         return output
 
 
-class _EvaluationStep(_StepModule):
+class _EvaluationStep(RecordedStep):
     kind = "validation"
     arguments: tuple[Any, ...] = ()
 
     @override
     def forward(self, batch: Any) -> Any:
-        step = getattr(self.module, f"{self.kind}_step")
-        with self._recorder.recording() as recording, torch.no_grad(), step_randomness():
-            recording.result = step(batch, *self.arguments)
-        self._take(recording)
+        with self.recorded() as recording, torch.no_grad():
+            recording.result = getattr(self.module, f"{self.kind}_step")(batch, *self.arguments)
         return recording.result

@@ -263,24 +263,34 @@ class CallResult:
     value: Any
 
 
-class WholeStep(nn.Module):
-    """A call, recorded as the step of an evaluation; ``take`` gets the recording."""
-
-    name = "forward"
+class RecordedStep(nn.Module):
+    """A step of ``module``; ``take`` gets the recording of each run."""
 
     def __init__(self, module: pl.LightningModule, recorder: StepRecorder, take: Callable[[Any], None]) -> None:
         super().__init__()
         self.module = module
         self._recorder, self._take = recorder, take
 
+    @contextmanager
+    def recorded(self) -> Iterator[Any]:
+        """Records the block, a run of the step, in the object that the context yields."""
+        with self._recorder.recording() as recording, step_randomness():
+            yield recording
+        self._take(recording)
+
+
+class WholeStep(RecordedStep):
+    """A call of the module, as the step of an evaluation."""
+
+    name = "forward"
+
     @override
     def forward(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.name = f"{path}.forward" if path else "forward"
         called = self.module.get_submodule(path)
-        with self._recorder.recording() as recording, step_randomness():
+        with self.recorded() as recording:
             output = called.forward(*args, **kwargs)  # its hooks run where it was called
             recording.result = CallResult(_portable(output))
-        self._take(recording)
         return output
 
 

@@ -15,12 +15,9 @@ from lightning_recycle.planning.costs import (
     load_profile,
     save_profile,
 )
-from lightning_recycle.planning.cuts import even_cuts
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
-from lightning_recycle.planning.layer_costs import LayerCosts, LayerMove, layer_moves
-from lightning_recycle.planning.layout_candidates import Candidate, FailureRecord, Layout, LayoutPlan
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, plan_layout
 from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import (
     distribution_of,
@@ -29,6 +26,7 @@ from lightning_recycle.planning.normalization import (
     normalized_problem,
     roles,
 )
+from lightning_recycle.planning.partition import LayerCosts, even_cuts
 from lightning_recycle.planning.plan_library import (
     PLAN_SCHEMA,
     PlanLibrary,
@@ -47,7 +45,7 @@ from lightning_recycle.planning.planner import (
     solve,
 )
 from lightning_recycle.planning.problem import Problem, Technique, lower_bound, makespan_lower_bound
-from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
@@ -62,8 +60,6 @@ __all__ = [
     "HeuristicPlanner",
     "InvalidScheduleError",
     "LayerCosts",
-    "LayerMove",
-    "Layout",
     "LayoutPlan",
     "Memory",
     "Microbatch",
@@ -85,7 +81,6 @@ __all__ = [
     "even_cuts",
     "get_planner",
     "heuristic",
-    "layer_moves",
     "load_plan",
     "load_profile",
     "lower_bound",

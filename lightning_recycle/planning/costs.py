@@ -15,17 +15,16 @@ one worker. Peers are alike, so the largest footprint of a stage counts, and the
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Literal, TypeAlias, TypeGuard
 
 from lightning_recycle.arguments import at_least, is_integer, is_number, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.files import read_json, refusing, write_atomically
+from lightning_recycle.files import read_json, refusing, typed_content, write_json
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -350,45 +349,18 @@ def save_profile(path: str | PathLike[str], profile: Profile) -> None:
     Raises:
         ConfigurationError: when the file cannot be written.
     """
-    data = {
-        "schema": PROFILE_SCHEMA,
-        "steps": profile.steps,
-        "communication": {"latency": profile.latency, "bandwidth": profile.bandwidth},
-        "stages": [asdict(stage) for stage in profile.stages],
-    }
     with refusing(f"write the profile to {path}"):
-        write_atomically(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+        write_json(path, {"schema": PROFILE_SCHEMA, **asdict(profile)})
 
 
 def load_profile(path: str | PathLike[str]) -> Profile:
     """Read ``profile.json``.
 
     Raises:
-        ConfigurationError: when it cannot be read, is damaged, or of a newer schema.
+        ConfigurationError: when it cannot be read, is damaged, or of another schema.
     """
     data = read_json(path, "the profile", "measure again")
-    schema = data.get("schema") if isinstance(data, Mapping) else None
-    if schema != PROFILE_SCHEMA:
-        raise ConfigurationError(
-            f"the profile {path} has schema {schema!r}, this version reads {PROFILE_SCHEMA}: "
-            "measure again, or update lightning-recycle."
-        )
-    try:
-        return _profile(data)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"the profile {path} is damaged: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"the profile {path} is damaged ({error!r}): measure again.") from error
-
-
-def _profile(data: Mapping[str, Any]) -> Profile:
-    communication = data["communication"]
-    return Profile(
-        stages=tuple(StageProfile(**stage) for stage in data["stages"]),
-        latency=communication["latency"],
-        bandwidth=communication["bandwidth"],
-        steps=data["steps"],
-    )
+    return typed_content(data, Profile, PROFILE_SCHEMA, f"the profile {path}", "measure again")
 
 
 MemoryLimit: TypeAlias = float | int | Literal["auto"]

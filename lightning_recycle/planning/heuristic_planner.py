@@ -16,20 +16,20 @@ from operator import sub
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.compact_schedule import (
+from lightning_recycle.planning.costs import Memory
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
+from lightning_recycle.planning.list_scheduling import one_f_one_b, zero_bubble
+from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.routing import (
     COMPACT_FROM,
     CompactSchedule,
     Lane,
     compact,
     good_enough,
     lane_problem,
+    reroute,
     worth_compacting,
 )
-from lightning_recycle.planning.costs import Memory
-from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.list_scheduling import one_f_one_b, zero_bubble
-from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.rerouting import reroute
 from lightning_recycle.planning.rule_search import Solution, search, with_least_memory
 from lightning_recycle.planning.schedule import Schedule, gc_paused, is_better
 from lightning_recycle.planning.timing import (
@@ -86,7 +86,7 @@ def heuristic(problem: Problem, effort: int = DEFAULT_EFFORT, compact_from: int 
         effort: number of operations to play in total; 0 for the plain rule alone, "backward, then forward, then weight
             gradient, oldest first", under which the paper's techniques can be compared.
         compact_from: number of operations from which on all lanes get one plan
-            (:mod:`~lightning_recycle.planning.compact_schedule`), if that is near the lower bound or a full plan would
+            (:mod:`~lightning_recycle.planning.routing`), if that is near the lower bound or a full plan would
             take too long.
     """
     if (fewer := problem.without_vacant_lanes()) is not problem:

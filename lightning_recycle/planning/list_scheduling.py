@@ -22,7 +22,7 @@ from math import inf
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, Codes, assemble, best_timing, interleave
 

@@ -20,10 +20,10 @@ from math import comb, prod
 
 from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.compact_schedule import COMPACT_FROM, worth_compacting
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem, stage_lower_bounds
+from lightning_recycle.planning.routing import COMPACT_FROM, worth_compacting
 
 _MOST_LISTED = 2_000  # distributions; where there are more, those near the chosen one are compared with it
 _MOST_PERIODS = 64  # distributions whose true period `normalize` asks for
@@ -247,7 +247,7 @@ def normalized_problem(problem: Problem, failures: int) -> Problem:
     """``problem`` with that *number* of failed workers, where they cost least.
 
     Where two distributions have the same bound, the heuristic's plans decide; on large grids only the bounds do, and
-    those that are planned by lanes (:mod:`~lightning_recycle.planning.compact_schedule`) keep as many as they can.
+    those that are planned by lanes (:mod:`~lightning_recycle.planning.routing`) keep as many as they can.
 
     Raises:
         ConfigurationError: when ``failures`` is not an integer of at least 0.

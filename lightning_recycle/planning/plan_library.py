@@ -4,7 +4,7 @@
 again are refused as CSV, because torch binds a stage to one rank. Each loaded plan has passed the validator.
 
 *Library*: the first part of a file's name stands for planner, version, grid, techniques and the numbers of failed and
-slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.rerouting`); the second part for
+slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.routing`); the second part for
 costs and limits. A plan serves a problem with the same first part if its costs differ by at most a quarter of the mean
 operation (it is timed again; a common factor is no difference) and it fits into the memory. The nearest costs win, then
 the shortest plan.
@@ -21,27 +21,26 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from lightning_recycle.arguments import __version__, is_integer, is_number
+from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import PlanningError, ReCycleError
-from lightning_recycle.files import read_json, refusing, write_atomically, write_json
+from lightning_recycle.files import read_json, refusing, typed_content, write_atomically, write_json
 from lightning_recycle.planning.child_process import Report, run_in_child
-from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
-from lightning_recycle.planning.costs import Costs, Memory, cost_difference
-from lightning_recycle.planning.grid import Grid, OpKind, Worker
+from lightning_recycle.planning.costs import cost_difference
+from lightning_recycle.planning.grid import OpKind, Worker
 from lightning_recycle.planning.planner import Planner, get_planner, solve
-from lightning_recycle.planning.problem import Problem, Technique
-from lightning_recycle.planning.rerouting import renamed, representative
+from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem, renamed, representative
 from lightning_recycle.planning.schedule import (
     TOLERANCE,
     OperationColumns,
@@ -58,113 +57,55 @@ PLAN_SCHEMA = 1
 """Version of the plan file's format; a reader refuses unknown versions."""
 
 
-def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """The problem's part of a plan file."""
-    # Only where there are slow workers, a limit in bytes, or further lanes, so that all other plans stay the same.
-    factors = [[worker.pipeline, worker.stage, factor] for worker, factor in problem.worker_factors]
-    grid = {name: size for name, size in asdict(problem.grid).items() if name != "lanes"}
-    if problem.grid.lanes != problem.grid.pipelines:
-        grid["lanes"] = problem.grid.lanes
-    memory = {} if problem.memory is None else {k: v for k, v in asdict(problem.memory).items() if v is not None}
-    return {
-        "grid": grid,
-        "failed": [[worker.pipeline, worker.stage] for worker in sorted(problem.failed)],
-        "costs": {name: _plain(value) for name, value in asdict(problem.costs).items()},
-        "in_flight_limit": _plain(problem.in_flight_limit),
-        "technique": asdict(problem.technique),
-        **({"worker_factors": factors} if factors else {}),
-        **({"memory": memory} if memory else {}),
-    }
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The operations of one worker in a plan file."""
+
+    pipeline: int
+    stage: int
+    ops: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The content of a plan file; either ``workers`` or the stages of a ``lane``."""
+
+    problem: Problem
+    backend: str
+    found_by: str
+    solver: SolverUse
+    lower_bound: float
+    period: float
+    workers: tuple[_Program, ...] = ()
+    lane: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, result: PlanResult) -> _Content:
+        schedule = result.schedule
+        known = schedule.problem, result.backend, result.found_by, result.solver, result.lower_bound, schedule.period
+        if isinstance(schedule, CompactSchedule):
+            return cls(*known, lane=tuple(each.to_json() for each in schedule.lane.stages))
+        columns = {worker: OperationColumns.of(schedule.workers[worker]) for worker in schedule.live_workers}
+        return cls(*known, tuple(_Program(w.pipeline, w.stage, each.to_json()) for w, each in columns.items()))
+
+    def schedule(self) -> Schedule:
+        """Not validated; KeyError, TypeError or ValueError where operations are damaged."""
+        if self.lane:
+            one = lane_problem(self.problem)
+            stages = tuple(map(OperationColumns.from_json, self.lane))
+            if len(stages) != one.grid.stages:
+                raise ValueError(f"its lane is none of the grid {one.grid}")
+            return replace(compact(self.problem, Lane(one, stages)), period=self.period)
+        columns = {Worker(each.pipeline, each.stage): OperationColumns.from_json(each.ops) for each in self.workers}
+        return schedule_of_columns(self.problem, columns, self.period)
 
 
 def plan_to_json(result: PlanResult | Schedule) -> dict[str, Any]:
     """The content of the plan file; a bare schedule counts as the heuristic's."""
     if isinstance(result, Schedule):
         result = proven(result, "heuristic")
-    schedule, use = result.schedule, result.solver
-    return {
-        "schema": PLAN_SCHEMA,
-        **problem_to_json(schedule.problem),
-        "backend": result.backend,
-        "status": result.status,
-        "lower_bound": result.lower_bound,
-        "gap": result.gap,
-        "found_by": result.found_by,
-        "solver": {"calls": use.calls, "seconds": use.seconds, "reason": use.reason},
-        "period": schedule.period,
-        "makespan": schedule.makespan,
-        **_body(schedule),
-    }
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _body(schedule: Schedule) -> dict[str, Any]:
-    """The operations of all workers, or those of a lane."""
-    if isinstance(schedule, CompactSchedule):
-        lane = schedule.lane
-        return {"lane": {"microbatches": lane.microbatches, "stages": [each.to_json() for each in lane.stages]}}
-    workers = [
-        {
-            "pipeline": worker.pipeline,
-            "stage": worker.stage,
-            "ops": OperationColumns.of(schedule.workers[worker]).to_json(),
-        }
-        for worker in schedule.live_workers
-    ]
-    return {"workers": workers}
-
-
-def _problem_of(plan: Mapping[str, Any]) -> Problem:
-    """The problem of a plan file's content; PlanningError for none or a bad schema."""
-    schema = plan.get("schema") if isinstance(plan, Mapping) else None
-    if schema != PLAN_SCHEMA:
-        raise PlanningError(
-            f"a plan with schema {schema!r} cannot be read: this version reads schema {PLAN_SCHEMA}. Compute the plan "
-            "again, or update lightning-recycle."
-        )
-    with _damage_reported():
-        limit, memory = plan["in_flight_limit"], plan.get("memory")
-        return Problem(
-            grid=Grid(**plan["grid"]),
-            costs=Costs(**plan["costs"]),
-            failed=frozenset(Worker(*position) for position in plan["failed"]),
-            technique=Technique(**plan["technique"]),
-            in_flight_limit=None if limit is None else tuple(limit),
-            worker_factors=tuple((Worker(d, s), factor) for d, s, factor in plan.get("worker_factors", ())),
-            memory=None if memory is None else Memory(**memory),
-        )
-
-
-def read_schedule(plan: Mapping[str, Any]) -> Schedule:
-    """The schedule in a plan file's content, not validated; PlanningError if damaged."""
-    problem = _problem_of(plan)
-    with _damage_reported():
-        period = float(plan["period"])
-        if "lane" in plan:
-            stages = tuple(OperationColumns.from_json(stage) for stage in plan["lane"]["stages"])
-            one = lane_problem(problem)
-            if plan["lane"]["microbatches"] != one.grid.microbatches or len(stages) != one.grid.stages:
-                raise PlanningError(f"its lane is none of the grid {one.grid}")
-            return replace(compact(problem, Lane(one, stages)), period=period)
-        columns = {
-            Worker(entry["pipeline"], entry["stage"]): OperationColumns.from_json(entry["ops"])
-            for entry in plan["workers"]
-        }
-        return schedule_of_columns(problem, columns, period)
-
-
-@contextmanager
-def _damage_reported() -> Iterator[None]:
-    """Errors of damaged content as PlanningError."""
-    try:
-        yield
-    except ReCycleError as error:
-        raise PlanningError(f"the plan is damaged: {error}") from error
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
+    known = {"status": result.status, "gap": result.gap, "makespan": result.schedule.makespan}  # for other readers
+    return {"schema": PLAN_SCHEMA, **known, **msgspec.to_builtins(_Content.of(result), order="deterministic")}
 
 
 def save_plan(path: str | PathLike[str], result: PlanResult | Schedule) -> None:
@@ -181,7 +122,7 @@ def load_plan(path: str | PathLike[str]) -> PlanResult:
     """Read and validate a plan file.
 
     Raises:
-        PlanningError: when the file cannot be read, is damaged, of a newer schema, or its schedule breaks a rule.
+        PlanningError: when the file cannot be read, is damaged, of another schema, or its schedule breaks a rule.
     """
     data = read_json(path, "the plan", "compute it again", PlanningError)
     try:
@@ -201,38 +142,17 @@ def read_plan(data: Any) -> PlanResult:
     Raises:
         PlanningError: as for :func:`load_plan`.
     """
-    if not isinstance(data, Mapping):
-        raise PlanningError("the plan is damaged: a JSON object is expected. Compute it again.")
-    schedule = read_schedule(data)
-    backend, status, bound = data.get("backend"), data.get("status"), data.get("lower_bound")
-    if not isinstance(backend, str) or status not in ("optimal", "feasible"):
-        raise PlanningError(f"the plan is damaged (backend {backend!r}, status {status!r}): compute it again.")
-    if not is_number(bound):
-        raise PlanningError(f"the plan is damaged (lower_bound {bound!r}): compute it again.")
-    validate(schedule)
-    claimed = data.get("makespan")
-    if not is_number(claimed) or abs(claimed - schedule.makespan) > TOLERANCE * max(1.0, claimed):
-        raise PlanningError(f"the plan is damaged (makespan {claimed!r} is not its schedule's): compute it again.")
-    if bound > schedule.period * (1 + TOLERANCE):
-        raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
-    if status == "optimal" and bound < schedule.period * (1 - TOLERANCE):
-        raise PlanningError("the plan is damaged (called optimal above its lower_bound): compute it again.")
-    found_by = data.get("found_by")
-    if not isinstance(found_by, str):
-        raise PlanningError(f"the plan is damaged (found_by {found_by!r}): compute it again.")
-    solver = _solver_use(data.get("solver"))
-    # The bound is not computed again: that takes longer than all else here.
-    return PlanResult(schedule, backend, status, float(bound), found_by=found_by, solver=solver)
-
-
-def _solver_use(data: Any) -> SolverUse:
+    content = typed_content(data, _Content, PLAN_SCHEMA, "the plan", "compute it again", PlanningError)
     try:
-        use = SolverUse(**data)
-    except TypeError as error:
-        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.") from error
-    if not (is_integer(use.calls, 0) and is_number(use.seconds, 0) and isinstance(use.reason, str)):
-        raise PlanningError(f"the plan is damaged (solver {data!r}): compute it again.")
-    return use
+        schedule = content.schedule()
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise PlanningError(f"the plan is damaged ({error!r}): compute it again.") from error
+    validate(schedule)
+    bound = content.lower_bound
+    if not bound <= schedule.period * (1 + TOLERANCE):
+        raise PlanningError(f"the plan is damaged (its period is below its lower_bound {bound:g}): compute it again.")
+    # The bound is not computed again: that takes longer than all else here.
+    return PlanResult(schedule, content.backend, bound, found_by=content.found_by, solver=content.solver)
 
 
 _TORCH_LETTERS = {
@@ -407,7 +327,7 @@ class PlanLibrary:
     # ------------------------------------------------------------------ finding
 
     def _path(self, problem: Problem) -> Path:
-        known = problem_to_json(representative(problem))
+        known = msgspec.to_builtins(representative(problem), order="deterministic")
         details = _digest({name: known.pop(name, None) for name in ("costs", "in_flight_limit", "memory")})
         return self.path / f"{_digest([PLAN_SCHEMA, __version__, _described(self.planner), known])}-{details}{_SUFFIX}"
 

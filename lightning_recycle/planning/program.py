@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Op, OpKind, ScheduledOp, Worker, global_index
+from lightning_recycle.planning.routing import CompactSchedule
 from lightning_recycle.planning.schedule import Schedule
 
 _COMPLETING = (OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD)

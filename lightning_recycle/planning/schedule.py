@@ -87,8 +87,8 @@ class OperationColumns:
     def to_json(self) -> dict[str, Any]:
         return {
             "op": " ".join(map(_NAMES.__getitem__, self.kinds)),
-            "pipeline": [None if pipeline < 0 else pipeline for pipeline in self.pipelines],
-            "microbatch": [None if index < 0 else index for index in self.indices],
+            "pipeline": list(self.pipelines),
+            "microbatch": list(self.indices),
             "start": list(self.starts),
             "end": list(self.ends),
         }
@@ -99,10 +99,7 @@ class OperationColumns:
 
         Raises KeyError, TypeError, ValueError or OverflowError for damaged ``data``.
         """
-        pipelines, indices = (
-            array("l", [_NONE if value is None else value for value in data[name]])
-            for name in ("pipeline", "microbatch")
-        )
+        pipelines, indices = array("l", data["pipeline"]), array("l", data["microbatch"])
         kinds = bytes(map(_NUMBERS_BY_NAME.__getitem__, data["op"].split()))
         columns = cls(kinds, pipelines, indices, array("d", data["start"]), array("d", data["end"]))
         if {len(getattr(columns, each)) for each in ("pipelines", "indices", "starts", "ends")} != {len(kinds)}:
@@ -299,7 +296,6 @@ class PlanResult:
     Args:
         schedule: the plan.
         backend: name of the planner that was asked.
-        status: "optimal" when the period is the lower bound, else "feasible".
         lower_bound: a proven lower bound of the period, whatever the re-routing, in the unit of the costs.
         seconds: planning time.
         warning: one line about a solver that was missing, crashed or ran out of time.
@@ -310,12 +306,16 @@ class PlanResult:
 
     schedule: Schedule
     backend: str
-    status: str
     lower_bound: float
     seconds: float = 0.0
     warning: str | None = None
     found_by: str = "unknown"
     solver: SolverUse = NOT_ASKED
+
+    @property
+    def status(self) -> str:
+        """Whether the period is the lower bound ("optimal") or may be above it ("feasible")."""
+        return "optimal" if self.lower_bound >= self.schedule.period * (1 - TOLERANCE) else "feasible"
 
     @property
     def gap(self) -> float:
@@ -340,8 +340,7 @@ def proven(
     period = schedule.period
     if known > period - TOLERANCE * period:
         known = period  # equal but for rounding
-    status = "optimal" if known == period else "feasible"
-    return PlanResult(schedule, backend, status, known, seconds, found_by=found_by or backend, solver=solver)
+    return PlanResult(schedule, backend, known, seconds, found_by=found_by or backend, solver=solver)
 
 
 EQUALLY_FAST = 1e-3

@@ -5,7 +5,7 @@ also determine the smallest period: the largest mean weight of a cycle "stage s 
 iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N + microbatch``
 with N = D * M, so that a 600,000-operation schedule takes seconds.
 
-Where stages share layers (:mod:`~lightning_recycle.planning.cuts`), each micro-batch has costs of its own. The
+Where stages share layers (:mod:`~lightning_recycle.planning.partition`), each micro-batch has costs of its own. The
 gradients of a shared layer are summed over the workers of both stages, and neither steps before the other has all
 weight gradients of the layer.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.routing import CompactSchedule, Lane, compact
 from lightning_recycle.planning.schedule import Schedule, staggered_period
 
 ByStage: TypeAlias = tuple[float, ...]

@@ -29,9 +29,9 @@ from graphlib import CycleError, TopologicalSorter
 from math import inf, nan
 
 from lightning_recycle.errors import PlanningError
-from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind, Worker
 from lightning_recycle.planning.problem import Problem
+from lightning_recycle.planning.routing import CompactSchedule
 from lightning_recycle.planning.schedule import KINDS, OperationColumns, Schedule, gc_paused
 
 _SHOWN = 10

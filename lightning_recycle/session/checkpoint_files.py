@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_recycle.control.protocol.messages import SaveFailure
+from lightning_recycle.devices import storage_bytes
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -45,13 +46,12 @@ from lightning_recycle.files import (
     temporary_path,
     write_json,
 )
-from lightning_recycle.runtime.executor.device_memory import storage_bytes
-from lightning_recycle.session.collectives import StageGroup
 from lightning_recycle.session.lightning_internals import (
     METADATA_FILENAME,
     load_distributed_checkpoint,
     unflatten_state_dict,
 )
+from lightning_recycle.session.worker_context import StageGroup
 from lightning_recycle.tensor_memory import empty_like
 from lightning_recycle.torch_internals import tree_leaves
 

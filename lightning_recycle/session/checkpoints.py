@@ -28,12 +28,11 @@ from typing_extensions import override
 from lightning_recycle import tensor_memory
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.devices import release_cache
+from lightning_recycle.devices import free_bytes, release_cache, reset_peak, storage_bytes
 from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.device_memory import free_bytes, reset_peak, storage_bytes
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
@@ -44,7 +43,6 @@ from lightning_recycle.session.checkpoint_files import (
     megabytes,
     save_sharded,
 )
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack
 from lightning_recycle.session.optimizer_states import (
@@ -60,17 +58,17 @@ from lightning_recycle.session.save_batches import (
     Action,
     Batch,
     SaveBatches,
-    SaveEvents,
     SaveRequest,
     StateCopies,
     settle_files,
 )
 from lightning_recycle.session.weight_callbacks import WeightCallbacks
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
     COMPLETION,
-    Boundary,
     StateMarks,
     StateTransfer,
+    StepBoundary,
     add_parts,
     as_tensors,
     boundary_of,
@@ -156,7 +154,7 @@ def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[
 class Checkpoints(StageStates):
     """A worker's part in saving and loading the state of the whole model.
 
-    Subclasses know the callbacks that save: their actions, records and intervals. ``reach``: called with "checkpoint"
+    Subclasses know the callbacks that save: their actions and records. ``reach``: called with "checkpoint"
     and the step right before one is written. ``actions``: consequences of checkpoints besides links and deletions; see
     :class:`SaveBatches`.
 
@@ -189,21 +187,16 @@ class Checkpoints(StageStates):
         self._unwinding = False
         self._before_hooks: dict[str, tuple[Any, Any]] | None = None
         self._asked: list[_Asked] = []
-        self._boundary: Boundary | None = None
+        self._boundary: StepBoundary | None = None
         self._on_files: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
         actions = {
             "link": lambda failure, *paths: None if failure else self.link(*paths),
             "remove": lambda failure, path: None if failure else self.remove(path),
             **actions,
         }
-        events = SaveEvents(
-            stalled=lambda: self.stall_seconds,
-            measure=self.measured,
-            follow=self.follow,
-            failed=self._failed,
-            discard=self._discard,
+        self.saves = SaveBatches(
+            context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
         )
-        self.saves = SaveBatches(context, actions, self._on_files, events)
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
         self.weights = WeightCallbacks(context.trainer, self, context.seed)
@@ -216,19 +209,6 @@ class Checkpoints(StageStates):
     def records(self) -> dict[str, Any]:
         """The records of the callbacks that save, with the checkpoints asked for."""
         return {}
-
-    def interval_state(self) -> dict[str, float] | None:
-        """The state that decides how often to save, for a checkpoint."""
-        return None
-
-    def load_interval(self, state: Mapping[str, float] | None) -> None:
-        """Takes over :meth:`interval_state` from a checkpoint or a peer."""
-
-    def measured(self, stalled: float, writing: float) -> Any:
-        """This worker's measurements; see :class:`SaveEvents`."""
-
-    def follow(self, facts: Any) -> None:
-        """Called with the measurements of the writer after checkpoints."""
 
     # ------------------------------------------------------------------ state
 
@@ -324,7 +304,7 @@ class Checkpoints(StageStates):
         """Whether the run goes on from a checkpoint in an epoch that is not over."""
         if self.completion is None or self.collectives.client.joining:
             return False
-        return boundary_of(self.completion) in (Boundary.BATCH, Boundary.VALIDATION)
+        return boundary_of(self.completion) in (StepBoundary.BATCH, StepBoundary.VALIDATION)
 
     def resume(self) -> Mapping[str, Any] | None:
         """Restores, at the beginning of training, the state that Lightning has not.
@@ -447,14 +427,14 @@ class Checkpoints(StageStates):
             self.complete()
 
     @contextmanager
-    def at_boundary(self, boundary: Boundary) -> Iterator[None]:
+    def at_boundary(self, boundary: StepBoundary) -> Iterator[None]:
         """Checkpoints asked for by the end of the block are completed and written."""
         self._boundary = boundary
         yield
         self._write(boundary)
         self._boundary = None
 
-    def _write(self, boundary: Boundary | None) -> None:
+    def _write(self, boundary: StepBoundary | None) -> None:
         """Writes checkpoints asked for; ``boundary``: where the training is, if at one."""
         asked, self._asked = self._asked, []
         with self._stalling():
@@ -470,7 +450,7 @@ class Checkpoints(StageStates):
             self.saves.seal(mid_step=boundary is None)
             self.saves.await_originals()
 
-    def _common_state(self, asked: Sequence[_Asked], boundary: Boundary | None) -> dict[str, Any]:
+    def _common_state(self, asked: Sequence[_Asked], boundary: StepBoundary | None) -> dict[str, Any]:
         """The part of a checkpoint's completion that all workers have in common."""
         state = self.transfer.common_state()
         self.weights.join_states(state["callbacks"])
@@ -641,7 +621,7 @@ class Checkpoints(StageStates):
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Saves lost checkpoints after the last epoch."""
-        with self.at_boundary(Boundary.EPOCH):
+        with self.at_boundary(StepBoundary.EPOCH):
             with self.waited_for():
                 self.ask_again()
             yield
@@ -656,7 +636,7 @@ class Checkpoints(StageStates):
 
     def end_training(self) -> None:
         """The training is over: nothing is written in the background any more."""
-        with self.at_boundary(Boundary.EPOCH), self.waited_for():
+        with self.at_boundary(StepBoundary.EPOCH), self.waited_for():
             self.ask_again()
         self.is_training = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from typing import Any, Literal
 from lightning_recycle.arguments import is_number, require
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.engines.ray_cluster import RayEngine
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.option_table import (
@@ -56,9 +55,6 @@ class CheckpointOptions(OptionGroup):
             its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where your
             ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
         bandwidth: the most MB per second that a worker writes, or sends to the writer, while the training goes on.
-        every_n_train_steps: "auto": a ``ModelCheckpoint(every_n_train_steps=...)`` begins with its own number of steps
-            and goes on with the one that costs the least time (Young's formula), from what checkpoints cost and how
-            often workers fail in this run. None: it keeps its own.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
@@ -79,7 +75,6 @@ class CheckpointOptions(OptionGroup):
     save_distributed_checkpoint: bool = option(False)
     background: Literal["auto"] | bool = option("auto", SWITCH)
     bandwidth: float | None = option(None, _BANDWIDTH)
-    every_n_train_steps: Literal["auto"] | None = option(None, choice(None, "auto"))
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))
@@ -120,6 +115,28 @@ def _are_layers(value: Any) -> bool:
 
 
 _LAYERS = Check(_are_layers, "give the path of a submodule, such as 'model.layers', or a list of paths")
+_AMOUNTS = Check(
+    lambda value: all(is_number(amount, 0.0) for amount in (value or {}).values()),
+    "give a number of at least 0 for each resource",
+)
+
+
+@suggests_options
+@dataclass(frozen=True)
+class RayEngine(OptionGroup):
+    """Workers as actors of Ray: ``ReCycleStrategy(engine=RayEngine(...))``.
+
+    Args:
+        resources_per_worker: what Ray reserves for a worker, by the name of the resource; by default one CPU, and one
+            GPU unless the Trainer's accelerator is the CPU.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    resources_per_worker: Mapping[str, float] | None = option(None, _AMOUNTS)
+
+
 _ENGINE = Check(
     lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
 )

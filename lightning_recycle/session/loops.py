@@ -31,11 +31,11 @@ from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
 from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.session.commit_requirements import called_once
+from lightning_recycle.session.gradient_clipping import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.training_steps import TrainingSteps
-from lightning_recycle.session.worker_snapshot import Boundary
+from lightning_recycle.session.worker_snapshot import StepBoundary
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
 
     @property
     def _runner(self) -> TrainingSteps:
-        return _runner(self.trainer)
+        return self.trainer.fit_loop.runner  # type: ignore[no-any-return]
 
     @property
     @override
@@ -204,12 +204,12 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         self._has_advanced = not self.restarting  # then the parent asks first whether a validation was interrupted
         super().advance(data_fetcher)
         self._has_advanced = True
-        self._runner.at_boundary(Boundary.BATCH)
+        self._runner.at_boundary(StepBoundary.BATCH)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         super().on_advance_end(data_fetcher)
-        self._runner.at_boundary(Boundary.VALIDATION)
+        self._runner.at_boundary(StepBoundary.VALIDATION)
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -305,17 +305,15 @@ class PipelineFitLoop(_FitLoop):
         self._goes_on = False
         self.runner.settle()  # hooks at the end of an epoch may look at parameters
         super().on_advance_end()
-        self.runner.at_boundary(Boundary.EPOCH)
+        self.runner.at_boundary(StepBoundary.EPOCH)
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """Adds seed, batch size, samplers and interval of saves to the loop's state."""
+        """Adds seed, batch size and samplers to the loop's state."""
         state: dict[str, Any] = super().on_save_checkpoint()
         state["seed"] = self.runner.seed
         state["global_batch_size"] = self.runner.loaders.global_batch_size
         orders = [loader.order_state() for loader in addressed_loaders(self)]
-        if (interval := self.runner.checkpoints.interval_state()) is not None:
-            state["save_interval"] = interval
         if any(orders):
             reload = {"reload": self.trainer.reload_dataloaders_every_n_epochs}  # type: ignore[attr-defined]
             state["sampler_states"] = [order and {**order, **reload} for order in orders]
@@ -327,7 +325,6 @@ class PipelineFitLoop(_FitLoop):
         states = [{_SAMPLER: order} for order in state_dict.get("sampler_states", [])]
         if (seed := state_dict.get("seed")) is not None:
             self.runner.resume_seed(seed)
-        self.runner.checkpoints.load_interval(state_dict.get("save_interval"))
         before = state_dict.get("global_batch_size")
         self._batch_size_to_load = None if before == self.runner.loaders.global_batch_size else before
         self._combined_loader_states_to_load = [*self._combined_loader_states_to_load, *states]
@@ -378,17 +375,17 @@ class PipelineFitLoop(_FitLoop):
         rewind_to_batch(self.trainer)
         epoch._enters_mid_epoch = True
 
-    def go_on(self, boundary: Boundary, on_entered: Callable[[], None]) -> None:
+    def go_on(self, boundary: StepBoundary, on_entered: Callable[[], None]) -> None:
         """Goes on behind ``boundary``, to which its counters belong."""
-        go_on(self.trainer, mid_epoch=boundary is not Boundary.EPOCH)
+        go_on(self.trainer, mid_epoch=boundary is not StepBoundary.EPOCH)
         self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
         assert isinstance(epoch, PipelineEpochLoop)
-        if boundary is Boundary.EPOCH:
+        if boundary is StepBoundary.EPOCH:
             on_entered()
             return
         epoch._enters_mid_epoch, epoch._on_entered = True, on_entered
-        epoch._ends_batch = boundary is Boundary.BATCH
+        epoch._ends_batch = boundary is StepBoundary.BATCH
 
     @override
     def on_run_start(self) -> None:

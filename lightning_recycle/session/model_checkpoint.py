@@ -2,19 +2,11 @@
 
 ModelCheckpoint records a new checkpoint before it is written, and then deletes the one that it replaces. Here it asks
 for the checkpoint, and record and deletion follow when that is complete, on all workers, which all know the outcome.
-
-The interval by steps is Young's formula: saving every sqrt(2 cost mtbf) seconds loses the least time, ``mtbf`` being
-the mean time between failures, and the cost the time for which a checkpoint holds up training. Each start from a
-checkpoint counts as a failure, too.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -29,12 +21,10 @@ from lightning_recycle.errors import CheckpointError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import ends_step
 from lightning_recycle.session.optimizer_states import Copies
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import StateTransfer
-
-log = logging.getLogger(__name__)
 
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 _HELPERS = ("_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict")
@@ -58,7 +48,7 @@ _OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
 class ModelCheckpointSaves(Checkpoints):
     """:class:`Checkpoints` with the Trainer's ModelCheckpoint callbacks.
 
-    Some methods of these are replaced. ``interval``: decides how often to save, if callbacks do not.
+    Some methods of these are replaced.
     """
 
     def __init__(
@@ -72,10 +62,6 @@ class ModelCheckpointSaves(Checkpoints):
     ) -> None:
         actions: dict[str, Callable[..., None]] = {"record": self._take_up, "notify": self._notify}
         super().__init__(context, parts, executor, copies, reach, transfer, actions)
-        self.interval: SaveInterval | None = None
-        if self.context.options.checkpoints.every_n_train_steps is not None:
-            self.interval = SaveInterval(lambda: self.context.client.member.counters.get("failures", 0.0))
-        self._counted_stall = 0.0
         leave_saves_alone(self.context.trainer)  # of an earlier run of this process
         self._callbacks = _model_checkpoints(self.context.trainer)
         for number, callback in enumerate(self._callbacks):
@@ -125,52 +111,6 @@ class ModelCheckpointSaves(Checkpoints):
         for number, name, metrics in calls:  # of one callback all, or none
             now = self._callbacks[number]._monitor_candidates(trainer)
             getattr(self._callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
-
-    # ------------------------------------------------------------------ how often
-
-    @override
-    def begin_training(self) -> None:
-        super().begin_training()
-        if self.interval is not None:
-            self.interval.begin(self.context.trainer.global_step)
-
-    @override
-    def interval_state(self) -> dict[str, float] | None:
-        return None if self.interval is None else self.interval.state()
-
-    @override
-    def load_interval(self, state: Mapping[str, float] | None) -> None:
-        if self.interval is not None and state is not None:
-            self.interval.load(state, of_peer=self.collectives.client.joining)
-            if self.interval.steps:
-                self._save_every(self.interval.steps)
-
-    @override
-    def measured(self, stalled: float, writing: float) -> SaveFacts | None:
-        if self.interval is None:
-            return None
-        stalled += self.stall_seconds - self._counted_stall
-        return self.interval.facts(stalled, writing, self.context.trainer.global_step)
-
-    @override
-    def follow(self, facts: SaveFacts | None) -> None:
-        if self.interval is None or facts is None:
-            return
-        self._counted_stall = self.stall_seconds
-        steps, why = steps_between_saves(facts, self.collectives.positions.num_workers)
-        if self._save_every(steps):
-            self.interval.steps = steps
-            if self.collectives.is_leader:
-                log.info("From now on a checkpoint is saved every %d steps: %s.", steps, why)
-
-    def _save_every(self, steps: int) -> bool:
-        """Changes the interval of callbacks that save by steps; returns whether it did."""
-        changed = False
-        for callback in self._callbacks:
-            now = callback._every_n_train_steps
-            if now and not 0.8 < steps / now < 1.25:  # less is noise of the measurement
-                callback._every_n_train_steps, changed = steps, True
-        return changed
 
 
 def remember_saves(trainer: pl.Trainer, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -280,67 +220,3 @@ def _is_same(value: Any, before: Any) -> bool:
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-
-
-_WORKER_HOURS_PER_FAILURE = 50_700.0
-"""Before the first failure: 419 unplanned interruptions in 54 days of 16,384 GPUs (Llama 3, arXiv 2407.21783)."""
-
-
-@dataclass(frozen=True)
-class SaveFacts:
-    """A worker's measurements, in seconds.
-
-    ``stalled``: of training, by the checkpoint. ``writing``: in the meantime. ``step``: from one step to the next, with
-    all between. ``trained``: of training, in earlier runs, too.
-    """
-
-    stalled: float
-    writing: float
-    step: float
-    failures: int
-    trained: float
-
-
-def steps_between_saves(facts: SaveFacts, workers: int) -> tuple[int, str]:
-    """The best number of steps between checkpoints, and the reason in words."""
-    expected = 3600 * _WORKER_HOURS_PER_FAILURE / workers
-    mtbf = facts.trained / facts.failures if facts.failures else max(expected, facts.trained)
-    seconds = max(math.sqrt(2 * facts.stalled * mtbf), 2 * facts.writing)
-    why = (
-        f"it holds up training for {facts.stalled:.3g} s and is written in {facts.writing:.3g} s, a step takes"
-        f" {facts.step:.3g} s, and there is a failure every {mtbf / 3600:.3g} hours ({facts.failures} so far)"
-    )
-    return max(1, round(seconds / facts.step)), why
-
-
-class SaveInterval:
-    """A worker's view of the interval between the run's checkpoints.
-
-    ``steps``: the interval; 0 if it is that of the callbacks.
-    """
-
-    def __init__(self, count: Callable[[], float]) -> None:
-        self.steps = 0
-        self._count = count
-        self._began, self._first_step = time.monotonic(), 0
-        self._failures, self._trained = 0.0, 0.0  # before this worker began, less what ``count`` was then
-
-    def begin(self, step: int) -> None:
-        self._began, self._first_step = time.monotonic(), step
-
-    def state(self) -> dict[str, float]:
-        """Interval, failures and seconds of training, for a checkpoint or a replacement."""
-        trained, counted = self._trained + time.monotonic() - self._began, self._count()
-        failures = self._failures + counted
-        return {"steps": self.steps, "failures": failures, "trained": trained, "counted": counted}
-
-    def load(self, state: Mapping[str, float], of_peer: bool) -> None:
-        """Takes over the state of a peer, or of an earlier run, which has ended."""
-        self.steps, self._trained = int(state["steps"]), state["trained"]
-        self._failures = state["failures"] + (-state["counted"] if of_peer else 1)
-
-    def facts(self, stalled: float, writing: float, step: int) -> SaveFacts:
-        """This worker's measurements after ``step`` steps."""
-        seconds, state = time.monotonic() - self._began, self.state()
-        per_step = seconds / max(1, step - self._first_step)
-        return SaveFacts(stalled, writing, per_step, round(state["failures"]), state["trained"])

@@ -39,7 +39,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
-from lightning_recycle.data.batching import is_stream, yields_batches
+from lightning_recycle.data.dataloaders import is_stream, yields_batches
 from lightning_recycle.data.steps import StepLoader
 from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.errors import ReCycleError

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import plain_optimizer
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage_bundle import StageTies
+from lightning_recycle.tensor_memory import checksum
 from lightning_recycle.torch_internals import tree_flatten
 
 FIRST_INTERVAL = 50
@@ -148,28 +148,19 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for index, group in enumerate(groups):
         which = f" of group {index}" if index else ""
-        for key, value in group.items():
-            if isinstance(value, (int, float)):  # nearly all of them
-                numbers[f"{key}{which}"] = value
-            elif key != "params":
-                numbers.update(_numbers(str(key), which, value))
+        options = [(str(key), value) for key, value in group.items() if key != "params"]
+        for name, value in options:
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(number, (int, float)):
+                numbers[f"{name}{which}"] = number
+            elif isinstance(value, (tuple, list)):
+                options += [(f"{name}[{place}]", item) for place, item in enumerate(value)]
     if len(numbers) <= _MOST_OPTIONS:
         return numbers
     names = list(numbers)
     kept = {name: numbers[name] for name in names[:_MOST_OPTIONS]}
     kept["digest of the other options"] = hash(tuple(numbers[name] for name in names[_MOST_OPTIONS:]))
     return kept
-
-
-def _numbers(key: str, which: str, value: Any) -> dict[str, float]:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
-    if isinstance(value, (int, float)):
-        return {f"{key}{which}": value}
-    found: dict[str, float] = {}
-    for index, item in enumerate(value) if isinstance(value, (tuple, list)) else ():
-        found.update(_numbers(f"{key}[{index}]", which, item))
-    return found
 
 
 # ---------------------------------------------------------------------- inputs of self(x)

@@ -39,8 +39,8 @@ from torch import Tensor
 from lightning_recycle.files import write_atomically
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.session.collectives import WorkerCollectives, WorkerContext
-from lightning_recycle.session.outputs import LoggerCall
+from lightning_recycle.session.output_recorder import LoggerCall
+from lightning_recycle.session.worker_context import WorkerCollectives, WorkerContext
 
 _EVALUATIONS = {  # stage -> its name in hooks
     RunningStage.SANITY_CHECKING: "validation",

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_recycle.data.batching import check_combination, check_dataloader
+from lightning_recycle.data.dataloaders import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError

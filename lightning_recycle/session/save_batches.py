@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.control.client import ControlClient, pack, unpack
+from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import batch_number
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
@@ -40,8 +40,8 @@ from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.checkpoint_files import local_path
-from lightning_recycle.session.collectives import StageGroup, WorkerContext
 from lightning_recycle.session.optimizer_states import copied, fits
+from lightning_recycle.session.worker_context import StageGroup, WorkerContext
 from lightning_recycle.tensor_memory import has_plain_memory, to_cpu
 from lightning_recycle.torch_internals import version_of
 
@@ -367,14 +367,14 @@ class Batch:
     """The checkpoints of one step boundary.
 
     ``waits``: whether all workers wait for it. ``ended``: called in the writer's thread after each checkpoint with its
-    index, why there is none, and for how many seconds the thread has written.
+    index, and why there is none.
     """
 
     version: int
     group: HolderGroup
     copies: StateCopies
     waits: bool
-    ended: Callable[[int, SaveFailure | None, float], None]
+    ended: Callable[[int, SaveFailure | None], None]
     requests: list[SaveRequest] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
     refusals: dict[str, SaveFailure] = field(default_factory=dict)
@@ -394,12 +394,11 @@ class Batch:
         return self.is_sealed and not self.is_written
 
     def _run(self) -> None:
-        began = time.perf_counter()
         for index, request in enumerate(self.requests):
             self.group.request = index
             request.failure = self._write(request)
             if self.group.is_leader:
-                self.ended(index, request.failure, time.perf_counter() - began)
+                self.ended(index, request.failure)
         self.is_written = True
 
     def _write(self, request: SaveRequest) -> SaveFailure | None:
@@ -462,34 +461,17 @@ class CommonState:
     names: Mapping[str, set[str]]
 
 
-@dataclass(frozen=True)
-class SaveEvents:
-    """Functions that are called when batches begin and end.
-
-    Args:
-        stalled: returns for how many seconds checkpoints have held up this worker so far.
-        measure: returns this worker's measurements, given the seconds for which a batch held it up, and those that its
-            thread has written during the training.
-        follow: called on all workers with the measurements of a batch's writer.
-        failed: called on all workers with the reasons of missing checkpoints.
-        discard: called on the leader with the path of a new checkpoint that was given up.
-    """
-
-    stalled: Callable[[], float]
-    measure: Callable[[float, float], Any]
-    follow: Callable[[Any], None]
-    failed: Callable[[Iterable[SaveFailure]], None]
-    discard: Callable[[str], None]
-
-
 class SaveBatches:
     """This worker's part in the checkpoints of a run, batch by batch.
 
     ``actions``: consequences of checkpoints, by name; called on all workers with why a checkpoint is not complete, or
     None, and :attr:`Action.arguments`. ``by_writer``: those that the writer carries out where a run ends before all
-    know the outcome. The same on all workers: ``pending``: the batch that has begun and has no known outcome;
-    ``given_up``: checkpoints to be asked for again at the next boundary; ``names``: of the checkpoints in each known
-    folder.
+    know the outcome. ``stalled``: returns for how many seconds checkpoints have held up this worker so far. ``failed``:
+    called on all workers with the reasons of missing checkpoints. ``discard``: called on the leader with the path of a
+    new checkpoint that was given up.
+
+    The same on all workers: ``pending``: the batch that has begun and has no known outcome; ``given_up``: checkpoints
+    to be asked for again at the next boundary; ``names``: of the checkpoints in each known folder.
     """
 
     def __init__(
@@ -497,10 +479,13 @@ class SaveBatches:
         context: WorkerContext,
         actions: Mapping[str, Callable[..., None]],
         by_writer: Mapping[str, Callable[..., None]],
-        events: SaveEvents,
+        stalled: Callable[[], float],
+        failed: Callable[[Iterable[SaveFailure]], None],
+        discard: Callable[[str], None],
     ) -> None:
         self._collectives, self._options = context.collectives, context.options.checkpoints
-        self._client, self._actions, self._by_writer, self._events = context.client, actions, by_writer, events
+        self._client, self._actions, self._by_writer = context.client, actions, by_writer
+        self._stalled, self._failed, self._discard = stalled, failed, discard
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
         self.batch: Batch | None = None
@@ -604,20 +589,17 @@ class SaveBatches:
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
         facts = (batch.version, batch.group.writer, paths, weights_only, batch.mid_step, not batch.waits)
-        self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts, self._events.stalled()))
+        self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts, self._stalled()))
         batch.start()
 
     def _use_memory_of(self, batch: Batch) -> None:
         if not batch.waits:
             self._old_copies = batch.copies
 
-    def _ended(self, index: int, failure: SaveFailure | None, seconds: float) -> None:
+    def _ended(self, index: int, failure: SaveFailure | None) -> None:
         batch = self.batch
         assert batch is not None
-        facts = pack(self._events.measure(*((seconds, 0.0) if batch.waits else (0.0, seconds))))
-        self._client.send(
-            SaveEnded(self._client.rank, batch.group.number, index, failure, self._events.stalled(), facts)
-        )
+        self._client.send(SaveEnded(self._client.rank, batch.group.number, index, failure, self._stalled()))
 
     # ------------------------------------------------------------------ the batch before
 
@@ -711,7 +693,7 @@ class SaveBatches:
         self._unnamed = tuple((temporary, pending.paths[index]) for index, temporary in status.unnamed.items())
         self.name_files()
         for path in pending.new & failed.keys() if self._collectives.is_leader else ():
-            self._events.discard(path)
+            self._discard(path)
         if batch is not None:
             batch.group.end()
             if batch.waits and self._begin_again(batch, failed):
@@ -722,9 +704,7 @@ class SaveBatches:
                 batch.copies.forget_originals()
         self._carry_out(pending.actions, failed)
         if failed:
-            self._events.failed(failed.values())
-        if status.facts is not None:
-            self._events.follow(unpack(status.facts))
+            self._failed(failed.values())
 
     def _begin_again(self, batch: Batch, failed: Mapping[str, SaveFailure]) -> bool:
         """Begins with checkpoints given up for lost workers, if there are any."""

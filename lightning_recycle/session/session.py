@@ -22,15 +22,13 @@ from lightning_recycle.model.recording import CallResult, RecordedModule, record
 from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import ALONE, WorkerCollectives, WorkerContext, watch_process_group
-from lightning_recycle.session.commit_requirements import complete_norms
-from lightning_recycle.session.interruption import Preemption
+from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
 from lightning_recycle.session.model_checkpoint import leave_saves_alone
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
-from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import alike, copies_differ, fingerprint, sums_of_copies
 from lightning_recycle.session.reporting import (
     LogRelay,
@@ -44,6 +42,13 @@ from lightning_recycle.session.slot_changes import SlotChanges
 from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
+from lightning_recycle.session.worker_context import (
+    ALONE,
+    Preemption,
+    WorkerCollectives,
+    WorkerContext,
+    watch_process_group,
+)
 
 log = logging.getLogger(__name__)
 

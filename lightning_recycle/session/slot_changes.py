@@ -36,9 +36,9 @@ from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.checks.checksums import checksum
-from lightning_recycle.session.slot_values import ABSENT, WHOLE, Found, Path, Place, ValueTree, name_of
+from lightning_recycle.session.slot_values import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
+    checksum,
     is_sharded,
     memory_address,
     on_device,
@@ -67,7 +67,7 @@ class Append:
 
 
 @dataclass(frozen=True)
-class Change:
+class SlotChange:
     """A value left by a micro-batch: its digest and, if it travels, the packed value."""
 
     place: Place
@@ -77,7 +77,7 @@ class Change:
     is_statistic: bool = False
 
 
-Effect: TypeAlias = Append | Change
+Effect: TypeAlias = Append | SlotChange
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,9 @@ class SlotChanges:
     def _unpacked(self, value: _SlotValue, tree: ValueTree) -> Any:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
-    def _effects(self, tree: ValueTree, found: Sequence[Found], slot: int) -> list[Effect]:
+    def _effects(self, tree: ValueTree, found: Sequence[PlaceChange], slot: int) -> list[Effect]:
         effects: list[Effect] = []
-        values: list[tuple[Change, Any]] = []
+        values: list[tuple[SlotChange, Any]] = []
         for one in found:
             # Another list than before is meant for the next step of the slot, unless it begins with the old items.
             is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
@@ -282,11 +282,13 @@ class SlotChanges:
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
                 form = str((value.dtype, tuple(value.shape))).encode()
-                change = Change(one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics)
+                change = SlotChange(
+                    one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics
+                )
             else:
                 packed = self._packed(one.place, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                change = Change(one.place, digest, len(packed), packed, one.place in tree.statistics)
+                change = SlotChange(one.place, digest, len(packed), packed, one.place in tree.statistics)
             values.append((change, value))
         left = _MOST_BYTES
         for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
@@ -296,10 +298,10 @@ class SlotChanges:
             if isinstance(value, Tensor):
                 self._mine.setdefault(slot, {})[change.place] = value
             sent = (change.packed or self._packed(change.place, value, tree)) if travels else None
-            effects.append(Change(change.place, change.digest, size, sent, is_mean))
+            effects.append(SlotChange(change.place, change.digest, size, sent, is_mean))
         return effects
 
-    def _append(self, one: Found, tree: ValueTree) -> Append:
+    def _append(self, one: PlaceChange, tree: ValueTree) -> Append:
         path, key = one.place
         is_deque = isinstance(tree.referent(path) if key == WHOLE else one.now, deque)
         packed = self._packed(one.place, one.items, tree)
@@ -352,7 +354,7 @@ class SlotChanges:
                 self.changed.add(str(names[0] if names else key))
                 self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(one.now))
 
-    def _travels(self, one: Found, tree: ValueTree, effects: list[Effect]) -> bool:
+    def _travels(self, one: PlaceChange, tree: ValueTree, effects: list[Effect]) -> bool:
         """Whether these are new items of a list, which then are among ``effects``."""
         if one.items is None:
             return False
@@ -387,7 +389,7 @@ class SlotChanges:
         """Repeats the effects of the micro-batches of a batch; ``on_step``: of training."""
         if any(records.values()):
             self._forget(self._tree.absorb())
-        changes: dict[Place, dict[int, Change]] = defaultdict(dict)
+        changes: dict[Place, dict[int, SlotChange]] = defaultdict(dict)
         for slot, effects in sorted(records.items()):
             for effect in effects:
                 if isinstance(effect, Append):
@@ -422,7 +424,7 @@ class SlotChanges:
         value = self._tree.get(place)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _take(self, place: Place, by_slot: Mapping[int, Change]) -> None:
+    def _take(self, place: Place, by_slot: Mapping[int, SlotChange]) -> None:
         """Takes over the values that the micro-batches have left in ``place``."""
         tree, slots, has_place = self._tree, range(self._microbatches), self._tree.has(place)
         found = {}

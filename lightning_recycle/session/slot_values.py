@@ -36,7 +36,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.checks.checksums import checksum
 from lightning_recycle.runtime.stage.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,
@@ -45,9 +44,8 @@ from lightning_recycle.session.object_attributes import (
     is_node,
     is_own,
     slots_of,
-    vars_of,
 )
-from lightning_recycle.tensor_memory import is_sharded, memory_address
+from lightning_recycle.tensor_memory import checksum, is_sharded, memory_address
 from lightning_recycle.torch_internals import (
     NormBase,
     buffers_of,
@@ -187,6 +185,9 @@ class _Whole:
 class _Table:
     """A cell of values by key (dict, attributes); ``known``: all, hidden ones, too."""
 
+    content: dict[Any, Any]
+    _keys: set[Any]
+
     def __init__(self, path: Path, holder: Any, hidden: frozenset[str] = frozenset()) -> None:
         self.path, self.holder, self._hidden = path, holder, hidden
         self._slots = [] if isinstance(holder, (dict, nn.Module)) else slots_of(type(holder))
@@ -194,20 +195,25 @@ class _Table:
 
     @property
     def values(self) -> dict[Any, Any]:
-        values = self.holder if isinstance(self.holder, dict) else vars_of(self.holder)
+        if isinstance(self.holder, dict):
+            return self.holder
+        values: dict[Any, Any] = getattr(self.holder, "__dict__", {})
         if not self._slots:
             return values
         return {**values, **{name: getattr(self.holder, name) for name in self._slots if hasattr(self.holder, name)}}
 
     def is_same(self) -> bool:
-        values = self.values
-        if len(values) == len(self.known) and all(map(is_, values.values(), self.known)):
-            return values is not self.holder or values.keys() == self.content.keys()
-        return not any(True for _ in self.changes())
+        values = self.holder if isinstance(self.holder, dict) else self.values
+        if values.keys() == self._keys and all(map(is_, map(values.get, self.content), self.content.values())):
+            return True
+        if any(True for _ in self.changes()):
+            return False
+        self._keys = set(values)  # hidden ones differ
+        return True
 
     def read(self) -> None:
         values = self.values
-        self.known = list(values.values())
+        self.known, self._keys = list(values.values()), set(values)
         self.content = {key: value for key, value in values.items() if key not in self._hidden}
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -249,7 +255,7 @@ def name_of(place: Place) -> str:
 
 
 @dataclass
-class Found:
+class PlaceChange:
     """A place with another value than before.
 
     ``items``: the new ones at the end of a list; None for other changes.
@@ -593,14 +599,14 @@ class ValueTree:
             cell.put(key, value)
 
     @torch.no_grad()
-    def end(self) -> list[Found]:
+    def end(self) -> list[PlaceChange]:
         """The block is over: its changes, and the state of each given value.
 
         All places hold again what they held before :meth:`begin`.
         """
         changed, found = self._changes()
         for place in self._given:
-            found.setdefault(place, Found(place, ABSENT, self.get(place))).items = None
+            found.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
         for held in self._held.values():
             if (write := self._write_of(held)) is not None:
                 found[write.place] = write
@@ -623,7 +629,7 @@ class ValueTree:
             if held.copy is not None and held.version != _mark(held.tensor):
                 self._rewrite(held, held.copy)
 
-    def look(self, stays: Callable[[Found], bool]) -> list[Found]:
+    def look(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
         """Changes by other code since :meth:`absorb`; undoes those that ``stays`` denies."""
         changed, found = self._changes()
         for cell, key, before, _ in changed:
@@ -631,10 +637,10 @@ class ValueTree:
                 cell.put(key, before)
         written = [held.place for held in self._held.values() if held.tensor.is_inference()]  # nothing counts that
         for place in (*self.absorb(), *written):
-            found.setdefault(place, Found(place, self.get(place), self.get(place)))
+            found.setdefault(place, PlaceChange(place, self.get(place), self.get(place)))
         return list(found.values())
 
-    def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, Found]]:
+    def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, PlaceChange]]:
         changed = [(cell, *change) for cell in self._unlike() for change in cell.changes()]
         return changed, {(cell.path, key): self._found(cell, key, before, now) for cell, key, before, now in changed}
 
@@ -647,16 +653,16 @@ class ValueTree:
             self._read(cell)
         self._touched = []
 
-    def _found(self, cell: _Cell, key: Any, before: Any, now: Any) -> Found:
+    def _found(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
         items = None
         if key == WHOLE and _takes_items(cell.holder):
             items = _appended(before, now)
         elif key != WHOLE and _takes_items(now) and (before is ABSENT or type(before) is type(now)):
             known = self._cells.get((*cell.path, key))
             items = _appended(() if before is ABSENT else before if known is None else known.content, now)
-        return Found((cell.path, key), before, now, items)
+        return PlaceChange((cell.path, key), before, now, items)
 
-    def _write_of(self, held: _Held) -> Found | None:
+    def _write_of(self, held: _Held) -> PlaceChange | None:
         """The block's change of a tensor."""
         running, held.running = held.running, None
         if running is not None:
@@ -669,7 +675,7 @@ class ValueTree:
             if not places or _equal(running, held.tensor):
                 return None
             held.is_written = True
-            return Found(places[0], held.tensor, running)
+            return PlaceChange(places[0], held.tensor, running)
         is_counted = held.version != (mark := _mark(held.tensor))
         is_small = held.tensor.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
         if not is_counted and (held.copy is None or not is_small):
@@ -687,7 +693,7 @@ class ValueTree:
         now = held.tensor.detach().clone()
         self._rewrite(held, held.copy)
         held.is_written = True
-        return Found(held.place, held.tensor, now)
+        return PlaceChange(held.place, held.tensor, now)
 
     def _rewrite(self, held: _Held, copy: Tensor) -> None:
         held.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written

@@ -30,10 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
-from lightning_recycle.devices import await_stream
+from lightning_recycle.devices import await_stream, tensor_bytes
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.planning.cuts import (
+from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.partition import (
     are_whole,
     bounds_of,
     has_ties,
@@ -42,13 +43,10 @@ from lightning_recycle.planning.cuts import (
     rounded,
     shared_layers,
 )
-from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.device_memory import tensor_bytes
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
-from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
@@ -56,17 +54,15 @@ from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.commit_requirements import commit_requirements, may_change_gradients, scaler_of
-from lightning_recycle.session.manual_steps import ManualSteps
-from lightning_recycle.session.microbatch_state import ManualStepState
+from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
+from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
     check_parameters,
     merged_names,
     parameters_by_name,
     trained_by_name,
 )
-from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.requirements import (
     check_graphs,
     check_optimizers,
@@ -75,6 +71,7 @@ from lightning_recycle.session.requirements import (
     several_optimizers_refused,
 )
 from lightning_recycle.session.weight_callbacks import empty_optimizers, enter_stage, has_recipes
+from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import local_part, part_like, put_together, take_apart
 from lightning_recycle.torch_internals import buffers_of, parameters_of, replace_tensors
 
@@ -134,7 +131,7 @@ class StageBuilder:
             parameters = [*trained_by_name(module, context.trainer.optimizers).values()]
             for optimizer in context.trainer.optimizers if context.grid.stages > 1 else ():
                 check_parameters(module, optimizer)
-        training_parts = parts.training_parts(owned, self._recorder)
+        training_parts = parts.modules("training", owned, self._recorder)
         if context.mesh is not None and context.fitting:
             check_sharded_layers(module, parts.is_elsewhere, context.run.mesh_sizes[0])
         scaler = scaler_of(context.trainer)
@@ -145,8 +142,8 @@ class StageBuilder:
             context.device,
             loss=parts.loss if stage == last else None,
             forward_context=context.forward_context,
-            evaluation_layers=parts.evaluation_parts(owned, self._recorder),
-            forward_layers=parts.forward_parts(owned, self._recorder),
+            evaluation_layers=parts.modules("evaluation", owned, self._recorder),
+            forward_layers=parts.modules("forward", owned, self._recorder),
             loss_name=parts.loss_name,
             loss_backward=parts.loss_backward,
             loss_is_optional=parts.loss_is_optional,

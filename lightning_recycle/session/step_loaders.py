@@ -12,15 +12,21 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_recycle.data.batching import batching_of, check_dataloader, is_stream, promises_nothing, yields_batches
-from lightning_recycle.data.iterable_style import BatchIterableLoader, StreamLoader
+from lightning_recycle.data.dataloaders import (
+    batching_of,
+    check_dataloader,
+    compare,
+    is_stream,
+    promises_nothing,
+    yields_batches,
+)
+from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.prebatched import GivenBatchLoader
-from lightning_recycle.data.sample_order import compare
+from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
 from lightning_recycle.data.steps import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
-from lightning_recycle.session.collectives import WorkerContext
 from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
+from lightning_recycle.session.worker_context import WorkerContext
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -34,8 +34,7 @@ from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import AccumulationPart
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.commit_requirements import (
+from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
     clip_factor,
     complete_norms,
@@ -45,7 +44,6 @@ from lightning_recycle.session.commit_requirements import (
     scaler_of,
     sees_old_gradients,
 )
-from lightning_recycle.session.interruption import Preemption, StopRequests
 from lightning_recycle.session.lightning_internals import (
     batches_so_far,
     ends_step,
@@ -55,12 +53,13 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.model_checkpoint import ModelCheckpointSaves, remember_saves
 from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
-from lightning_recycle.session.outputs import OutputRecorder
+from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.slot_changes import MicrobatchEffects
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
-from lightning_recycle.session.worker_snapshot import Boundary, StateTransfer, WorkerSnapshot
+from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext
+from lightning_recycle.session.worker_snapshot import StateTransfer, StepBoundary, WorkerSnapshot
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
 
@@ -260,12 +259,12 @@ class TrainingSteps:
     def settle(self) -> None:
         self.executor.settle_newest()
 
-    def at_boundary(self, boundary: Boundary) -> None:
+    def at_boundary(self, boundary: StepBoundary) -> None:
         """The step is over up to ``boundary``: its checkpoints are written."""
         with self.checkpoints.at_boundary(boundary):
             if ends_step(self._trainer):
                 self.checkpoints.ask_again()
-            if boundary is Boundary.BATCH and self._ends_after_batch():
+            if boundary is StepBoundary.BATCH and self._ends_after_batch():
                 self._ending.end(self._trainer)
 
     def _ends_after_batch(self) -> bool:

@@ -6,7 +6,7 @@ waits it takes over the donor's whole state, so nothing that those hooks logged 
 
 Lightning saves amid the end of a step: its checkpoint lacks later hooks, schedulers that follow a metric, sums of means
 over the epoch, and the callbacks' records of this save. So a checkpoint is asked for there, and *completed* at the next
-:class:`Boundary` with the rest of the state under one key, as plain data, of which only objects and values by layer
+:class:`StepBoundary` with the rest of the state under one key, as plain data, of which only objects and values by layer
 depend on the grid. Lightning's keys stay those of one device.
 """
 
@@ -31,8 +31,6 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.collectives import WorkerContext
-from lightning_recycle.session.interruption import StopRequests
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import (
@@ -44,11 +42,12 @@ from lightning_recycle.session.object_graph import (
     weights_for,
 )
 from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
-from lightning_recycle.session.outputs import OutputRecorder, metric_states, set_metric_states
+from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.save_batches import CommonState
 from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.weight_callbacks import take_pruned_form
+from lightning_recycle.session.worker_context import StopRequests, WorkerContext
 from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
 from lightning_recycle.torch_internals import version_of
 
@@ -140,7 +139,7 @@ class StateTransfer:
             "generators": generators_as_data(),
         }
 
-    def resume(self, state: Mapping[str, Any], boundary: Boundary | None, same_run: bool) -> None:
+    def resume(self, state: Mapping[str, Any], boundary: StepBoundary | None, same_run: bool) -> None:
         """Restores from a completion the state that Lightning has not."""
         trainer = self._trainer
         metrics = self._recorder.metrics_by_path()
@@ -270,7 +269,7 @@ COMPLETION = "lightning_recycle"
 _BY_NAME = ("weights", "gradients")
 
 
-class Boundary(Enum):
+class StepBoundary(Enum):
     """The places of a training at which a step is over."""
 
     BATCH = "batch"
@@ -356,9 +355,9 @@ def add_parts(checkpoint: Mapping[str, Any], columns: Sequence[Mapping[str, Any]
     checkpoint[COMPLETION].update(merged)
 
 
-def boundary_of(completion: Mapping[str, Any]) -> Boundary | None:
+def boundary_of(completion: Mapping[str, Any]) -> StepBoundary | None:
     """Where a checkpoint was completed; None if it was in the middle of a step."""
-    return completion["boundary"] and Boundary(completion["boundary"])
+    return completion["boundary"] and StepBoundary(completion["boundary"])
 
 
 def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]) -> None:

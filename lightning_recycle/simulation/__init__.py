@@ -19,9 +19,17 @@ from lightning_recycle.simulation.failures import (
     TraceReplay,
     as_seconds,
 )
+from lightning_recycle.simulation.policies import (
+    DropReplica,
+    Elastic,
+    FaultFree,
+    Merge,
+    Recycle,
+    Restart,
+    Spares,
+)
 from lightning_recycle.simulation.policy import Policy
 from lightning_recycle.simulation.published import Bamboo, Oobleck, Varuna
-from lightning_recycle.simulation.recycle import Elastic, ElasticLayers, Recycle
 from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
 from lightning_recycle.simulation.simulated_run import Repetitions, repeat, simulate
 from lightning_recycle.simulation.training_model import (
@@ -34,7 +42,6 @@ from lightning_recycle.simulation.training_model import (
     available_models,
     get_model,
 )
-from lightning_recycle.simulation.whole_pipelines import DropReplica, FaultFree, Merge, Restart, Spares
 
 __all__ = [
     "GPUS",
@@ -45,7 +52,6 @@ __all__ = [
     "Cluster",
     "DropReplica",
     "Elastic",
-    "ElasticLayers",
     "FailedFraction",
     "FailureRate",
     "FailureSource",

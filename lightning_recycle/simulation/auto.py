@@ -1,21 +1,20 @@
 """Auto: at every change the way to go on that trains most until the next one.
 
 The ways are re-routing, moving workers (the effect of merging pipelines), moving layers, and both, from the planner
-that a run asks (:func:`~lightning_recycle.planning.layout_search.plan_layout`). The training of each until the next
+that a run asks (:func:`~lightning_recycle.planning.layouts.plan_layout`). The training of each until the next
 change is
 
-    (seconds until the next change - seconds of the stop - risk) / seconds of a step
+    (seconds until the next change - seconds of the stop) / seconds of a step
 
-The risk is the chance that the next failure takes all owners of a layer, times the cost of a restart. The next change
-is expected from the prior and the failures so far
-(:class:`~lightning_recycle.planning.layout_candidates.FailureRecord`).
+The next change is expected from the prior and the failures so far
+(:class:`~lightning_recycle.planning.layouts.FailureRecord`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -29,20 +28,22 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
-from lightning_recycle.planning.cuts import Bounds, held_ranges
-from lightning_recycle.planning.layout_candidates import Judgement
-from lightning_recycle.planning.layout_candidates import Way as LayoutWay
+from lightning_recycle.planning.layouts import Judgement
+from lightning_recycle.planning.partition import Bounds, held_ranges
 from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
     Policy,
     Reaction,
+    ScheduleName,
     Trigger,
     is_covered,
+    layer_costs,
+    step_judgement,
     stopped,
+    unmovable,
 )
-from lightning_recycle.simulation.step_times import ScheduleName, layer_costs, step_judgement, unmovable
 from lightning_recycle.simulation.training_model import TrainingModel
 
 _DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
@@ -114,7 +115,7 @@ class Auto(Policy):
         broken = len(alive) < len(held)
         if not broken and len(alive) == len(workers):
             return None
-        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(held) - len(alive))
+        record = before.record.after(len(held), max(0.0, trigger.time - before.time), len(alive) < len(held))
         state = _PolicyState(before.way, before.held, record, trigger.time)
         if not held or not is_covered(alive.values(), layer_costs(context.model).layers):
             found = self._fresh(context, state, workers)
@@ -124,15 +125,12 @@ class Auto(Policy):
         pauses = self.regrouping(len(workers), broken=broken)
         standing = sum(pause.seconds for pause in pauses)
         until = record.next_change(len(workers))
-        restart = self._restart_seconds(context)
         best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
         if not broken and before.way is not None:
-            risk = restart * record.loss_chance(_owners(alive.values()), len(alive))
-            best = ((until - risk) / before.way.step.period, None, {}, 0.0)  # the others wait
+            best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
         for way in self._ways(context, state, alive, workers, until):
             assigned, copying = _assigned(context.model, alive, way, workers)
-            risk = restart * record.loss_chance(_owners(way.slots), len(way.slots))
-            trained = (until - standing - copying - way.step.fill - risk) / way.step.period
+            trained = (until - standing - copying - way.step.fill) / way.step.period
             if trained > best[0]:
                 best = (trained, way, assigned, copying)
         _, chosen, assigned, copying = best
@@ -142,11 +140,6 @@ class Auto(Policy):
             context, _PolicyState(chosen, tuple(sorted(assigned.items())), record, trigger.time)
         )
         return self.regrouped(found, len(workers), broken=broken, transfer=copying)
-
-    def _restart_seconds(self, context: Context) -> float:
-        """Cost of the loss of a layer: pauses, and half the time between checkpoints."""
-        every = self.checkpoint_interval(context)
-        return sum(pause.seconds for pause in self.restarting(context, broken=True)) + every / 2
 
     # -- the ways -------------------------------------------------------------------------------------------------
 
@@ -242,7 +235,7 @@ def _staying(
     model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
 ) -> tuple[_Way, ...]:
     """Re-routing alone: where layers move, workers that move alone bring nothing."""
-    return _planned(model, technique, effort, cuts, counts, (), "layers stay")
+    return _planned(model, technique, effort, cuts, counts, "layers stay")
 
 
 @lru_cache(maxsize=4096)
@@ -252,8 +245,7 @@ def _moving(model: TrainingModel, technique: Technique, effort: int, live: int) 
     Costs of a change hardly depend on the current cuts.
     """
     counts = _filled((0,) * model.stages, live, model.pipelines)
-    ways: tuple[LayoutWay, ...] = ("layers", "both")
-    return _planned(model, technique, effort, _even(model), counts, ways, unmovable(model))
+    return _planned(model, technique, effort, _even(model), counts, unmovable(model))
 
 
 def _planned(
@@ -262,7 +254,6 @@ def _planned(
     effort: int,
     cuts: Bounds,
     counts: tuple[int, ...],
-    ways: tuple[LayoutWay, ...],
     fixed: str,
 ) -> tuple[_Way, ...]:
     """Ways that the planner of a run finds, whether or not they pay."""
@@ -274,20 +265,18 @@ def _planned(
             cuts,
             next_change=1e12,
             fixed=fixed,
-            ways=ways,
             judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
         )
     except PlanningError:
         return ()
     found = []
-    for candidate in plan.candidates:
+    for candidate in (plan.reroute, plan.layers):
         if candidate.judgement is not None:
-            layout = candidate.layout
-            held = [(part.start, part.stop) for part in held_ranges(layout.cuts)]
-            stages = list(zip(held, layout.workers, strict=True))
+            held = [(part.start, part.stop) for part in held_ranges(candidate.cuts)]
+            stages = list(zip(held, counts, strict=True))
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
-            found.append(_Way(candidate.way, slots, candidate.judgement, layout.cuts, layout.workers))
+            found.append(_Way(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
     best = min(range(len(found)), key=lambda number: found[number].step.period)
     for number in {0, best}:
         chosen = found[number]
@@ -354,15 +343,6 @@ def _nearest(
         if worker not in assigned and free[layers]:
             assigned[worker] = free[layers].pop(0)
     return assigned
-
-
-def _owners(ranges: Iterable[Range]) -> tuple[int, ...]:
-    """Number of owners of each part of the model; equal sets of owners count once."""
-    held = list(ranges)
-    counts = Counter(held)
-    bounds = sorted({bound for layers in counts for bound in layers})
-    sets = {frozenset(layers for layers in counts if layers[0] <= begin < layers[1]) for begin in bounds[:-1]}
-    return tuple(sum(counts[layers] for layers in owners) for owners in sets)
 
 
 def _lacking(before: Sequence[int], held: Range | None, wanted: Range) -> int:

@@ -1,10 +1,15 @@
-"""Policies: reactions to failures, and the settings and costs that all share.
+"""Policies: reactions to failures, and the settings, costs and step times that all share.
 
 The simulated run plays time; a policy gives the training between two events (:class:`Configuration`) and its reaction
 to an event (:class:`Reaction`). ``begin`` and ``react`` are pure: a policy's memory is the configuration's ``layout``.
 ``react`` may be called again before its last answer has taken effect, with the configuration in force or, in a pause,
 the next one. Apart from a dead worker's work all policies are alike unless a setting or a publication's constant
 differs. Durations may be given as text and are kept in seconds.
+
+*Steps*: ``1f1b`` has a fused backward and one optimizer step for all stages; ``planned`` is the planner's schedule with
+a split backward and a staggered optimizer, within the workers' memory, where it is faster than 1F1B. A step takes the
+period of the heuristic's schedule; the first after a stop takes longer, up to the makespan, because the pipelines are
+empty. Results are cached for the life of the process.
 
 *Recoveries*: all live workers agree on a new generation, look up the plan and their partners, and connect. The first
 two were measured with this package's coordinator, over real sockets with up to 2,000 workers on two cores
@@ -18,17 +23,28 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Costs
-from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning import (
+    Costs,
+    Grid,
+    HeuristicPlanner,
+    LayerCosts,
+    Problem,
+    Technique,
+    normalize,
+    normalized_failures,
+)
+from lightning_recycle.planning.layouts import Judgement, judgement_of, with_variation
+from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.timing import MicrobatchVariation
 from lightning_recycle.simulation.failures import Duration, keep_seconds
-from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, SCHEDULES, ScheduleName, pipeline_step
-from lightning_recycle.simulation.training_model import Cluster, TrainingModel
+from lightning_recycle.simulation.training_model import Cluster, MeasuredModel, TrainingModel, one_f_one_b_seconds
 
 
 class Loss(Enum):
@@ -230,6 +246,118 @@ def agreement_seconds(workers: int) -> float:
     return float(y0 * (workers / x0) ** slope)
 
 
+# -- steps --------------------------------------------------------------------------------------------------------
+
+DEFAULT_EFFORT = 100_000
+"""Operations that the planner plays: at most 0.2 s for the paper's models.
+
+Step times are within 1 % of those with eight times as many.
+"""
+
+
+_MOST_JUDGED = 5_000
+"""Operations of an iteration; some dozens of plans of this size take seconds."""
+
+_JUDGED_SHARE = 5
+"""Divisor of the effort for plans that choose among distributions."""
+
+
+@lru_cache(maxsize=16)
+def planned_schedule(problem: Problem, effort: int = DEFAULT_EFFORT) -> Schedule:
+    """The heuristic's plan of ``problem``."""
+    return HeuristicPlanner(effort).plan(problem)
+
+
+@lru_cache(maxsize=65536)
+def planned_step(problem: Problem, effort: int = DEFAULT_EFFORT) -> Judgement:
+    """A step under the heuristic's plan of ``problem``."""
+    return replace(judgement_of(planned_schedule(problem, effort)), schedule=None)
+
+
+@lru_cache(maxsize=65536)
+def distribution(problem: Problem, failures: int, effort: int = DEFAULT_EFFORT) -> tuple[int, ...]:
+    """Failures of each stage after failure normalization.
+
+    By the periods of the plans, as in a run, up to ``_MOST_JUDGED`` operations; else, or without effort, by lower
+    bounds.
+    """
+    grid = problem.grid
+
+    def period(spread: tuple[int, ...]) -> float:
+        judged = replace(problem, failed=normalized_failures(grid, spread))
+        return planned_step(judged, effort // _JUDGED_SHARE).period
+
+    judged = failures and effort and 3 * grid.global_microbatches * grid.stages <= _MOST_JUDGED
+    return normalize(problem, failures, period=period if judged else None)
+
+
+ScheduleName = Literal["1f1b", "planned"]
+
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+
+
+def pipeline_step(
+    schedule: str,
+    costs: Costs,
+    microbatches: int,
+    in_flight_limit: tuple[int, ...] | None = None,
+    effort: int = DEFAULT_EFFORT,
+) -> Judgement:
+    """A step of one whole pipeline under ``schedule``, one of ``SCHEDULES``.
+
+    ``in_flight_limit``: for the planned schedule. Where it admits no micro-batch, 1F1B is assumed to fit, as the policy
+    has decided to run this pipeline.
+    """
+    usual = Judgement(one_f_one_b_seconds(costs, microbatches))
+    if schedule == "1f1b" or (in_flight_limit and min(in_flight_limit) < 1):
+        return usual
+    limit = None if in_flight_limit is None else tuple(min(most, microbatches) for most in in_flight_limit)
+    problem = Problem(Grid(1, costs.stages, microbatches), costs, frozenset(), Technique(True, True), limit)
+    return min(usual, planned_step(problem, effort))
+
+
+def unmovable(model: TrainingModel) -> str:
+    """Why the layers of ``model`` cannot move; empty if they can."""
+    return "the stages were measured as a whole" if isinstance(model, MeasuredModel) else ""
+
+
+@lru_cache(maxsize=256)
+def layer_costs(model: TrainingModel) -> LayerCosts:
+    """Costs of each unit of ``model`` with the replicas of the fault-free grid."""
+    count = model.stages if unmovable(model) else model.units
+    costs = model.costs() if unmovable(model) else model.costs((1,) * count)
+    return LayerCosts(
+        forward=costs.forward,
+        backward_input=costs.backward_input,
+        backward_weight=costs.backward_weight,
+        reduce=costs.reduce,
+        optimizer=costs.optimizer,
+        output_bytes=(model.microbatch * model.transformer.boundary_bytes(),) * count,
+        held_bytes=(model.activation_bytes(1 / count),) * count,
+        parameter_bytes=(model.state_bytes(1 / count),) * count,
+        memory_limit=model.memory_bytes,
+        bandwidth=model.network_bandwidth,
+        latency=model.network_latency,
+    )
+
+
+@lru_cache(maxsize=4096)
+def step_judgement(problem: Problem, variation: MicrobatchVariation | None, effort: int) -> Judgement:
+    """A step of the planner's schedule, or of 1F1B if faster and nothing has failed.
+
+    ``problem`` has the mean costs of micro-batches; ``variation``: differences where stages share layers.
+    """
+    if variation is not None:
+        schedule = planned_schedule(problem, effort)
+        return replace(with_variation(Judgement(schedule.period, schedule=schedule), variation, effort), schedule=None)
+    step = planned_step(problem, effort)
+    if problem.failed or problem.technique != Technique():
+        return step
+    return min(step, Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)))
+
+
+# -- policies -----------------------------------------------------------------------------------------------------
+
 _RULES = ("young", "daly")
 
 
@@ -243,7 +371,7 @@ class Policy(ABC):
     """A way to handle failures, with the settings that every policy has.
 
     Args:
-        schedule: schedule of whole pipelines, "1f1b" or "planned" (see ``simulation.step_times``).
+        schedule: schedule of whole pipelines, "1f1b" or "planned".
         effort: effort of the planner, in operations.
         detection: seconds from a failure to its detection; the heartbeat timeout.
         agreement: seconds until all live workers agree on a new generation; None: as measured, by their number.

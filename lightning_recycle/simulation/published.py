@@ -10,9 +10,11 @@ from itertools import accumulate, pairwise
 
 from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
-from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.failures import Duration, keep_seconds
+from lightning_recycle.simulation.policies import Teams, assemble_teams, whole_pipelines
 from lightning_recycle.simulation.policy import (
+    DEFAULT_EFFORT,
     Configuration,
     Context,
     Downtime,
@@ -22,11 +24,10 @@ from lightning_recycle.simulation.policy import (
     Trigger,
     is_covered,
     pauses,
+    pipeline_step,
     stopped,
 )
-from lightning_recycle.simulation.step_times import DEFAULT_EFFORT, pipeline_step
 from lightning_recycle.simulation.training_model import TrainingModel
-from lightning_recycle.simulation.whole_pipelines import Teams, assemble_teams, whole_pipelines
 
 _PARAMETER_BYTES = 4.0
 

@@ -4,13 +4,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from command_driver import check_refused, run, run_all
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from support.pipes import without_reader
 
 from lightning_recycle import __version__
+from lightning_recycle.commands import plan as plan_command
+from lightning_recycle.commands import report as report_command
+from lightning_recycle.engines import recycle_run
 from lightning_recycle.planning import (
     Grid,
     Memory,
@@ -66,23 +71,20 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     assert plan(tmp_path, "--version") == f"recycle-plan {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["failures=0"], ["-m", "failures=0,1"]])
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (plan_command, ["--help"]),
+        (plan_command, ["failures=0"]),
+        (plan_command, ["-m", "failures=0,1"]),
+        (report_command, ["--help"]),
+        (recycle_run, ["--help"]),
+    ],
+)
 def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(
-    arguments: list[str], tmp_path: Path
+    command: ModuleType, arguments: list[str], tmp_path: Path
 ) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    code = "from lightning_recycle.commands.plan import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert without_reader(command, *arguments, cwd=tmp_path) == (141, "")
 
 
 def test_a_plan_for_torch_has_a_line_for_each_stage(tmp_path: Path) -> None:
@@ -217,14 +219,14 @@ BAD = [
     (["failures=[[1]]"], "list of [pipeline,stage]"),
     (["failures=some"], "failures='some'"),
     (["failures=true"], "failures=True"),
-    (["memory.in_flight=0"], "memory.in_flight=0: a worker must hold at least"),
+    (["memory.in_flight=0"], "in_flight_limit=(0, 0, 0, 0): give 4 integers of at least 1"),
     (["memory.in_flight=[4,4]"], "one for each of the 4 stages"),
     (["memory.bytes=1000"], "memory.bytes needs costs=profile"),
-    (["costs.forward=-1"], "costs.forward=-1: give a finite number"),
-    (["costs.backward_input=null"], "costs.backward_input is missing"),
-    (["costs.forward=[1,2]"], "costs.forward has 2 values, the grid 3 x 4 x 6 has 4 stages"),
-    (["costs.communication=fast"], "costs.communication='fast'"),
-    (["~costs.reduce"], "costs.reduce is missing"),
+    (["costs.forward=-1"], "Costs(forward=-1): give a finite number"),
+    (["costs.backward_input=null"], "Costs(backward_input=None): give a finite number"),
+    (["costs.forward=[1,2]"], "costs.forward=[1, 2]: give one value, or one for each of the 4 stages"),
+    (["costs.communication=fast"], "Costs(communication='fast')"),
+    (["~costs.reduce"], "Costs(reduce=None)"),
     (["costs=profile"], "costs.path is missing"),
     (["costs=profile", "costs.path=none.json"], "cannot read the profile none.json"),
     (["costs=measured"], "unknown costs 'measured': choose one of profile, uniform"),

@@ -14,9 +14,9 @@ import pytest
 from command_driver import check_refused, run, run_all
 
 from lightning_recycle import __version__
+from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
-from lightning_recycle.visualize.page import render_report
 from lightning_recycle.visualize.records import error, load_results, number
 from lightning_recycle.visualize.sections import averaged
 

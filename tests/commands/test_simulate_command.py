@@ -256,7 +256,7 @@ BAD = [
     (["model=gpt5"], "unknown model 'gpt5': choose one of gpt3_3_35b, gpt3_6_7b, gpt3_medium, megatron_"),
     (
         ["policy=hope"],
-        "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic, elastic_layers",
+        "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic",
     ),
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),

@@ -241,7 +241,7 @@ def die(plane: ControlPlane, member: Member, cause: str = "it was killed by SIGK
 
 
 def beat(connection: MessageConnection | ThreadClient, rank: int) -> None:
-    connection.send(Heartbeat(rank, -1, Activity(0, "start", "", time.monotonic())))
+    connection.send(Heartbeat(rank, -1, Activity(0, "start")))
 
 
 def standalone(listen: str, *options: str, **streams: Any) -> subprocess.Popen[str]:

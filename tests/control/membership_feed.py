@@ -75,7 +75,7 @@ _PLAIN = {
     "bool": False,
     "Mapping": {},
     "tuple": (),
-    "Activity": Activity(0, "F", "", 0.0),
+    "Activity": Activity(0, "F"),
 }
 
 

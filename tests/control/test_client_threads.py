@@ -10,8 +10,7 @@ from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.client import in_words
-from lightning_recycle.control.network.connection import Inbox, MessageConnection
-from lightning_recycle.control.network.wire_format import encode
+from lightning_recycle.control.network.connection import Inbox, MessageConnection, encode
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 

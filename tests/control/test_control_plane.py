@@ -11,8 +11,7 @@ from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule
 from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted, unpack
-from lightning_recycle.control.network.connection import connect
-from lightning_recycle.control.network.wire_format import Refused
+from lightning_recycle.control.network.connection import Refused, connect
 from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError

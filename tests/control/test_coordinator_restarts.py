@@ -15,7 +15,7 @@ from support.thread_client import ThreadClient
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 
 LONG = 100.0  # seconds for what must happen, on whatever machine
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.hostile import MESSAGES, any_message, bytes_like_frames, damaged_frames, values_of
 
 from lightning_recycle.control import client
-from lightning_recycle.control.network.wire_format import HEADER_BYTES, BadMessageError, decode, encode, parse_header
+from lightning_recycle.control.network.connection import HEADER_BYTES, BadMessageError, decode, encode, parse_header
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.planning import plan
@@ -144,7 +144,6 @@ def test_the_coordinator_has_no_way_to_open_a_pickle() -> None:
         "coordinator.standalone",
         "coordinator.admission",
         "coordinator.worker_table",
-        "network.wire_format",
         "protocol.membership",
     ):
         module = f"lightning_recycle.control.{name}"

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recycle.control.coordinator.detection import DetectionState, Ruling, Sign, Standing, StepPoint, review
+from lightning_recycle.control.coordinator.failure_detector import (
+    DetectionState,
+    Ruling,
+    Sign,
+    StepPoint,
+    WorkerSigns,
+    review,
+)
 from lightning_recycle.planning.grid import Grid, Positions
 
 LIMIT, BOUND = 5.0, 60.0  # seconds
@@ -17,12 +24,12 @@ ALL = frozenset(range(6))
 TICK = 0.5
 
 
-def stands(silent: float = 0.0, working: float | None = None, place: StepPoint | None = None) -> Standing:
+def stands(silent: float = 0.0, working: float | None = None, place: StepPoint | None = None) -> WorkerSigns:
     work = () if working is None else (Sign("it is stuck", working, LIMIT, WORK_BOUND, place),)
-    return Standing(Sign("it is silent", silent, LIMIT, BOUND), work)
+    return WorkerSigns(Sign("it is silent", silent, LIMIT, BOUND), work)
 
 
-def ruled(changed: Mapping[int, Standing], live: frozenset[int] = ALL, holders: frozenset[int] = ALL) -> Ruling:
+def ruled(changed: Mapping[int, WorkerSigns], live: frozenset[int] = ALL, holders: frozenset[int] = ALL) -> Ruling:
     """The first ruling over the workers ``live``, all of which are well except as ``changed``."""
     standings = {rank: changed.get(rank, stands()) for rank in live}
     return review(DetectionState(), 100.0, standings, holders & live, Positions(GRID), 7)[1]
@@ -51,7 +58,7 @@ def ruled(changed: Mapping[int, Standing], live: frozenset[int] = ALL, holders: 
     ],
 )
 def test_a_worker_is_given_up_only_if_a_peer_can_do_its_work(
-    changed: Mapping[int, Standing], evicted: set[int], waited: set[int]
+    changed: Mapping[int, WorkerSigns], evicted: set[int], waited: set[int]
 ) -> None:
     found = ruled(changed)
     assert (set(found.evict), set(found.waits)) == (evicted, waited)
@@ -98,7 +105,9 @@ class Story:
         self.cleared: dict[int, float] = {}
         self.causes: dict[int, str] = {}
 
-    def tell(self, seconds: float, standings: Callable[[float, int], Standing] = lambda now, rank: stands()) -> "Story":
+    def tell(
+        self, seconds: float, standings: Callable[[float, int], WorkerSigns] = lambda now, rank: stands()
+    ) -> "Story":
         end = self.now + seconds
         while self.now < end:
             self.now += TICK
@@ -112,10 +121,10 @@ class Story:
         return self
 
 
-def since(begin: float, *ranks: int, work: StepPoint | None = None) -> Callable[[float, int], Standing]:
+def since(begin: float, *ranks: int, work: StepPoint | None = None) -> Callable[[float, int], WorkerSigns]:
     """``ranks`` are silent since ``begin``, or at ``work``."""
 
-    def standing(now: float, rank: int) -> Standing:
+    def standing(now: float, rank: int) -> WorkerSigns:
         if rank not in ranks:
             return stands()
         return stands(now - begin) if work is None else stands(working=now - begin, place=work)
@@ -202,7 +211,7 @@ def test_a_peer_that_is_late_now_and_then_delays_but_does_not_save_a_dead_worker
     story = Story(ALL - {4})
     began = story.now
 
-    def standing(now: float, rank: int) -> Standing:
+    def standing(now: float, rank: int) -> WorkerSigns:
         if rank == 0:
             return stands(now - began)
         return stands(3.0 if rank == 2 and int(now) % 3 == 0 else 0.0)
@@ -234,13 +243,13 @@ class Grown:
         self.live = set(ALL)
         self.began: dict[int, tuple[str, float, StepPoint]] = {}
 
-    def standing(self, rank: int) -> Standing:
+    def standing(self, rank: int) -> WorkerSigns:
         how, began, place = self.began.get(rank, ("well", self.now, (0, "")))
         if how == "silent":
             return stands(self.now - began)
         return stands(working=self.now - began, place=place) if how == "stuck" else stands()
 
-    def look(self) -> tuple[dict[int, Standing], Ruling]:
+    def look(self) -> tuple[dict[int, WorkerSigns], Ruling]:
         standings = {rank: self.standing(rank) for rank in self.live}
         self.memory, found = review(self.memory, self.now, standings, frozenset(self.live), Positions(GRID), 0)
         return standings, found

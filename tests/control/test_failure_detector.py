@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.control.coordinator.detection import (
+from lightning_recycle.control.coordinator.failure_detector import (
     PATIENCE,
+    FailureDetector,
     Observation,
     Overdue,
     Ruling,
     everybody_waits,
     sign_of_work,
 )
-from lightning_recycle.control.coordinator.failure_detector import FailureDetector
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Activity, Heartbeat, Report, WorkerStatus
 from lightning_recycle.control.protocol.state import Generation, MembershipState, Roster
@@ -131,7 +131,7 @@ def regrouping(*reported: int) -> MembershipState:
 
 
 def beat(rank: int, seconds: float, *, waits: bool = False, kind: str = "F", generation: int = 1) -> Heartbeat:
-    activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", 0.0, kind)
+    activity = Activity(3, "F(0, 0)@3", "rank 0" if waits else "", kind)
     return Heartbeat(rank, generation, activity, seconds)
 
 

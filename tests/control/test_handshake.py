@@ -17,9 +17,8 @@ from lightning_recycle import __version__
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.network import connection as connection_module
 from lightning_recycle.control.network import listener as listener_module
-from lightning_recycle.control.network.connection import connect
+from lightning_recycle.control.network.connection import SCHEMA, Handshake, Refused, Role, VersionMismatch, connect
 from lightning_recycle.control.network.listener import _STRANGERS_PER_ADDRESS, Listener
-from lightning_recycle.control.network.wire_format import SCHEMA, Handshake, Refused, Role, VersionMismatch
 from lightning_recycle.control.protocol.messages import Hello
 from lightning_recycle.errors import ConfigurationError
 

@@ -17,13 +17,18 @@ from support.hostile import assault, hostile_inputs
 from support.waiting import wait_for
 
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
-from lightning_recycle.control.network.connection import Inbox, MessageConnection, NonBlockingConnection
-from lightning_recycle.control.network.wire_format import BadMessageError, encode
+from lightning_recycle.control.network.connection import (
+    BadMessageError,
+    Inbox,
+    MessageConnection,
+    NonBlockingConnection,
+    encode,
+)
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol.messages import WorkerStatus
 
-_HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0))
+_HEARTBEAT = m.Heartbeat(3, 0, m.Activity(0, "F"))
 _IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "noise": (b"\xff" * 64, "message type 65535 does not exist"),
     "a message without a body": (bytes(encode(_HEARTBEAT))[:2] + bytes(8), "no Heartbeat"),
@@ -142,7 +147,7 @@ def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -
 
         def live() -> None:
             while not stop.wait(0.2):
-                deaf.send(m.Heartbeat(3, 0, m.Activity(0, "F", "", 1.0)))
+                deaf.send(m.Heartbeat(3, 0, m.Activity(0, "F")))
 
         beating = in_thread(live)
         large = os.urandom(20_000_000)

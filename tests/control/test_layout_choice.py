@@ -15,7 +15,7 @@ from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.planning.child_process import PlanningProcess, Question, UnexpectedError
 from lightning_recycle.planning.costs import Footprint
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.validation import validate
 
 GRID = Grid(3, 2, 6)

@@ -13,7 +13,7 @@ from lightning_recycle.control.plans.run_plans import RunPlans
 from lightning_recycle.control.protocol.messages import Applied
 from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.planning import Grid, Schedule, Worker
-from lightning_recycle.planning.layout_candidates import Candidate, Layout, LayoutPlan
+from lightning_recycle.planning.layouts import Candidate, LayoutPlan
 
 GRID = Grid(2, 2, 4)
 STEPS = 10
@@ -81,9 +81,9 @@ class FoundLayouts:
 
     def _ask(self, schedule: Schedule) -> None:
         self.asked += 1
-        reroute = Candidate("reroute", Layout(self.plans._layouts.cuts, (2, 2)), schedule.failed, 1.0)
-        moved = Candidate("layers", Layout((0, 4, 6), (2, 2)), schedule.failed, 1.0 - GAIN, stall=0.5)
-        self._found = [LayoutPlan(moved, (reroute, moved), 1e9)]
+        reroute = Candidate("reroute", self.plans._layouts.cuts, schedule.problem, 1.0)
+        moved = Candidate("layers", (0, 4, 6), schedule.problem, 1.0 - GAIN, stall=0.5)
+        self._found = [LayoutPlan(reroute, moved, 1e9)]
 
     def _take(self) -> list[Any]:
         taken, self._found = self._found, []

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane, die, together
+from support.pipes import without_reader
 from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.monitoring import monitor as monitor_module
@@ -30,9 +31,9 @@ from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.monitoring.monitor import Monitor, Views, served
 from lightning_recycle.control.monitoring.status import PositionState, Status
 from lightning_recycle.control.network import addresses
+from lightning_recycle.control.network.addresses import free_port
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
-from lightning_recycle.engines.worker_environment import free_port
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
 
 
@@ -315,6 +316,8 @@ def test_a_run_is_found_without_an_address_and_leaves_nothing(
         assert re.match(r"train.py  2 x 2 x 1  \w+  generation 0  step -  4 of 4 workers ", capsys.readouterr().out)
         assert status_command.main(["--json", str(os.getpid())]) == 0
         assert json.loads(capsys.readouterr().out)["generation"] == 0
+        for arguments in ([], ["--json"]):
+            assert without_reader(status_command, *arguments) == (141, "")
         with shown(plane, "other.py", http=False):
             assert status_command.main([]) == 0
             listed = capsys.readouterr().out

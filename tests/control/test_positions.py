@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_feed import feed
 
-from lightning_recycle.control.coordinator.detection import DetectionState, Sign, Standing, review
+from lightning_recycle.control.coordinator.failure_detector import DetectionState, Sign, WorkerSigns, review
 from lightning_recycle.control.options import Overrides, difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
@@ -153,8 +153,8 @@ def test_a_worker_that_is_found_lost_as_it_comes_back_costs_a_generation_after_t
 # ---------------------------------------------------------------------- who is given up
 
 
-def stands(silent: float) -> Standing:
-    return Standing(Sign("it was silent", silent, 5.0, 60.0))
+def stands(silent: float) -> WorkerSigns:
+    return WorkerSigns(Sign("it was silent", silent, 5.0, 60.0))
 
 
 @pytest.mark.parametrize(("silent", "given_up"), [({1}, {1}), ({1, 3}, set()), ({0, 1}, {0, 1})])

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.journal import Process
-from lightning_recycle.control.network.connection import EventLoop, Inbox, NonBlockingConnection
-from lightning_recycle.control.network.wire_format import encode
+from lightning_recycle.control.network.connection import Inbox, NonBlockingConnection, encode
+from lightning_recycle.control.network.listener import EventLoop
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, Confirm, Confirmed, Crash
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_recycle.data.batching import is_stream, promises_nothing
+from lightning_recycle.data.dataloaders import add_sample, is_stream, promises_nothing
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.sample_order import add_sample
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index

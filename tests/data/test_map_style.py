@@ -28,7 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_recycle.data.batching import check_dataloader
+from lightning_recycle.data.dataloaders import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_recycle.data.iterable_style import BatchIterableLoader
-from lightning_recycle.data.prebatched import GivenBatchLoader, sliced
+from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader, sliced
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index

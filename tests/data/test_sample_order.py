@@ -14,9 +14,9 @@ from support.samplers import Counts, Numbers
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
+from lightning_recycle.data.dataloaders import SamplerState, compare
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import GivenBatchLoader
-from lightning_recycle.data.sample_order import SamplerState, compare
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch
 

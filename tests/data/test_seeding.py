@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
-from lightning_recycle.data.batching import draws_nothing
+from lightning_recycle.data.dataloaders import draws_nothing
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.planning.grid import Grid, Microbatch

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.engines.worker_environment import address_at, discover, port_range
-from lightning_recycle.runtime.comm.peer_auth import Gate
-from lightning_recycle.runtime.comm.sockets import Doorbell, listen
+from lightning_recycle.control.network.addresses import address_at
+from lightning_recycle.engines.worker_environment import discover, port_range
+from lightning_recycle.runtime.comm.connections import Doorbell, Gate, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from lightning_recycle.engines.ray_cluster import Node, nodes_with_room, pipeline_nodes, replacement_node, room
+from lightning_recycle.launch.ray_workers import Node, nodes_with_room, pipeline_nodes, replacement_node, room
 
 CPU = {"CPU": 1.0}
 

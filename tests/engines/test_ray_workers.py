@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.engines import ray_cluster
-from lightning_recycle.engines.ray_cluster import Node
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch import ray_workers
-from lightning_recycle.launch.ray_workers import RayWorkerGroup, RayWorkerProcess
+from lightning_recycle.launch.ray_workers import Node, RayWorkerGroup, RayWorkerProcess
 from lightning_recycle.planning.grid import Grid, Positions
 
 
@@ -102,13 +100,13 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Any:
         start_timeout: float = 30.0, members: int = 1, least: int = 2, **room: float
     ) -> tuple[Cluster, RayWorkerGroup]:
         cluster = Cluster(**room)
-        monkeypatch.setattr(ray_cluster, "connect", lambda: cluster)
-        monkeypatch.setattr(ray_cluster, "import_ray", lambda: cluster)
-        monkeypatch.setattr(ray_cluster, "node_address", lambda: "127.0.0.1")
-        monkeypatch.setattr(ray_cluster, "schedulable_nodes", cluster.nodes)
-        monkeypatch.setattr(ray_cluster, "alive_nodes", lambda: frozenset(cluster.room))
-        monkeypatch.setattr(ray_cluster, "draining_nodes", lambda: frozenset(cluster.draining))
-        monkeypatch.setattr(ray_cluster, "start_actor", cluster.start_actor)
+        monkeypatch.setattr(ray_workers, "connect", lambda: cluster)
+        monkeypatch.setattr(ray_workers, "import_ray", lambda: cluster)
+        monkeypatch.setattr(ray_workers, "node_address", lambda: "127.0.0.1")
+        monkeypatch.setattr(ray_workers, "schedulable_nodes", cluster.nodes)
+        monkeypatch.setattr(ray_workers, "alive_nodes", lambda: frozenset(cluster.room))
+        monkeypatch.setattr(ray_workers, "draining_nodes", lambda: frozenset(cluster.draining))
+        monkeypatch.setattr(ray_workers, "start_actor", cluster.start_actor)
         positions = Positions(Grid(2, 2, 2), members)
         groups.append(RayWorkerGroup(print, None, positions, {"CPU": 1.0}, start_timeout, least))
         return cluster, groups[-1]

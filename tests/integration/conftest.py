@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.leftovers import no_process_is_left as no_process_is_left
 
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from outside_worker import error
 from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 
 HERE = Path(__file__).parent
 KEY = "the key of this test"

@@ -191,35 +191,6 @@ def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path:
 # ---------------------------------------------------------------------- how often, and how fast
 
 
-class NotesInterval(L.Callback):
-    """Every worker writes down after each step how often it saves."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        wait_until_written(trainer)
-        (callback,) = trainer.checkpoint_callbacks
-        assert isinstance(callback, ModelCheckpoint)
-        with open(self._folder / f"{trainer.global_step}.txt", "a") as file:
-            print(callback._every_n_train_steps, file=file)
-
-
-@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.long), True])
-def test_all_workers_save_at_the_interval_that_costs_least(background: bool, tmp_path: Path) -> None:
-    options: Any = {"background": background, "strategy": {"every_n_train_steps": "auto", "max_restarts": 1}}
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = saves((2, 2), [NotesInterval(tmp_path), saving], [Fault("kill", 0, 1, step=6)], **options)
-    notes = {int(path.stem): path.read_text().split() for path in tmp_path.glob("*.txt")}
-    assert {len(set(found)) for found in notes.values()} == {1}
-    assert notes[0][0] == notes[1][0] == "2"
-    assert int(notes[9][0]) > 100  # without a failure: hours; steps take milliseconds
-    assert [event.step for event in happened(run, "saved")] == [2]
-    saving = ModelCheckpoint(tmp_path / "again", "{step}", every_n_train_steps=2, save_top_k=-1)
-    (tmp_path / "notes").mkdir()
-    saves((1, 2), [NotesInterval(tmp_path / "notes"), saving], ckpt_path=tmp_path / "step=2.ckpt", **options)
-
-
 @FORMATS
 def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)

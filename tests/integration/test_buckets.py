@@ -40,7 +40,7 @@ class Watcher(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         executor: Any = trainer.strategy.executor  # type: ignore[attr-defined]
         communicator, me = executor.communicator, (executor.worker.pipeline, executor.worker.stage)
-        begin, end = communicator.begin_all_reduce, communicator.end_all_reduce
+        begin, end = communicator.begin_collective, communicator.end_collective
         begun = {"version": -1, "number": 0, "ended": 0}
         is_reducing = False
 
@@ -48,18 +48,18 @@ class Watcher(L.Callback):
             if executor.version == self.step and self.kill == (me, number, MOMENTS[moment]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def watched_begin(tensor: Tensor, stages: tuple[int, ...] = ()) -> Any:
+        def watched_begin(tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> Any:
             if begun["version"] != executor.version:
                 begun.update(version=executor.version, number=0, ended=0)
             if tensor.numel() == 1:  # peers await each other
-                return begin(tensor, stages)
+                return begin(tensor, stages, source)
             number = begun["number"]
             begun["number"] += 1
             strike(number, 0)
             if self.folder is not None and not is_reducing:
                 with (self.folder / f"{me}").open("a") as file:
                     file.write(f"{executor.version} {number}\n")
-            found = begin(tensor, stages)
+            found = begin(tensor, stages, source)
             strike(number, 1)
             return found
 
@@ -75,7 +75,7 @@ class Watcher(L.Callback):
             is_reducing = op.kind.value == "REDUCE"
 
         executor.before_operation.append(before)
-        communicator.begin_all_reduce, communicator.end_all_reduce = watched_begin, watched_end
+        communicator.begin_collective, communicator.end_collective = watched_begin, watched_end
 
 
 def early(folder: Path) -> dict[str, set[int]]:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_recycle import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 
 LENGTH = 16
 DATA = dataset(GLOBAL_BATCH * LENGTH)

@@ -13,8 +13,8 @@ from support.training import committed_steps, exact_fit, failures
 from torch import nn
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.commit_requirements import OptimizerStep
-from lightning_recycle.session.microbatch_state import OptimizerState
+from lightning_recycle.session.gradient_clipping import OptimizerStep
+from lightning_recycle.session.manual_steps import OptimizerState
 
 pytestmark = pytest.mark.long
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
-from lightning_recycle.runtime.comm import object_transfer
+from lightning_recycle.runtime.comm import communicator as communicator_module
 from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage import stage_bundle
@@ -69,8 +69,8 @@ class KilledWhileLayersMove(Callback):
         for owner, name in [
             (stage_bundle, "send_object"),
             (stage_bundle, "receive_object"),
-            (object_transfer, "_send"),
-            (object_transfer, "_receive"),
+            (communicator_module, "_send"),
+            (communicator_module, "_receive"),
             (stage_bundle.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "give"),
             (stage_layers.StageLayers, "take_up"),

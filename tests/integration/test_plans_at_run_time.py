@@ -33,9 +33,9 @@ from lightning_recycle.planning import (
     plan,
     save_profile,
 )
-from lightning_recycle.planning.compact_schedule import CompactSchedule, Lane, compact, lane_problem
 from lightning_recycle.planning.costs import load_profile
-from lightning_recycle.planning.plan_library import read_schedule
+from lightning_recycle.planning.plan_library import read_plan
+from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem
 
 pytestmark = pytest.mark.long
 
@@ -65,7 +65,7 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
     library = tmp_path / "plans"
     fit(Regression().double(), 2, 2, data=dataset(24 * 60), max_steps=60, strategy={"plan_library": library})
     stored = sorted(library.glob("*.plan.gz"))
-    plans = [read_schedule(json.loads(gzip.decompress(path.read_bytes()))).problem for path in stored]
+    plans = [read_plan(json.loads(gzip.decompress(path.read_bytes()))).schedule.problem for path in stored]
     assert {len(problem.failed) for problem in plans} == {0, 1}, "fault-free, one lost in either stage"
     assert {problem.memory is None for problem in plans} == {True, False}, "also those for the memory that was measured"
     times = [path.stat().st_mtime_ns for path in stored]

@@ -138,7 +138,7 @@ class Counting(L.Callback):
 
 
 ALLOWED = {  # path or class -> why workers may differ there
-    "lightning_recycle.session.collectives.WorkerCollectives": "where this worker is",
+    "lightning_recycle.session.worker_context.WorkerCollectives": "where this worker is",
     "lightning_recycle.strategy.*": "which worker this is; its optimizers and precision are looked at by themselves",
     "lightning_recycle.session.session.*": "which worker this is",
     "lightning_recycle.session.training_steps.*": "which worker this is",
@@ -159,7 +159,7 @@ ALLOWED = {  # path or class -> why workers may differ there
     "trainer.fit_loop._restart_stage": "in the epoch that is entered: its beginning is not run again",
     "trainer.*val_loop._module_mode.mode*": "captured again by each validation",
     "trainer.*val_loop._data_fetcher": "made again by each validation",
-    "lightning_recycle.session.interruption.*": "signals are of the process that they reach, and go by its connection",
+    "lightning_recycle.session.worker_context.Preemption": "signals are of the process that they reach",
 }
 
 

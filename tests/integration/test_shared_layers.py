@@ -274,7 +274,7 @@ class CountsSums(Callback):
         begun: list[tuple[Tensor, tuple[int, ...]]] = []
 
         def watched(original: Any) -> Any:
-            def watched(tensor: Tensor, stages: tuple[int, ...] = (), *source: int) -> Any:
+            def watched(tensor: Tensor, stages: tuple[int, ...] = (), *source: int | None) -> Any:
                 begun.append((tensor, stages))
                 return original(tensor, stages, *source) if stages else original(tensor)
 
@@ -295,7 +295,7 @@ class CountsSums(Callback):
                 begun.clear()
 
         sums = executor.communicator
-        for name in ("all_reduce", "begin_all_reduce", "begin_broadcast"):
+        for name in ("all_reduce", "begin_collective"):
             setattr(sums, name, watched(getattr(sums, name)))
         executor.after_operation.append(note)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.runtime.checks import verification
+from lightning_recycle.runtime import verification
 
 VERIFY = {"verify": 1.0, "checksum_every": 1}
 WRONG = Fault("bitflip", 1, 0, step=3, microbatch=checked_microbatch(3, 3), target="activation")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lightning_recycle.control.network.wire_format import Refused, VersionMismatch
+from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch import worker_process
 

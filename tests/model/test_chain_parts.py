@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recycle import ConfigurationError
+from lightning_recycle.devices import saved_tensors
 from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.recording import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
-from lightning_recycle.runtime.executor.device_memory import saved_tensors
 from lightning_recycle.runtime.stage.stage import Stage
 
 WIDTH = 6
@@ -313,12 +313,12 @@ def stages_of(model: Model, num_stages: int, partition: Any = "count", pipeline:
         cut = parts.cut(num_stages, partition)
         parts.keep(cut, index)
         stage = Stage(
-            parts.training_parts(cut[index], NoRecorder()),  # type: ignore[arg-type]
+            parts.modules("training", cut[index], NoRecorder()),  # type: ignore[arg-type]
             cut[index].start,
             SEED,
             CPU,
             loss=parts.loss if index == num_stages - 1 else None,
-            evaluation_layers=parts.evaluation_parts(cut[index], NoRecorder()),  # type: ignore[arg-type]
+            evaluation_layers=parts.modules("evaluation", cut[index], NoRecorder()),  # type: ignore[arg-type]
             loss_name=parts.loss_name,
             takes_target=parts.takes_target,
         )

@@ -16,18 +16,18 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
-from lightning_recycle.planning.compact_schedule import (
+from lightning_recycle.planning.normalization import next_failures
+from lightning_recycle.planning.plan_library import plan_to_json, read_plan
+from lightning_recycle.planning.program import worker_program
+from lightning_recycle.planning.routing import (
     CompactSchedule,
     Lane,
     LanePlaces,
     compact,
     lane_problem,
     lanes_of,
+    renamed,
 )
-from lightning_recycle.planning.normalization import next_failures
-from lightning_recycle.planning.plan_library import plan_to_json, read_plan
-from lightning_recycle.planning.program import worker_program
-from lightning_recycle.planning.rerouting import renamed
 from lightning_recycle.planning.schedule import staggered_period
 
 CLOSE = 1e-6
@@ -252,15 +252,17 @@ def test_a_library_stores_and_finds_it(tmp_path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
     "no lane": lambda plan: plan.pop("lane"),
-    "a stage less": lambda plan: plan["lane"]["stages"].pop(),
-    "no operations": lambda plan: plan["lane"]["stages"][0].update(op=""),
-    "unknown operations": lambda plan: plan["lane"]["stages"][0].update(op="F Q"),
-    "a column less": lambda plan: plan["lane"]["stages"][0].pop("end"),
-    "a short column": lambda plan: plan["lane"]["stages"][0]["start"].pop(),
-    "micro-batches without end": lambda plan: plan["lane"]["stages"][0]["microbatch"].__setitem__(0, 10**30),
-    "a word for a number": lambda plan: plan["lane"]["stages"][0]["start"].__setitem__(0, "soon"),
+    "a stage less": lambda plan: plan["lane"].pop(),
+    "no operations": lambda plan: plan["lane"][0].update(op=""),
+    "unknown operations": lambda plan: plan["lane"][0].update(op="F Q"),
+    "a column less": lambda plan: plan["lane"][0].pop("end"),
+    "a short column": lambda plan: plan["lane"][0]["start"].pop(),
+    "micro-batches without end": lambda plan: plan["lane"][0]["microbatch"].__setitem__(0, 10**30),
+    "a word for a number": lambda plan: plan["lane"][0]["start"].__setitem__(0, "soon"),
     "another period": lambda plan: plan.update(period=plan["period"] - 1),
-    "another number of failures": lambda plan: plan.update(failed=[[0, 0], [1, 0], [2, 0]]),
+    "another number of failures": lambda plan: plan["problem"].update(
+        failed=[{"pipeline": pipeline, "stage": 0} for pipeline in range(3)]
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
-from lightning_recycle.planning.cuts import (
+from lightning_recycle.planning.layouts import plan_layout
+from lightning_recycle.planning.partition import (
     Stages,
     are_bounds,
     are_whole,
@@ -21,11 +23,9 @@ from lightning_recycle.planning.cuts import (
     parts_of,
     rounded,
     shared_layers,
-    shares,
-    smooth_counts,
+    transfers,
 )
-from lightning_recycle.planning.layer_costs import layer_moves
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.problem import least_maximum
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])
 CLOSE = 2e-6
@@ -109,39 +109,29 @@ def test_each_stage_has_a_layer_of_its_own_if_the_bounds_can_be(bounds: tuple[fl
 
 @st.composite
 def whole_stages(draw: st.DrawFn) -> tuple[Stages, list[int]]:
-    """Stages of up to seven layers with several numbers of workers, and the most layers of each."""
+    """Stages of up to seven layers, and the most layers of each."""
     stages = draw(st.integers(1, 4))
     layers = draw(st.integers(stages, 7))
     work = draw(st.lists(SECONDS, min_size=layers, max_size=layers))
     once = draw(st.lists(SECONDS, min_size=layers, max_size=layers))
-    pipelines, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 9))
-    table = shares(microbatches, (1.0,) * pipelines)
-    options = []
-    for _ in range(stages):
-        least = draw(st.integers(1, pipelines))
-        most = draw(st.integers(least, pipelines))
-        options.append([(count, table[count]) for count in range(least, most + 1)])
+    busiest = draw(st.lists(st.sampled_from([1.0, 1.5, 3.0, 9.0]), min_size=stages, max_size=stages))
     rooms = [draw(st.integers(1, layers)) for _ in range(stages)]
-    workers = draw(st.integers(stages, stages * pipelines))
-    return Stages(work, once, options, workers, lambda s, i, j: j - i <= rooms[s]), rooms
+    return Stages(work, once, busiest, lambda s, i, j: j - i <= rooms[s]), rooms
 
 
-def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple, tuple]]:
-    """Bottleneck, bounds and workers of every partition that is allowed."""
+def every_whole_cut(stages: Stages, rooms: list[int]) -> list[tuple[float, tuple[int, ...]]]:
+    """Bottleneck and bounds of every partition that is allowed."""
     found = []
-    for inner in combinations(range(1, len(stages.work)), len(stages.options) - 1):
+    for inner in combinations(range(1, len(stages.work)), len(stages.busiest) - 1):
         cuts = (0, *inner, len(stages.work))
         ranges = list(enumerate(pairwise(cuts)))
-        if any(end - begin > rooms[stage] for stage, (begin, end) in ranges):
-            continue
-        for needs in product(*([count for count, _ in options] for options in stages.options)):
-            if sum(needs) <= stages.workers:
-                found.append((max(stages.load(s, i, j, needs[s]) for s, (i, j) in ranges), cuts, needs))
+        if all(end - begin <= rooms[stage] for stage, (begin, end) in ranges):
+            found.append((max(stages.load(s, i, j) for s, (i, j) in ranges), cuts))
     return found
 
 
 def test_layers_that_take_time_once_in_a_step_alone_are_cut() -> None:
-    found = fastest_cut(Stages([0.0, 0.0], [1.0, 3.0], [[(1, 1.0)], [(1, 1.0)]], 2))
+    found = fastest_cut(Stages([0.0, 0.0], [1.0, 3.0], [1.0, 1.0]))
     assert found is not None
     assert (found.cuts, found.bottleneck) == ((0, 1, 2), 3.0)
 
@@ -157,16 +147,13 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[
         return
     assert found is not None
     assert found.bottleneck <= min(all_of_them)[0] * (1 + CLOSE) + CLOSE
-    assert (found.cuts, found.workers) in {(cuts, needs) for _, cuts, needs in all_of_them}
+    assert found.cuts in {cuts for _, cuts in all_of_them}
 
 
 @settings(max_examples=60, deadline=None)
 @given(whole_stages(), st.randoms(use_true_random=False))
 def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages, list[int]], random: Any) -> None:
-    """Where each stage has one number of workers."""
     stages, rooms = case
-    options = [each[-1:] for each in stages.options]
-    stages = Stages(stages.work, stages.once, options, 99, stages.fits)
     best = fastest_cut(stages)
     if best is None:
         return
@@ -179,7 +166,7 @@ def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages,
     found = stages.within(limit, price)
     least = min(
         sum(price(s, i, j) for s, (i, j) in enumerate(pairwise(cuts)))
-        for bottleneck, cuts, _ in every_whole_cut(stages, rooms)
+        for bottleneck, cuts in every_whole_cut(stages, rooms)
         if bottleneck <= limit
     )
     assert found is not None
@@ -188,22 +175,18 @@ def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages,
 
 
 @given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4))
-def test_a_share_is_the_best_distribution(microbatches: int, factors: list[float]) -> None:
-    found = shares(microbatches, factors)
-    assert found[0] == math.inf
-    for count in range(1, len(factors) + 1):
-        least = min(
-            max(held * factor for held, factor in zip(split, factors[:count], strict=True))
-            for split in product(range(microbatches + 1), repeat=count)
-            if sum(split) == microbatches
-        )
-        assert found[count] == least
+def test_the_least_maximum_is_that_of_the_best_distribution(microbatches: int, factors: list[float]) -> None:
+    least = min(
+        max(held * factor for held, factor in zip(split, factors, strict=True))
+        for split in product(range(microbatches + 1), repeat=len(factors))
+        if sum(split) == microbatches
+    )
+    assert least_maximum(operator.mul, microbatches, factors) == least
 
 
 def sharing(work: list[float], once: float, counts: list[float], fits: Any = None) -> Stages:
     """Stages of one worker each that may share layers, with that many micro-batches."""
-    options = [[(1, count)] for count in counts]
-    return Stages(work, [once] * len(work), options, len(counts), fits, shares_layers=True)
+    return Stages(work, [once] * len(work), counts, fits, shares_layers=True)
 
 
 @st.composite
@@ -219,14 +202,14 @@ def sharing_stages(draw: Any) -> Stages:
 
 
 def every_cut(stages: Stages) -> list[tuple[float, ...]]:
-    count, inner = len(stages.work), len(stages.options) - 1
+    count, inner = len(stages.work), len(stages.busiest) - 1
     places = [round(STEP * n, 2) for n in range(1, round(count / STEP))]
     found = [(0, *bounds, count) for bounds in itertools.combinations(places, inner)]
     return [bounds for bounds in found if are_bounds(bounds)]
 
 
 def largest(stages: Stages, bounds: tuple[float, ...]) -> float:
-    return max(stages.load(stage, *ends, 1) for stage, ends in enumerate(pairwise(bounds)))
+    return max(stages.load(stage, *ends) for stage, ends in enumerate(pairwise(bounds)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -305,21 +288,21 @@ def test_micro_batches_have_costs_and_sizes_of_their_own() -> None:
 
 def test_only_what_a_stage_lacks_is_sent() -> None:
     grid = Grid(2, 2, 4)
-    moves = layer_moves(grid, (), (0, 3, 6), (0, 3.5, 6))
-    assert {(move.layer, move.receiver.stage) for move in moves} == {(3, 0)}
-    assert not layer_moves(grid, (), (0, 3.5, 6), (0, 3, 6))
-    back = layer_moves(grid, (Worker(0, 1), Worker(1, 1)), (0, 3.5, 6), (0, 4, 6))
+    moves = transfers(grid, range(4), (0, 3, 6), (0, 3.5, 6))
+    assert {(move.layers, grid.worker(move.receiver).stage) for move in moves} == {((3,), 0)}
+    assert not transfers(grid, range(4), (0, 3.5, 6), (0, 3, 6))
+    back = transfers(grid, (0, 2), (0, 3.5, 6), (0, 4, 6))
     assert not back  # the first stage has the layer that it gets for good
 
 
 def test_a_shared_layer_is_chosen_where_steps_get_shorter_by_the_times_of_every_micro_batch() -> None:
     grid, costs, cuts = Grid(3, 2, 6), layers(6), (0, 3, 6)
     problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())
-    whole = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",), whole="they cannot")
-    found = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",))
-    assert shared_layers(found.chosen.layout.cuts)
+    whole = plan_layout(problem, costs, cuts, next_change=1e6, whole="they cannot")
+    found = plan_layout(problem, costs, cuts, next_change=1e6)
+    assert shared_layers(found.chosen.cuts)
     assert found.chosen.period < whole.chosen.period
-    assert "3.6" in str(found.chosen.layout)
+    assert "3.6" in str(found.chosen)
     judgement = found.chosen.judgement
     assert judgement is not None
     assert judgement.schedule is not None
@@ -330,31 +313,5 @@ def test_shared_layers_need_memory() -> None:
     grid, cuts = Grid(3, 2, 6), (0, 3, 6)
     costs = layers(6, held_bytes=(1.0,) * 6, memory_limit=3 * 8 + 4 * 3.0)  # no room for a fourth layer
     problem = Problem(grid, costs.costs(cuts), frozenset({Worker(0, 1)}), Technique())
-    found = plan_layout(problem, costs, cuts, next_change=1e6, ways=("layers",))
+    found = plan_layout(problem, costs, cuts, next_change=1e6)
     assert found.chosen is found.reroute
-
-
-@given(total=st.integers(4, 40), pipelines=st.integers(1, 6), stages=st.integers(1, 4), missing=st.integers(0, 12))
-def test_smooth_counts_are_the_best_there_are(total: int, pipelines: int, stages: int, missing: int) -> None:
-    workers = pipelines * stages - missing
-    if workers < stages:
-        return
-    table = [math.inf, *(float(-(-total // n)) for n in range(1, pipelines + 1))]
-    found = smooth_counts(table, stages, workers)
-    every = [
-        counts
-        for counts in itertools.combinations_with_replacement(range(1, pipelines + 1), stages)
-        if sum(counts) == workers
-    ]
-    assert set(found) <= set(every)
-
-    def speed(counts: tuple[int, ...]) -> float:
-        return sum(1 / table[n] for n in counts)
-
-    assert max(map(speed, found)) == pytest.approx(max(map(speed, every)))
-
-
-def test_numbers_of_workers_that_divide_the_micro_batches_are_preferred() -> None:
-    """128 micro-batches: 5 workers run 26 instead of 25.6 of them, 6 run 22 instead of 21.3, 4 and 8 no more."""
-    table = [math.inf, *(float(-(-128 // n)) for n in range(1, 9))]
-    assert (4, 4, 5, 8) in smooth_counts(table, 4, 21)

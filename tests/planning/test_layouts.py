@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +9,24 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning.cuts import are_bounds, are_whole, check_cuts, even_cuts
-from lightning_recycle.planning.layer_costs import LayerCosts, layer_moves, traffic
-from lightning_recycle.planning.layout_candidates import (
+from lightning_recycle.planning.layouts import (
     LLAMA3_WORKER_SECONDS,
     FailureRecord,
     Judgement,
-    Layout,
     LayoutPlan,
     judged,
+    plan_layout,
     with_variation,
 )
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.partition import (
+    LayerCosts,
+    are_bounds,
+    are_whole,
+    check_cuts,
+    even_cuts,
+    traffic,
+    transfers,
+)
 from lightning_recycle.planning.timing import MicrobatchVariation
 
 HOUR = 3600.0
@@ -104,25 +109,19 @@ def test_every_candidate_is_valid_and_none_chosen_is_worse_than_rerouting(situat
         with pytest.raises(PlanningError):  # re-routing itself does not fit
             quick(replace(problem, memory=layers.memory(cuts)))
         return
-    assert plan.candidates[0].way == "reroute"
-    assert plan.chosen in plan.candidates
+    assert plan.chosen in (plan.reroute, plan.layers)
     assert plan.chosen.saved >= 0
     assert plan.chosen.period <= plan.reroute.period
-    live = problem.grid.num_workers - len(problem.failed)
-    for candidate in plan.candidates:
+    for candidate in (plan.reroute, plan.layers):
         assert "\n" not in str(candidate)
-        assert sum(candidate.layout.workers) == live
         if candidate.judgement is None:
             assert candidate.refused
             continue
         schedule = candidate.judgement.schedule
         assert schedule is not None
         p.validate(schedule)
-        assert schedule.problem.live_counts() == candidate.layout.workers
-        assert schedule.failed == candidate.failed
-        assert schedule.problem.costs == layers.costs(
-            candidate.layout.cuts, split_backward=problem.technique.split_backward
-        )
+        assert schedule.failed == problem.failed
+        assert schedule.problem.costs == layers.costs(candidate.cuts, split_backward=problem.technique.split_backward)
     sent = pickle.loads(pickle.dumps(plan))
     assert sent.chosen == plan.chosen
     assert sent.why() == plan.why()
@@ -135,14 +134,12 @@ def test_layers_leave_the_stage_that_lost_a_worker() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2))
     for whole, least in (("they do not", 1.22), ("", 1.235)):
-        plan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",), whole=whole)
+        plan = plan_layout(problem, layers, cuts, next_change=HOUR, whole=whole)
         assert plan.chosen.way == "layers"
         assert plan.reroute.period / plan.chosen.period > least
-        assert 12 < plan.chosen.layout.sizes[2] <= 13
-        assert are_whole(plan.chosen.layout.cuts) is bool(whole)
-        assert plan.chosen.layout.workers == (4, 4, 3, 4)
-        assert plan.chosen.failed == problem.failed
-        assert not plan.chosen.roles
+        assert 12 < plan.chosen.sizes[2] <= 13
+        assert are_whole(plan.chosen.cuts) is bool(whole)
+        assert plan.chosen.problem.failed == problem.failed
 
 
 def test_half_of_a_stage_gone() -> None:
@@ -156,7 +153,7 @@ def test_layers_come_back_when_all_are_there_again() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     plan = plan_layout(p.Problem(grid, layers.costs(even_cuts(64, 4))), layers, (0, 17, 34, 47, 64), next_change=HOUR)
     assert plan.chosen.way == "layers"
-    assert plan.chosen.layout.sizes == (16, 16, 16, 16)
+    assert plan.chosen.sizes == (16, 16, 16, 16)
 
 
 def test_a_slow_worker_costs_its_stage_layers() -> None:
@@ -164,7 +161,7 @@ def test_a_slow_worker_costs_its_stage_layers() -> None:
     problem, cuts = after(layers, grid, worker_factors={p.Worker(0, 1): 2.0})
     plan = plan_layout(problem, layers, cuts, next_change=HOUR)
     assert plan.chosen.way == "layers"
-    assert plan.chosen.layout.sizes[1] < 12
+    assert plan.chosen.sizes[1] < 12
 
 
 def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
@@ -172,14 +169,14 @@ def test_a_move_that_takes_longer_than_it_saves_is_refused() -> None:
     problem, cuts = after(layers, grid, (1, 2))
     brief = plan_layout(problem, layers, cuts, next_change=5.0, switch=2.0)
     assert brief.chosen is brief.reroute
-    assert "does not pay for a stall of" in next(each for each in brief.candidates if each.way == "layers").refused
+    assert "does not pay for a stall of" in brief.layers.refused
     assert plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0).chosen.way != "reroute"
 
 
 def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines() -> None:
     grid, layers = p.Grid(4, 4, 16), equal_layers(64)
     problem, cuts = after(layers, grid, (1, 2), technique=p.Technique(True, False))
-    plan = plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0, ways=("layers",))
+    plan = plan_layout(problem, layers, cuts, next_change=HOUR, switch=2.0)
     assert plan.chosen.way == "layers"
     assert plan.chosen.judgement is not None
     assert plan.chosen.stall == pytest.approx(2.0 + plan.chosen.judgement.fill + plan.chosen.busiest / 1e9)
@@ -196,42 +193,37 @@ def test_the_stall_is_the_switch_the_copies_and_what_fills_the_pipelines() -> No
 )
 def test_layers_that_cannot_move_are_refused_in_one_line(layers: LayerCosts, fixed: str, reason: str) -> None:
     problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 0))
-    plan = plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed, ways=("layers",))
+    plan = plan_layout(problem, layers, cuts, next_change=1e6, fixed=fixed)
     assert plan.chosen is plan.reroute
-    assert reason in plan.candidates[1].refused
+    assert reason in plan.layers.refused
 
 
 def test_memory_that_admits_no_other_cut() -> None:
     layers = equal_layers(16, held_bytes=(1e5,) * 16, memory_limit=4.5e6)
     problem, cuts = after(layers, p.Grid(3, 4, 6), (1, 2))
     plan = plan_layout(problem, layers, cuts, next_change=1e6)
-    assert {each.way: each.layout.sizes for each in plan.candidates if not each.refused}.get("layers") is None
-    assert all(max(each.layout.sizes) <= 4 for each in plan.candidates)
-    refused = {each.way: each.refused for each in plan.candidates}
-    assert refused["layers"] == "no faster cut leaves room for one micro-batch on a worker of every stage"
+    assert plan.chosen is plan.reroute
+    assert plan.layers.refused == "no faster cut leaves room for one micro-batch on a worker of every stage"
 
 
-def test_moves_take_turns_among_the_owners() -> None:
+def test_transfers_take_turns_among_the_owners() -> None:
     grid = p.Grid(3, 2, 1)
-    found = layer_moves(grid, {p.Worker(0, 0)}, (0, 2, 4), (0, 1, 4))
-    assert {(move.layer, move.receiver.pipeline) for move in found} == {(1, 0), (1, 1), (1, 2)}
-    assert {move.source for move in found} == {p.Worker(1, 0), p.Worker(2, 0)}
-    sent = traffic(found, (5.0, 7.0, 1.0, 1.0))
-    assert (sent.total, sent.busiest, sent.copied) == (21.0, 14.0, 3)
-    assert sent.seconds(7.0, 0.5) == 2.5
-    assert sent.seconds(0.0, 0.5) == 0.5
-    with pytest.raises(PlanningError, match="layer 0 has no live owner"):
-        layer_moves(p.Grid(1, 2, 1), {p.Worker(0, 0)}, (0, 1, 2), (0, 1, 2), {p.Worker(0, 1): p.Worker(0, 0)})
+    found = transfers(grid, range(1, 6), (0, 2, 4), (0, 1, 4))
+    assert {(move.layers, move.receiver) for move in found} == {((1,), 1), ((1,), 3), ((1,), 5)}
+    assert {move.donor for move in found} == {2, 4}
+    assert traffic(found, (5.0, 7.0, 1.0, 1.0)) == (21.0, 14.0)
+    assert equal_layers(4, latency=0.5).copy_seconds(14.0) == 0.5 + 14e-9
+    assert replace(equal_layers(4, latency=0.5), bandwidth=0.0).copy_seconds(14.0) == 0.5
 
 
 def test_a_bound_that_moves_within_a_layer_needs_no_bytes() -> None:
     """Both stages hold the shared layer already, so all that changes is which micro-batches they run."""
-    assert layer_moves(p.Grid(2, 2, 4), (), (0, 2.1, 5), (0, 2.5, 5)) == ()
-    assert (traffic((), (1.0,) * 5).total, traffic((), (1.0,) * 5).busiest) == (0.0, 0.0)
+    assert transfers(p.Grid(2, 2, 4), range(4), (0, 2.1, 5), (0, 2.5, 5)) == ()
+    assert traffic((), (1.0,) * 5) == (0.0, 0.0)
     layers = equal_layers(5)
     problem = p.Problem(p.Grid(2, 2, 4), layers.costs((0, 2.1, 5)))
-    plan = plan_layout(problem, layers, (0, 2.1, 5), next_change=HOUR, ways=("layers",), judge=quick)
-    assert 2.1 < plan.chosen.layout.cuts[1] < 3
+    plan = plan_layout(problem, layers, (0, 2.1, 5), next_change=HOUR, judge=quick)
+    assert 2.1 < plan.chosen.cuts[1] < 3
     assert (plan.chosen.bytes, plan.chosen.busiest) == (0.0, 0.0)
 
 
@@ -239,7 +231,7 @@ def test_the_rate_of_failures_begins_with_llama_3_and_is_soon_the_runs_own() -> 
     record = FailureRecord()
     assert record.next_change(16384) == pytest.approx(54 * 86400 / 419)
     for _ in range(20):
-        record = record.after(32, 1800.0, 1)
+        record = record.after(32, 1800.0, failed=True)
     assert record.next_change(32) == pytest.approx(1800.0, rel=0.2)
     quiet = FailureRecord().after(32, 1e9)
     assert quiet.next_change(32) > LLAMA3_WORKER_SECONDS / 32
@@ -264,40 +256,12 @@ def test_cuts_rise_from_0(cuts: tuple) -> None:
         check_cuts(cuts)
 
 
-def test_a_layout_says_what_it_is() -> None:
-    layout = Layout((0, 3, 5), (4, 2))
-    assert layout.sizes == (3, 2)
-    assert str(layout) == "3/2 layers on 4/2 workers"
-    with pytest.raises(ConfigurationError, match="at least one"):
-        Layout((0, 3, 5), (4, 0))
-
-
 def test_a_large_grid_is_judged_by_lanes_or_its_bound() -> None:
     grid = p.Grid(24, 16, 100)
     layers = equal_layers(64)
     problem, cuts = after(layers, grid, *((d, 3) for d in range(12)))
-    plan: LayoutPlan = plan_layout(problem, layers, cuts, next_change=HOUR, ways=("layers",))
+    plan: LayoutPlan = plan_layout(problem, layers, cuts, next_change=HOUR)
     assert plan.chosen.way == "layers"
-    assert plan.chosen.problem is not None
     assert plan.chosen.period >= p.lower_bound(plan.chosen.problem) * (1 - 1e-9)
     assert plan.reroute.period >= 1.5 * plan.chosen.period
     assert judged(problem).period == pytest.approx(plan.reroute.period)
-
-
-@pytest.mark.parametrize(("owners", "workers"), [((1,), 4), ((2, 2), 4), ((2, 3), 5), ((4, 1, 1), 6)])
-def test_the_chance_of_a_loss_is_that_of_all_sets_of_workers(owners: tuple[int, ...], workers: int) -> None:
-    record = FailureRecord()
-    for size, count in ((1, 3), (2, 4), (3, 1)):
-        for _ in range(count):
-            record = record.after(workers, 10.0, size)
-    assert record.sizes == (3, 4, 1)
-    likely = {size: (seen + 0.75 * 0.25 ** (size - 1)) / 9 for size, seen in ((1, 3), (2, 4), (3, 1))}
-    likely |= {size: 0.75 * 0.25 ** (size - 1) / 9 for size in range(4, workers + 1)}
-    expected, first = 0.0, 0
-    for own in owners:
-        part = set(range(first, first + own))
-        first += own
-        for size, chance in likely.items():
-            sets = list(combinations(range(workers), size))
-            expected += chance * sum(part <= set(each) for each in sets) / len(sets)
-    assert record.loss_chance(owners, workers) == pytest.approx(min(1.0, expected))

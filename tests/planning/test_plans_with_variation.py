@@ -8,10 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, heuristic
-from lightning_recycle.planning.cuts import bounds_of
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.heuristic_planner import heuristic_with_variation
-from lightning_recycle.planning.layer_costs import LayerCosts
+from lightning_recycle.planning.partition import LayerCosts, bounds_of
 from lightning_recycle.planning.schedule import EQUALLY_FAST, Schedule
 from lightning_recycle.planning.timing import best_timing, operations_of
 

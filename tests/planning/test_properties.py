@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
-from lightning_recycle.planning.plan_library import read_schedule
 
 CLOSE = 1e-6
 EFFORT = 10_000  # enough for the search to try everything that it has
@@ -82,7 +81,7 @@ def test_planning_twice_gives_the_same_schedule(problem: p.Problem) -> None:
 @given(problems())
 def test_a_plan_survives_json_and_pickle(problem: p.Problem) -> None:
     schedule = p.heuristic(problem, EFFORT)
-    assert read_schedule(json.loads(json.dumps(p.plan_to_json(schedule)))) == schedule
+    assert p.read_plan(json.loads(json.dumps(p.plan_to_json(schedule)))).schedule == schedule
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 

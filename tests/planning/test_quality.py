@@ -19,7 +19,7 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.list_scheduling import Express, Rule, play
-from lightning_recycle.planning.rerouting import reroute
+from lightning_recycle.planning.routing import reroute
 from lightning_recycle.planning.timing import Codes, assemble, best_timing
 
 BARRIER = Technique(staggered=False)

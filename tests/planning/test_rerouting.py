@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Grid, Microbatch, Worker, reroute
-from lightning_recycle.planning.rerouting import alike, renamed, representative
+from lightning_recycle.planning.routing import alike, renamed, representative
 
 GRID = Grid(3, 4, 6)
 UNIT = p.Costs.uniform(4)

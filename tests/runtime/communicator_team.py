@@ -27,9 +27,8 @@ from support.waiting import PATIENCE
 from lightning_recycle.callbacks.fault_effects import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.worker_group import process_context
-from lightning_recycle.runtime.comm import object_transfer
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
+from lightning_recycle.runtime.comm import communicator as communicator_module
+from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.comm.wire import Channel, HostMemory
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
@@ -270,7 +269,7 @@ def send_unusual(communicator: Communicator, kind: str) -> None:
     unusual: dict[str, Any] = {
         "too many tensors": lambda: (torch.zeros(1),) * 32,
         "unknown dtype": lambda: torch.zeros(2, dtype=torch.uint16),
-        "too many dimensions": lambda: (torch.zeros([1] * 40),) * 20,
+        "too many dimensions": lambda: (torch.zeros([1] * 60),) * 20,
     }
     communicator.send(FORWARD, unusual[kind](), 1, 0)
 
@@ -326,7 +325,7 @@ def all_reduce_zeros(communicator: Communicator, size: int) -> None:
 
 def broadcast(communicator: Communicator, source: int, size: int = 1000) -> torch.Tensor:
     tensor = torch.full((size,), float(communicator.rank), device=communicator.device)
-    communicator.broadcast(tensor, source)
+    communicator.end_collective(communicator.begin_collective(tensor, source=source))
     return tensor[:1000].cpu()
 
 
@@ -334,9 +333,9 @@ def reduce_in_buckets(communicator: Communicator, sizes: Sequence[int]) -> list[
     """Begins a sum of each size before it waits for the first."""
     tensors = [torch.arange(float(size), device=communicator.device) for size in sizes]
     tensors = [tensor * (communicator.rank + 1) + number for number, tensor in enumerate(tensors)]
-    begun = [communicator.begin_all_reduce(tensor) for tensor in tensors]
+    begun = [communicator.begin_collective(tensor) for tensor in tensors]
     for one in begun:
-        communicator.end_all_reduce(one)
+        communicator.end_collective(one)
     return [tensor[:: max(1, len(tensor) // 100)].cpu() for tensor in tensors]
 
 
@@ -347,7 +346,7 @@ def broadcast_tied(
     found = []
     for tie, source in zip(ties, sources, strict=True):
         tensor = torch.full((size,), float(10 * len(tie) + communicator.rank), device=communicator.device)
-        communicator.end_all_reduce(communicator.begin_broadcast(tensor, tie, source))
+        communicator.end_collective(communicator.begin_collective(tensor, tie, source))
         (value,) = tensor.unique().tolist()
         found.append(value)
     return found
@@ -360,9 +359,9 @@ def sum_within_and_over_stages(
     generator = torch.Generator().manual_seed(communicator.rank)
     groups = [(), *ties]
     tensors = [torch.randn(size, generator=generator).to(communicator.device) for _ in range(count * len(groups))]
-    begun = [communicator.begin_all_reduce(tensor, groups[number // count]) for number, tensor in enumerate(tensors)]
+    begun = [communicator.begin_collective(tensor, groups[number // count]) for number, tensor in enumerate(tensors)]
     for one in reversed(begun):
-        communicator.end_all_reduce(one)
+        communicator.end_collective(one)
     return [tensor.cpu() for tensor in tensors]
 
 
@@ -404,7 +403,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
     """
     tensors = [torch.arange(size) for size in sizes]
     value = {"tensors": tensors, "parameter": torch.nn.Parameter(torch.ones(3)), "step": 7, "view": tensors[-1][::2]}
-    before, object_transfer._PART_BYTES = object_transfer._PART_BYTES, part_bytes
+    before, communicator_module._PART_BYTES = communicator_module._PART_BYTES, part_bytes
     try:
         if communicator.rank == 0:
             here = [tensor.to(communicator.device) for tensor in tensors]
@@ -413,7 +412,7 @@ def exchange_state(communicator: Communicator, sizes: Sequence[int], part_bytes:
             return sent.call_count, True
         found = receive_object(communicator, 0)
     finally:
-        object_transfer._PART_BYTES = before
+        communicator_module._PART_BYTES = before
     same = all(torch.equal(a, b) for a, b in zip(found["tensors"], tensors, strict=True))
     is_whole = same and found["step"] == 7 and torch.equal(found["view"], value["view"])  # type: ignore[arg-type]
     return 0, is_whole and isinstance(found["parameter"], torch.nn.Parameter)

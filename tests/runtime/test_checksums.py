@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from lightning_recycle.data.sample_order import add_sample
-from lightning_recycle.runtime.checks.checksums import checksum
+from lightning_recycle.data.dataloaders import add_sample
 from lightning_recycle.runtime.comm.wire import sum_of_tensors
+from lightning_recycle.tensor_memory import checksum
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -21,11 +21,9 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.comm import object_transfer
-from lightning_recycle.runtime.comm.communicator import SMALL_BYTES, CommunicationError, Communicator
+from lightning_recycle.runtime.comm.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
+from lightning_recycle.runtime.comm.connections import CHECK_SECONDS
 from lightning_recycle.runtime.comm.groups import UnreachableError
-from lightning_recycle.runtime.comm.object_transfer import _parts
-from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS
 from lightning_recycle.runtime.comm.transports import PACKED_BYTES, Transport
 from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
 
@@ -314,11 +312,11 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes:
 
 @pytest.mark.parametrize("part_bytes", [64, 100, 5000])
 def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    monkeypatch.setattr(object_transfer, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr("lightning_recycle.runtime.comm.communicator._PART_BYTES", part_bytes)
     tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
-    parts = _parts(tensors)
+    parts = _pieces(tensors)
     assert [[piece.nbytes for piece in part] for part in parts] == [
-        [piece.nbytes for piece in part] for part in _parts([torch.empty_like(tensor) for tensor in tensors])
+        [piece.nbytes for piece in part] for part in _pieces([torch.empty_like(tensor) for tensor in tensors])
     ]
     assert all(sum(piece.nbytes for piece in part) <= part_bytes and len(part) <= MAX_TENSORS for part in parts)
     joined = torch.cat([piece for part in parts for piece in part])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from support.waiting import PATIENCE
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.executor.device_memory import storage_bytes
+from lightning_recycle.devices import storage_bytes
 from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.runtime.stage.stage import Stage
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_recycle.runtime.checks.microbatch_records import is_sound
-from lightning_recycle.runtime.checks.verification import _is_finite
+from lightning_recycle.runtime.verification import _is_finite, is_sound
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 

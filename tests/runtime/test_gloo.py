@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import communicator_team as tasks
@@ -167,7 +168,7 @@ def test_without_filters_workers_say_what_they_need(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gloo, "drop_everything", refuse)
     with pytest.raises(ConfigurationError, match=r"connected here: \[Errno 92\] Protocol not available.* needs Linux"):
-        GroupFactory(0, tasks.HOST, tasks.Meeting(str(tmp_path)), tasks.KEY, loops=1)
+        GroupFactory(0, tasks.HOST, tasks.Meeting(str(tmp_path)), tasks.KEY, 1, timedelta(seconds=1))
 
 
 # ---------------------------------------------------------------------- strangers

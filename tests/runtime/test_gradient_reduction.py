@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Line:
 
     def __init__(self) -> None:
         self.has_peers = self.has_mesh = True
-        self.sums_in_one_order = False
+        self.transport = SimpleNamespace(in_one_order=False)
         self.begun: list[int] = []
         self.groups: list[Any] = []  # of each: the stages, and who gives
         self.ended: list[int] = []
@@ -38,18 +39,15 @@ class Line:
         return self.has_mesh
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self.end_all_reduce(self.begin_all_reduce(tensor))
+        self.end_collective(self.begin_collective(tensor))
 
-    def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> int:
-        return self.begin_all_reduce(tensor, stages, source)
-
-    def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> int:
+    def begin_collective(self, tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> int:
         self.groups.append((stages, source))
         self.begun.append(max(tensor.numel() - 16, 1))  # without the numbers behind the gradients
         self.sums.append(tensor)
         return len(self.begun) - 1
 
-    def end_all_reduce(self, reduction: int) -> None:
+    def end_collective(self, reduction: int) -> None:
         self.ended.append(self.begun[reduction])
 
     def abandon(self, reduction: int) -> bool:
@@ -248,7 +246,7 @@ def test_what_some_stages_hold_in_common_leaves_together() -> None:
 
 def test_where_one_sum_may_wait_for_another_those_of_several_stages_are_last() -> None:
     bench = Halfway()
-    bench.line.sums_in_one_order = True
+    bench.line.transport.in_one_order = True
     assert bench.seen() == [[], [16, 48, 32], [16, 48, 32]]
 
 
@@ -304,7 +302,7 @@ def test_what_a_loss_adds_to_after_all_is_awaited_from_the_first_step_on() -> No
 def test_each_sum_of_a_lost_generation_is_given_up_even_if_one_goes_on() -> None:
     bench = Bench(tied={2: (0, 1), 0: (1, 2)})
     bench.reduction.begin(0, [])
-    bench.line.end_all_reduce = lambda reduction: 1 / 0  # type: ignore[method-assign]
+    bench.line.end_collective = lambda reduction: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         bench.reduction.finish()
     bench.line.stuck = True
@@ -318,7 +316,7 @@ def test_memory_of_a_sum_that_goes_on_is_not_used_again(stuck: bool) -> None:
     bench.line.stuck = stuck
     bench.reduction.begin(1, [task(BW, 0)])
     bench.gradients.buckets(1)[0].buffer.fill_(7.0)
-    bench.reduction._begun.append(bench.line.begin_all_reduce(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
+    bench.reduction._begun.append(bench.line.begin_collective(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
     bench.reduction.drop()
     bench.reduction.begin(1, [task(BW, 0)])
     assert (bench.parameters[2].grad.data_ptr() == bench.line.sums[0].data_ptr()) is not stuck  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from lightning_recycle.control.network.connection import Inbox, MessageConnectio
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.speculative_commit import CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitRules
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
@@ -28,11 +28,8 @@ class Recorder:
     def __init__(self) -> None:
         self.aborted: list[int] = []
         self.called = threading.Event()
-        self.parts = (0, 1)
+        self.parts, self.mesh = (0, 1), None
         self.device = torch.device("cpu")
-
-    def report_hooks_to(self, *_: Any) -> None:
-        """There are none."""
 
     def abort(self, generation: int, in_hook: Collection[int] = ()) -> None:
         self.aborted.append(generation)

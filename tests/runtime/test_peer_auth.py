@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.strangers import attack, knock
 from support.waiting import wait_for
 
-from lightning_recycle.runtime.comm.peer_auth import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
+from lightning_recycle.runtime.comm.connections import Gate, Link, Refusal, Talk, accepting, connect, dialing, name_of
 
 KEY, OTHER_KEY = b"the key of this run", b"the key of another"
 LINK = Link("activations", 0, 1)

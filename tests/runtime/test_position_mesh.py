@@ -384,7 +384,8 @@ def in_hook(position: Position, mesh: PositionMesh) -> int:
     communicator = Communicator(mesh.member, HOST, torch.device("cpu"), meeting, KEY, timeout=60.0, mesh=mesh)
     told: list[CommunicationError] = []
     is_in_hook = True
-    communicator.report_hooks_to(lambda: is_in_hook, told.append)
+    communicator.lose_sibling = told.append
+    mesh.report_hooks_to(lambda: is_in_hook)
     meeting.generation = 0
     communicator.configure(0, (), [mesh.member], position=range(position.size))
     add_up(mesh, 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.waiting import PATIENCE
 
-from lightning_recycle.runtime.comm.small_allreduce import _HEADER, SmallAllreduce
+from lightning_recycle.runtime.comm.transports import _HEADER, SmallAllreduce
 from lightning_recycle.runtime.comm.wire import sum_of_bytes
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_recycle.runtime.comm.sockets import CHECK_SECONDS, Doorbell, unreachable
+from lightning_recycle.runtime.comm.connections import CHECK_SECONDS, Doorbell, unreachable
 
 SHORT = 0.5  # seconds
 NEVER = threading.Event()

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recycle.planning.grid import Microbatch, Op, OpKind
-from lightning_recycle.planning.program import Task
-from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor.device_memory import (
+from lightning_recycle.devices import (
     free_bytes,
     machine_bytes,
     peak_bytes,
@@ -23,6 +20,9 @@ from lightning_recycle.runtime.executor.device_memory import (
     reset_peak,
     storage_bytes,
 )
+from lightning_recycle.planning.grid import Microbatch, Op, OpKind
+from lightning_recycle.planning.program import Task
+from lightning_recycle.planning.splitting import SplitTrial
 from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
 from lightning_recycle.runtime.stage.stage import Stage
 

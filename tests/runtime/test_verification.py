@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Program, Task, WorkerChecks
-from lightning_recycle.runtime.checks import verification
-from lightning_recycle.runtime.checks.microbatch_records import MicrobatchRecord, Recomputation
-from lightning_recycle.runtime.checks.verification import Verifier
+from lightning_recycle.runtime import verification
 from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.verification import MicrobatchRecord, Recomputation, Verifier
 
 KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
 ORDERS = [

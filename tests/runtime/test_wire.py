@@ -11,8 +11,8 @@ import torch
 from lightning_recycle.runtime.comm.wire import (
     HEADER_BYTES,
     HostMemory,
-    Inbox,
-    Outbox,
+    ReceiveBuffer,
+    SendBuffer,
     ValueLayout,
     sum_of_bytes,
     sum_of_tensors,
@@ -58,7 +58,7 @@ def test_a_message_that_changes_on_its_way_is_not_whole(size: int) -> None:
     memory, tensors = HostMemory(torch.device("cpu")), (torch.randn(size), None, torch.arange(3))
     layout = ValueLayout.of(tensors)
     packed = size == 5
-    outbox, inbox = Outbox(layout, packed, packed, memory), Inbox(64 * 1024, memory)
+    outbox, inbox = SendBuffer(layout, packed, packed, memory), ReceiveBuffer(64 * 1024, memory)
     outbox.pack(tensors)
     outbox.add_sum(tensors)
     sent = outbox.message.numpy()

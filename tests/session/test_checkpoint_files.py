@@ -22,7 +22,7 @@ from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
-from lightning_recycle.session.collectives import StageGroup
+from lightning_recycle.session.worker_context import StageGroup
 
 SIZE = 100_000  # numbers in a checkpoint
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}

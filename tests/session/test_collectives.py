@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.collectives import WorkerCollectives, watch_process_group
+from lightning_recycle.session.worker_context import WorkerCollectives, watch_process_group
 
 
 def gather_negatives() -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_recycle.session.microbatch_state import MicrobatchState
+from lightning_recycle.session.manual_steps import MicrobatchState
 from lightning_recycle.session.slot_values import ValueTree
 
 

@@ -17,7 +17,6 @@ from lightning_recycle.session.save_batches import (
     GivenUp,
     HolderGroup,
     SaveBatches,
-    SaveEvents,
     SaveRequest,
     StateCopies,
 )
@@ -141,8 +140,7 @@ class Worker:
         self.discarded: list[str] = []
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
-        events = SaveEvents(lambda: 0.0, lambda *_: None, lambda _: None, self.failed.extend, self.discarded.append)
-        self.saves = SaveBatches(context, actions, {}, events)
+        self.saves = SaveBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.engines.worker_environment import free_port
+from lightning_recycle.control.network.addresses import free_port
 from lightning_recycle.runtime.comm.communicator import SMALL_BYTES
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module

@@ -1,7 +1,7 @@
 """A second simulator, for the tests: small, naive, one step after the other, in seconds as floats.
 
 Written from docs/simulation.md and the policies' docstrings. It shares with the simulator what is planned elsewhere
-(the duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts, where layers move) and none
+(the duration of a step, where failures are normalized to, Varuna's shapes, Oobleck's cuts) and none
 of its engine, ledger, placements, checkpoints and pauses.
 """
 
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from lightning_recycle.planning import Problem, layer_moves, normalized_failures, roles
-from lightning_recycle.planning.layout_candidates import Judgement
-from lightning_recycle.simulation.policy import Context, checkpoint_costs
+from lightning_recycle.planning import Problem, normalized_failures, roles
+from lightning_recycle.planning.layouts import Judgement
+from lightning_recycle.simulation.policy import Context, checkpoint_costs, distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.published import cut, morph, pipelines_step
-from lightning_recycle.simulation.recycle import _best_split
-from lightning_recycle.simulation.step_times import distribution, pipeline_step, planned_step
 from lightning_recycle.simulation.training_model import Cluster, one_f_one_b_seconds
 
 AGREEMENT = 0.01
@@ -398,16 +396,14 @@ class NaiveRecycle(Naive):
             held[worker] = max(empty, key=lambda place: (bare[place.stage], -place.pipeline, -place.stage))
         if held == before:
             return None
-        for worker, place in held.items():
-            if worker not in old:
-                sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
+        has = {worker: place.stage for worker, place in old.items()}
         if self.policy.normalization:
             vacant = sorted(set(grid.workers()) - set(held.values()))
-            goal = self.spread(len(vacant))
-            taken = roles(grid, vacant, goal)
-            stages = range(grid.stages + 1)
-            sent.update(move.source for move in layer_moves(grid, vacant, stages, stages, roles(grid, vacant, goal)))
+            taken = roles(grid, vacant, self.spread(len(vacant)))
             held = {worker: taken[place] for worker, place in held.items()}
+        for worker, place in held.items():
+            if has.get(worker) != place.stage:
+                sent[min((p for p in old.values() if p.stage == place.stage), key=lambda p: (sent[p], p))] += 1
         transfer = max(sent.values(), default=0) * self.one_copy()
         pauses = self.regrouping(len(self.live), failed, transfer)
         return Answer(self.running(held), pauses, "step" if failed else "now")
@@ -440,40 +436,6 @@ class NaiveElastic(NaiveRecycle):
         step = planned_step(problem, self.policy.effort)
         usual = Judgement(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
         return min(usual, step) if held == [model.pipelines] * model.stages else step
-
-
-class NaiveElasticLayers(NaiveRecycle):
-    """Re-routing, then moving layers; how they are spread over the stages is the policy's."""
-
-    def start(self):
-        way = self.afresh()
-        return self.balanced(way)[0] or way
-
-    def balanced(self, way):
-        model, policy = self.model, self.policy
-        counts = Counter(place.stage for place in way.layout.values()) if way else {}
-        vacancies = tuple(model.pipelines - counts[stage] for stage in range(model.stages)) if way else ()
-        if not any(vacancies):
-            return None, 0.0
-        units, step = _best_split(model, vacancies, policy.technique, policy.effort)
-        if step.period >= way.seconds * 0.99:
-            return None, 0.0
-        each = model.units // model.stages
-        had = [set(range(stage * each, (stage + 1) * each)) for stage in range(model.stages)]
-        has = [set(range(sum(units[:stage]), sum(units[: stage + 1]))) for stage in range(model.stages)]
-        most = max(len(new - old) for old, new in zip(had, has, strict=True))
-        better = replace(way, seconds=step.period, fill=step.fill, lead=step.lead)
-        return better, model.transfer_seconds(most / model.units) / policy.share
-
-    def answer(self, way, woken):
-        found = super().answer(way, woken)
-        if found is None:
-            better = self.balanced(way)[0] if woken else None
-            return better and Answer(better, [2.0], "now")
-        better, copying = self.balanced(found.way)
-        if better:
-            found.alarm = sum(found.pauses) + found.way.fill + copying
-        return found
 
 
 class NaiveBamboo(NaiveMerge):
@@ -634,7 +596,6 @@ class NaiveOobleck(Naive):
 NAIVE = {
     "Bamboo": NaiveBamboo,
     "Elastic": NaiveElastic,
-    "ElasticLayers": NaiveElasticLayers,
     "Merge": NaiveMerge,
     "Spares": NaiveMerge,
     "Restart": NaiveRestart,

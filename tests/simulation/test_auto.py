@@ -4,8 +4,7 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.planning import Problem, Technique
-from lightning_recycle.simulation.policy import Context
-from lightning_recycle.simulation.step_times import layer_costs
+from lightning_recycle.simulation.policy import Context, layer_costs
 
 LARGE, MIDDLE = sim.get_model("gpt3_6_7b"), sim.get_model("gpt3_3_35b")
 
@@ -38,7 +37,7 @@ def test_costs_of_layers_are_those_of_the_model(model) -> None:
 def test_auto_is_not_below_any_single_policy(count) -> None:
     settings = {"schedule": "planned", "effort": 0, "checkpoint": "memory"}
     auto = lost(sim.Auto(**settings), count).ratio
-    for kind in (sim.Recycle, sim.Merge, sim.ElasticLayers, sim.Oobleck):
+    for kind in (sim.Recycle, sim.Merge, sim.Oobleck):
         assert auto > 0.98 * lost(kind(**settings), count).ratio, kind
 
 
@@ -98,8 +97,8 @@ def test_stages_that_were_measured_as_a_whole_keep_their_layers() -> None:
 
 
 def test_workers_that_fail_and_come_back_together_never_hold_all_of_a_stage() -> None:
-    again = (28, 29, 30, 31)
-    outages = [sim.Outage(600.0, tuple(range(25, 32)), 1500.0), sim.Outage(2000.0, again, 2300.0)]
+    again = (9, 17, 25, 26)  # three of the four of a stage
+    outages = [sim.Outage(600.0, again, 1500.0), sim.Outage(2000.0, again, 2300.0)]
     result = run(sim.Auto(effort=0), outages, LARGE)
     assert "both" in choices(result)  # so places were vacant where few had been
     assert not any(interval.label == "restart" for interval in result.intervals)

@@ -6,17 +6,17 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.simulation.policies import assemble_teams
 from lightning_recycle.simulation.policy import (
     MEASURED_AGREEMENT,
     agreement_seconds,
     best_interval,
     checkpoint_costs,
 )
-from lightning_recycle.simulation.whole_pipelines import assemble_teams
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (
-    sim.Auto, sim.Recycle, sim.ElasticLayers, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck,
+    sim.Auto, sim.Recycle, sim.Merge, sim.Spares, sim.DropReplica, sim.Restart, sim.Oobleck,
     sim.Varuna, sim.Bamboo,
 )  # fmt: skip
 SHARED = [item.name for item in fields(sim.Policy)]
@@ -158,7 +158,7 @@ def test_all_policies_share_settings_and_defaults() -> None:
         own = {name: getattr(kind(), name) for name in SHARED}
         different = {name for name in SHARED if own[name] != usual[name]}
         allowed = {
-            **{key: {"schedule"} for key in (sim.Auto, sim.Recycle, sim.ElasticLayers)},
+            **{key: {"schedule"} for key in (sim.Auto, sim.Recycle)},
             sim.Varuna: {"restart"},
         }
         assert different == allowed.get(kind, set()), kind

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker
 from lightning_recycle.simulation import Bamboo, Cluster, Oobleck, Poisson, Recycle, Spares, get_model, repeat
-from lightning_recycle.simulation.step_times import planned_step
+from lightning_recycle.simulation.policy import planned_step
 from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 RECYCLE = Recycle(fault_free="1f1b", effort=0)

@@ -7,6 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
+from lightning_recycle.simulation.policies import Placement, assemble_teams, fresh, place
 from lightning_recycle.simulation.policy import Context
 from lightning_recycle.simulation.published import (
     cut,
@@ -17,8 +18,6 @@ from lightning_recycle.simulation.published import (
     share_batch,
     stage_ranges,
 )
-from lightning_recycle.simulation.recycle import Placement, fresh, place
-from lightning_recycle.simulation.whole_pipelines import assemble_teams
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.
 AT_ONCE = {"agreement": 0.0, "lookup": 0.0, "connect": 0.0, "checkpoint": "memory"}
@@ -295,33 +294,6 @@ def test_varuna_relaunches_from_a_checkpoint_with_the_same_batch() -> None:
     )  # recomputation
 
 
-# -- elastic layers ---------------------------------------------------------------------------------------------------
-
-
-def test_layers_move_in_the_background_and_then_help() -> None:
-    result = run(sim.ElasticLayers(effort=0), [sim.Outage(1000.0, (5,))], model=LARGE)
-    plain = run(sim.Recycle(effort=0), [sim.Outage(1000.0, (5,))], model=LARGE)
-    moved = result.intervals[-1]
-    between = [
-        i for i in result.intervals if i.state is sim.State.TRAINING and i.begin > 1000 and i.label == "1 failed"
-    ]
-    assert moved.label == "1 failed, layers moved"
-    assert between  # training went on meanwhile
-    assert between[0].throughput == pytest.approx(plain.intervals[-1].throughput)
-    assert moved.throughput > between[0].throughput
-    assert [label for label in labels(result) if label not in ("checkpoint", "fill")][-1] == "change"
-    # Not more than all live workers could do if they were all equally loaded.
-    assert moved.throughput < 5.33 * 31 / 32 * 1.21
-
-
-def test_nothing_moves_where_all_stages_have_lost_the_same() -> None:
-    ratios = [
-        sim.simulate(LARGE, sim.Cluster.of(LARGE), policy, sim.FailedFraction(8 / 32), "1h").ratio
-        for policy in (sim.Recycle(effort=0), sim.ElasticLayers(effort=0))
-    ]
-    assert ratios[0] == ratios[1]
-
-
 # -- all --------------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +317,6 @@ def test_fault_free_baselines_are_the_papers_and_the_zero_bubble_one() -> None:
         sim.Restart(),
         sim.Oobleck(),
         sim.Varuna(),
-        sim.ElasticLayers(),
         sim.Auto(effort=0),
     ],
     ids=lambda policy: type(policy).__name__,

@@ -14,7 +14,6 @@ POLICIES = [
     sim.Recycle(effort=0, normalization=False, fault_free="1f1b", checkpoint="memory", checkpoint_every="young"),
     sim.Recycle(adaptive=False, split_backward=False, staggered=False),
     sim.Elastic(effort=0),
-    sim.ElasticLayers(effort=0),
     sim.Auto(effort=0),
     sim.Auto(effort=0, schedule="1f1b", checkpoint="memory"),
     sim.Merge(),

@@ -29,8 +29,6 @@ POLICIES = [
     sim.Oobleck(**COMMON, **SYNC, schedule="planned", memory_factor=1000.0),  # pipelines of at least 3 workers
     sim.Elastic(**COMMON),
     sim.Elastic(**COMMON, schedule="1f1b", max_pipelines=3),
-    sim.ElasticLayers(**COMMON),
-    sim.ElasticLayers(**COMMON, **SLOW, schedule="1f1b", share=0.05),  # copying takes a while
     sim.Bamboo(**COMMON, **SLOW),
     sim.Bamboo(**COMMON, **SYNC, schedule="planned", threshold=0.5, node_start=20.0),
     sim.Varuna(**COMMON, **SLOW),

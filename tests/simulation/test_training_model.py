@@ -133,9 +133,7 @@ def test_measured_stages_cannot_be_cut_otherwise() -> None:
         180
     )
     with pytest.raises(ConfigurationError, match="measured stages say nothing"):
-        sim.simulate(
-            model, sim.Cluster.of(model), sim.ElasticLayers(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0
-        )
+        sim.simulate(model, sim.Cluster.of(model), sim.Oobleck(effort=0), sim.Scripted([sim.Outage(50.0, (1,))]), 200.0)
 
 
 @pytest.mark.parametrize(

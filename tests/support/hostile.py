@@ -16,8 +16,17 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from lightning_recycle import __version__
-from lightning_recycle.control.network.connection import Inbox, MessageConnection, connect
-from lightning_recycle.control.network.wire_format import HEADER_BYTES, SCHEMA, Handshake, Refused, Role, encode
+from lightning_recycle.control.network.connection import (
+    HEADER_BYTES,
+    SCHEMA,
+    Handshake,
+    Inbox,
+    MessageConnection,
+    Refused,
+    Role,
+    connect,
+    encode,
+)
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid

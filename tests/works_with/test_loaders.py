@@ -2,8 +2,6 @@
 or are refused by name.
 """
 
-import io
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import small_training as small
 import torch
 from torch.utils.data import DataLoader, Subset
+from web_shards import only_sample, web_dataset, write_shards
 
 from lightning_recycle import ReCycleError
 from lightning_recycle.data.map_style import MicrobatchLoader
@@ -37,32 +36,6 @@ def test_datasets_streaming() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(small.as_rows()).to_iterable_dataset(num_shards=2).map(small.as_tensors)
     small.check(lambda size: DataLoader(data, batch_size=size))
-
-
-def write_shards(folder: Path) -> list[str]:
-    """Two shards of a WebDataset."""
-    shards = []
-    rows = small.as_rows()
-    for shard, first in enumerate(range(0, len(rows), len(rows) // 2)):
-        shards.append(str(folder / f"{shard}.tar"))
-        with tarfile.open(shards[-1], "w") as file:
-            for index, row in enumerate(rows[first : first + len(rows) // 2]):
-                content = io.BytesIO()
-                torch.save(small.as_tensors(row), content)
-                info = tarfile.TarInfo(f"{shard}_{index:03}.pth")
-                info.size = content.tell()
-                file.addfile(info, io.BytesIO(content.getvalue()))
-    return shards
-
-
-def only_sample(sample: dict[str, Any]) -> Any:
-    return sample["pth"]
-
-
-def web_dataset(folder: Path, **options: Any) -> Any:
-    webdataset = pytest.importorskip("webdataset")
-    data = webdataset.WebDataset(write_shards(folder), **{"shardshuffle": False, **options})
-    return data.decode().map(only_sample)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

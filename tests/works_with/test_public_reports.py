@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import TOLERANCE, difference, grid_trainer, on_one_device
 from torch.utils.data import DataLoader
+from web_shards import web_dataset
 
 from lightning_recycle import ConfigurationError, ReCycleError
 
@@ -55,12 +56,27 @@ def test_steps_that_are_estimated_before_a_loader_is_resumed(tmp_path: Path) -> 
     check_resumed(lambda size: torchdata.StatefulDataLoader(rows, batch_size=size), reported.Scheduled, tmp_path, [3])
 
 
-def test_streams_of_datasets_that_are_resumed_twice(tmp_path: Path) -> None:
-    """Hugging Face datasets #7901, #8145, #8308: a shuffled stream with ``map``."""
+def test_streams_of_datasets_that_are_resumed_twice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Hugging Face datasets #7901, #8145, #8308: a shuffled stream with ``map``; #7444: no warning for each process."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(small.as_rows()).to_iterable_dataset(num_shards=1)
     data = data.map(small.as_tensors).shuffle(seed=42, buffer_size=10)
     check_resumed(lambda size: DataLoader(data, batch_size=size), small.Perceptron, tmp_path, [1, 3])
+    assert "shuffle buffer" not in "".join(capfd.readouterr())
+
+
+def test_shards_that_are_split_and_resumed(tmp_path: Path) -> None:
+    """WebDataset #271, #303, #444: by node and process, shuffled with a seed, resumed in the middle of an epoch."""
+    webdataset = pytest.importorskip("webdataset")
+    splits = {"nodesplitter": webdataset.split_by_node, "workersplitter": webdataset.split_by_worker}
+    data = web_dataset(tmp_path, **splits).shuffle(20, seed=1)
+    for name, num_workers in (("none", 0), ("two", 2)):
+        check_resumed(
+            lambda size, n=num_workers: DataLoader(data, batch_size=size, num_workers=n),
+            small.Perceptron,
+            tmp_path / name,
+            [1, 3],
+        )
 
 
 @pytest.mark.parametrize("monitor", ["loss", "val_loss"])

@@ -26,9 +26,8 @@ from typing import Any, TypeAlias
 
 from lightning_recycle.control.coordinator.worker_table import Vacancies, WorkerTable
 from lightning_recycle.control.journal import Journal, Process, revived_state
-from lightning_recycle.control.network.connection import SIGN_SECONDS, EventLoop, NonBlockingConnection
-from lightning_recycle.control.network.listener import Listener
-from lightning_recycle.control.network.wire_format import BadMessageError
+from lightning_recycle.control.network.connection import SIGN_SECONDS, BadMessageError, NonBlockingConnection
+from lightning_recycle.control.network.listener import EventLoop, Listener
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import StopReason

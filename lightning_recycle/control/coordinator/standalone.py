@@ -33,8 +33,13 @@ from lightning_recycle.control.journal import Journal, adopted_state, default_pa
 from lightning_recycle.control.monitoring.history import summary
 from lightning_recycle.control.monitoring.json_logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
-from lightning_recycle.control.network.addresses import address_from, http_address, http_address_from_environment, shown
-from lightning_recycle.control.network.wire_format import key_from_environment
+from lightning_recycle.control.network.addresses import (
+    address_from,
+    http_address,
+    http_address_from_environment,
+    key_from_environment,
+    shown,
+)
 from lightning_recycle.control.options import GROUPS, Overrides, RunConfig, difference, settings_of, settle
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from lightning_recycle.control.journal import Process
-from lightning_recycle.control.network.connection import EventLoop, NonBlockingConnection
-from lightning_recycle.control.network.wire_format import encode
+from lightning_recycle.control.network.connection import NonBlockingConnection, encode
+from lightning_recycle.control.network.listener import EventLoop
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import StopReason

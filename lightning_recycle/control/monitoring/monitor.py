@@ -40,7 +40,7 @@ from typing import Any, Generic, TypeVar
 from lightning_recycle.control.monitoring.json_logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
-from lightning_recycle.control.network.wire_format import VERSION
+from lightning_recycle.control.network.connection import VERSION
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, PlanningError
 from lightning_recycle.planning.schedule import Schedule
 

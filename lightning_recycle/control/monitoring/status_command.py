@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_recycle.arguments import command_parser
+from lightning_recycle.arguments import command_parser, exit_without_reader
 from lightning_recycle.control.network.addresses import connect_to, sockets
 
 _SECONDS = 5.0  # for an answer
@@ -89,16 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 " its address: recycle-status HOST:PORT."
             )
         if len(targets) > 1:
-            return _list(targets, options.json)
-        if options.watch is None:
+            status = _list(targets, options.json)
+        elif options.watch is None:
+            status = 0
             _show(targets[0].ask(), options.json)
-            return 0
-        return _watch(targets[0], options.watch, options.json)
+        else:
+            status = _watch(targets[0], options.watch, options.json)
+        sys.stdout.flush()
+        return status
     except NoRun as nothing:
         print(f"recycle-status: {nothing}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        exit_without_reader()
 
 
 def _parser() -> argparse.ArgumentParser:

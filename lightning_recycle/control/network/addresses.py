@@ -1,23 +1,28 @@
-"""Addresses: of coordinators (``host:port``, names, IPv4 or IPv6) and of runs.
+"""Addresses and keys of coordinators, and the runs of this user on this machine.
+
+An address is ``host:port``, by a name, IPv4 or IPv6.
 
 *Runs of this user on this machine* have Unix sockets in a folder of mode 0700: no port, no key, access by the file
 system. The name begins with the process id. The next reader removes the socket that a killed process left. A folder
 that is not this user's alone is neither used nor read.
 
 Contract: every mistake in an address is a :class:`~lightning_recycle.errors.ConfigurationError` with address and
-remedy. What may pass (a name that cannot be resolved yet, no route) is left to the side that connects.
+remedy, and so is an unusable key, without the key. What may pass (a name that cannot be resolved yet, no route) is left
+to the side that connects.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -230,3 +235,113 @@ def connect_to(path: Path) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+# ---------------------------------------------------------------------- keys
+
+KEY_BYTES = 16
+"""The least that a key may have."""
+
+
+def check_key(key: bytes, name: str) -> bytes:
+    """``key`` of at least 16 bytes; else ConfigurationError with the setting ``name``."""
+    if len(key) < KEY_BYTES:
+        raise ConfigurationError(
+            f"{name} has {len(key)} bytes, which can be guessed: give one of at least {KEY_BYTES}, for example"
+            f' {name}="$(head -c 32 /dev/urandom | base64)".'
+        )
+    return key
+
+
+_MOST_BYTES = 4096  # of a file with a key
+
+
+_KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
+
+
+def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of a run, from ``RECYCLE_KEY`` or else from the key file.
+
+    Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
+    """
+    key = environ.get(_KEY, "")
+    if key:
+        return check_key(key.encode(), _KEY)
+    path = environ.get(_KEY_FILE, "")
+    if path:
+        return check_key(_read(path), f"{_KEY_FILE}={path}")
+    raise ConfigurationError(
+        "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
+        ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)", or RECYCLE_KEY_FILE, a file with it.'
+    )
+
+
+def _read(path: str) -> bytes:
+    """The key in the file at ``path``, stripped."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+                raise ConfigurationError(
+                    f"{_KEY_FILE}={path}: others may read or write it (mode {stat.S_IMODE(status.st_mode):04o}), and"
+                    f" who knows the key can run code in the workers: chmod 600 {path}; for a secret that Kubernetes"
+                    " mounts, defaultMode: 0400."
+                )
+            return file.read(_MOST_BYTES).strip()
+    except OSError as error:
+        raise ConfigurationError(f"{_KEY_FILE}={path} cannot be read: {error.strerror or error}.") from error
+
+
+# ---------------------------------------------------------------------- addresses of this machine
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_at(interface: str, setting: str) -> str:
+    """The address of this machine on an interface ("eth0") or in a network.
+
+    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: its
+    variable, for errors. Raises ConfigurationError if there is none.
+    """
+    found = None
+    if "/" in interface:
+        try:
+            network = ipaddress.ip_network(interface, strict=False)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{setting}={interface!r}: {error}. Give a network such as 10.1.0.0/16, or the name of an interface."
+            ) from error
+        with contextlib.suppress(OSError):  # there is no way there
+            own = own_address_towards(str(network[min(1, network.num_addresses - 1)]))
+            found = own if ipaddress.ip_address(own) in network else None
+    else:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            asked = struct.pack("256s", interface.encode()[:15])
+            found = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, asked)[20:24])
+    if found is None:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigurationError(
+            f"{setting}={interface!r}: this machine ({socket.gethostname()}) has no such IPv4 address; its interfaces"
+            f" are {names}. Give one of them, or a network such as 10.1.0.0/16 or fd00::/8."
+        )
+    return found
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of the address ``host``."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def free_port(host: str) -> int:
+    """A free port of ``host``; OSError if this machine has no such address."""
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def own_address_towards(host: str) -> str:
+    """This machine's address towards ``host``, found without sending; or OSError."""
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])

@@ -1,49 +1,229 @@
-"""Connections of the control plane: messages over sockets, and the event loop.
+"""Connections of the control plane: a handshake, frames of messages, sockets.
 
-Concept: messages are assembled from the pieces that arrive (:class:`Inbox`). A worker's threads block in
+*Handshake*: each side sends a greeting (version, schema of messages, random number) at once. The worker answers with an
+HMAC-SHA256 of its role and both greetings under the key, then the coordinator with its own: a proof is good for one
+connection, direction and version, and the key is never sent. Before the proof only bytes of a fixed number are read.
+
+*Frame*: a header (message type, length) and a body of fields, msgpack with the messages' type hints as the schema.
+Decoding makes only data of declared types: no byte from the network names a class or function, so none can run code.
+
+*Sockets*: messages are assembled from the pieces that arrive (:class:`Inbox`). A worker's threads block in
 :class:`MessageConnection`. The coordinator has one thread for all workers, so a worker that stops in the middle of a
-message must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways. :class:`EventLoop`
-calls back for readable connections, exits of processes, and wake-ups; events about connections that the same round
-closed are dropped.
+message must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways.
 
-Contract: a broken connection is an OSError or EOFError, bytes that are no message a
-:class:`~lightning_recycle.control.network.wire_format.BadMessageError`; after either it is to be closed. The
-coordinator sends a sign of life to all at least every :data:`SIGN_SECONDS`, with the silence that it may keep
-(:meth:`MessageConnection.limit_quiet`). A machine that does not answer breaks the connection, a merely stopped process
-does not: its kernel answers.
+Contract: a broken connection is an OSError or EOFError, bytes that are no message a :class:`BadMessageError`; after
+either it is to be closed. The coordinator sends a sign of life to all at least every :data:`SIGN_SECONDS`, with the
+silence that it may keep (:meth:`MessageConnection.limit_quiet`). A machine that does not answer breaks the connection,
+a merely stopped process does not: its kernel answers.
+
+Must not know: meanings of messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import hmac
+import inspect
+import json
 import logging
+import numbers
 import os
 import random
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator
+from enum import Enum
+from typing import Any
 
-from lightning_recycle.control.network.wire_format import (
-    HEADER_BYTES,
-    SCHEMA,
-    VERSION,
-    BadMessageError,
-    Handshake,
-    Refused,
-    Role,
-    decode,
-    encode,
-    parse_header,
-)
+import msgspec
+
+from lightning_recycle.arguments import __version__
+from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import TO_WORKERS
+from lightning_recycle.errors import ControlPlaneError, ReCycleError
 
 log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------- frames
+
+
+class BadMessageError(ControlPlaneError):
+    """Bytes that are no message, or one that may not come here; ends a connection."""
+
+
+_HEADER = struct.Struct(">HQ")  # number of the message's type, bytes of its body
+HEADER_BYTES = _HEADER.size
+
+_TYPES: tuple[type[Any], ...] = tuple(
+    value
+    for value in vars(messages).values()
+    if inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__module__ == messages.__name__
+)
+_NUMBERS = {message: number for number, message in enumerate(_TYPES)}
+_DECODERS = {message: msgspec.msgpack.Decoder(message) for message in _TYPES}
+
+SCHEMA: bytes = hashlib.sha256(
+    json.dumps(msgspec.json.schema_components(_TYPES), sort_keys=True, default=repr).encode()
+).digest()[:16]
+"""A digest of all messages, their fields and types: equal on two sides that understand each other."""
+
+
+def encode(message: Any) -> bytearray:
+    """The frame of ``message``; raises ReCycleError for fields of other types."""
+    frame = bytearray(HEADER_BYTES)
+    try:
+        _ENCODER.encode_into(message, frame, HEADER_BYTES)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ReCycleError(f"{message!r:.500} cannot be sent: {error}. Give plain numbers and strings.") from error
+    _HEADER.pack_into(frame, 0, _NUMBERS[type(message)], len(frame) - HEADER_BYTES)
+    return frame
+
+
+def parse_header(header: bytes | bytearray | memoryview) -> tuple[type[Any], int]:
+    """The message type and the bytes of its body; BadMessageError if unknown."""
+    number, size = _HEADER.unpack(header)
+    if number >= len(_TYPES):
+        raise BadMessageError(f"message type {number} does not exist")
+    return _TYPES[number], size
+
+
+def decode(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
+    """The message of type ``kind`` with the given body; BadMessageError if it is none."""
+    try:
+        return _DECODERS[kind].decode(body)
+    # RecursionError: nested too deeply. ReCycleError: a grid that cannot be.
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ReCycleError) as error:
+        raise BadMessageError(f"no {kind.__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and other subclasses of msgpack's types, as the latter."""
+    conversions: tuple[tuple[type[Any], Callable[[Any], Any]], ...] = (
+        (numbers.Integral, int),
+        (numbers.Real, float),
+        (str, str),
+        (bytes, bytes),
+    )
+    for kind, convert in conversions:
+        if isinstance(value, kind):
+            return convert(value)
+    raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+# ---------------------------------------------------------------------- the handshake
+
+
+# Dynamically: this package imports nothing above itself.
+VERSION = __version__
+"""The version of this package."""
+
+
+_MAGIC = b"recycle\x00"
+_GREETING = struct.Struct(">8s32s16s32s")  # magic, version, schema, random number
+_PROOF_BYTES = 32
+
+
+class Refused(ControlPlaneError):
+    """The other side does not know the key, or speaks another protocol."""
+
+
+class VersionMismatch(Refused):
+    """The other side runs another version of this package."""
+
+
+class Role(Enum):
+    """Side of a connection; part of the proof, so no side is answered with its own."""
+
+    WORKER = b"worker"
+    COORDINATOR = b"coordinator"
+
+    @property
+    def other(self) -> Role:
+        return Role.COORDINATOR if self is Role.WORKER else Role.WORKER
+
+
+class Handshake:
+    """One side of one handshake.
+
+    Attributes:
+        greeting: the bytes to send first.
+        done: whether the other side has proved the key.
+        rest: bytes that arrived after its proof.
+    """
+
+    def __init__(self, role: Role, key: bytes, version: str, schema: bytes) -> None:
+        self.greeting = _GREETING.pack(_MAGIC, version.encode()[:32], schema, os.urandom(32))
+        self.done = False
+        self.rest = b""
+        self._role = role
+        self._key = key
+        self._version = version
+        self._schema = schema
+        self._received = b""
+        self._transcript = b""
+
+    @property
+    def met(self) -> bool:
+        """Whether the other side has announced the same version."""
+        return bool(self._transcript)
+
+    def receive(self, data: bytes) -> bytes:
+        """Takes in what arrived; returns what to send.
+
+        Raises VersionMismatch for another version, Refused for another protocol or key.
+        """
+        self._received += data
+        answer = b""
+        if not self._transcript:
+            if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+                raise Refused("the other side is no lightning_recycle")
+            if len(self._received) < _GREETING.size:
+                return answer
+            greeting, self._received = self._received[: _GREETING.size], self._received[_GREETING.size :]
+            self._meet(greeting)
+            if self._role is Role.WORKER:
+                answer = self._proof(self._role)
+        if len(self._received) >= _PROOF_BYTES and not self.done:
+            proof, self.rest = self._received[:_PROOF_BYTES], self._received[_PROOF_BYTES:]
+            if not hmac.compare_digest(proof, self._proof(self._role.other)):
+                raise Refused("the other side has another key")
+            self.done = True
+            if self._role is Role.COORDINATOR:
+                answer = self._proof(self._role)
+        return answer
+
+    def _meet(self, greeting: bytes) -> None:
+        _, version, schema, _ = _GREETING.unpack(greeting)
+        theirs = version.rstrip(b"\x00").decode("ascii", errors="replace")
+        if (theirs, schema) != (self._version, self._schema):
+            sides = {self._role: (self._version, self._schema), self._role.other: (theirs, schema)}
+            named = {
+                role: f"lightning-recycle {name!r} (messages {digest.hex()[:8]})"
+                for role, (name, digest) in sides.items()
+            }
+            raise VersionMismatch(
+                f"the worker runs {named[Role.WORKER]}, the coordinator {named[Role.COORDINATOR]}:"
+                " install the same version on both sides"
+            )
+        both = (self.greeting, greeting) if self._role is Role.WORKER else (greeting, self.greeting)
+        self._transcript = b"".join(both)
+
+    def _proof(self, role: Role) -> bytes:
+        return hmac.digest(self._key, role.value + b"\x00" + self._transcript, "sha256")
+
+
+# ---------------------------------------------------------------------- sockets
+
 
 _ANSWER_SECONDS = 30.0  # until a worker's machine that does not answer counts as gone
 _READ = 64 << 10  # bytes
@@ -331,107 +511,3 @@ def connections(
             yield connect(address, key, timeout=min(left, _ATTEMPT_SECONDS))
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-# ---------------------------------------------------------------------- the event loop
-
-_Found: TypeAlias = "Sequence[tuple[selectors.SelectorKey, int]]"
-
-
-class EventLoop:
-    """Calls back for watched sources.
-
-    ``on_wake``: called in the loop's thread after :meth:`wake`, once for several calls.
-    """
-
-    def __init__(self, on_wake: Callable[[], None]) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._on_wake = on_wake
-        self._reader, self._writer = os.pipe()
-        self._lock = threading.Lock()
-        self.watch(self._reader, self._drain)
-
-    def wake(self) -> None:
-        """Makes the loop call ``on_wake``. Callable from any thread, also after the end."""
-        with self._lock:
-            if self._writer >= 0:
-                os.write(self._writer, b"x")
-
-    def _drain(self) -> None:
-        os.read(self._reader, 4096)
-        self._on_wake()
-
-    # ------------------------------------------------------------------ what is watched
-
-    def watch(self, source: int | NonBlockingConnection, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` whenever ``source`` can be read from."""
-        self._selector.register(source, selectors.EVENT_READ, callback)
-
-    def forget(self, source: int | NonBlockingConnection) -> None:
-        """Watches ``source`` no longer; it must be watched."""
-        self._selector.unregister(source)
-
-    def watches(self, source: int | NonBlockingConnection) -> bool:
-        return source in self._selector.get_map()
-
-    def watch_unsent(self, connection: NonBlockingConnection) -> None:
-        """Watches until ``connection`` takes its unsent frames."""
-        key = self._selector.get_key(connection)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
-        if events != key.events:
-            self._selector.modify(connection, events, key.data)
-
-    # ------------------------------------------------------------------ one round
-
-    def select(self, timeout: float) -> _Found:
-        """Waits at most ``timeout`` seconds for something to :meth:`dispatch`."""
-        return self._selector.select(timeout)
-
-    def dispatch(self, found: _Found) -> None:
-        for key, events in found:
-            if not self._is_current(key):
-                continue
-            if events & selectors.EVENT_WRITE:
-                self._flush(key.fileobj)
-                if not self._is_current(key):
-                    continue
-            if events & selectors.EVENT_READ:
-                key.data()
-
-    def _is_current(self, key: selectors.SelectorKey) -> bool:
-        """Whether an event's connection was not closed or replaced in the same round."""
-        found = self._selector.get_map().get(key.fd)
-        return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
-
-    def _flush(self, connection: Any) -> None:
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
-            connection.flush()
-        self.watch_unsent(connection)
-
-    # ------------------------------------------------------------------ the end
-
-    def flush_all(self, seconds: float) -> None:
-        """Waits until all connections have taken their frames, at most ``seconds``."""
-        deadline = time.monotonic() + seconds
-        for connection in self._connections():
-            with contextlib.suppress(OSError):  # it is the end; a worker that is gone needs no message
-                connection.flush_within(max(0.0, deadline - time.monotonic()))
-
-    def close_connections(self, keep: Collection[NonBlockingConnection] = ()) -> None:
-        for connection in self._connections():
-            if connection not in keep:
-                self.forget(connection)
-                connection.close()
-
-    def close(self) -> None:
-        """Closes all connections that are watched, and itself."""
-        self.close_connections()
-        self._selector.close()
-        with self._lock:
-            for descriptor in (self._reader, self._writer):
-                os.close(descriptor)
-            self._writer = -1
-
-    def _connections(self) -> list[NonBlockingConnection]:
-        keys = list(self._selector.get_map().values())
-        return [key.fileobj for key in keys if isinstance(key.fileobj, NonBlockingConnection)]

@@ -1,10 +1,13 @@
-"""Listener: accepts connections, and hands out those that know the key.
+"""Listening: connections that know the key, and the loop of the thread that reads them.
 
-One thread serves all strangers, so they cost a descriptor each: each has a bounded time for the whole handshake, and
-their number is bounded. An address is *known* if a worker has come from there, or if it is loopback; others may have a
-few connections in the handshake. Of too many in all, one from an unknown address or without a word goes, the longest
-waiting first: a side with the key is done within milliseconds. The log has a few refusals, and then their number now
-and then.
+:class:`Listener` accepts connections and hands out those that know the key. One thread serves all strangers, so they
+cost a descriptor each: each has a bounded time for the whole handshake, and their number is bounded. An address is
+*known* if a worker has come from there, or if it is loopback; others may have a few connections in the handshake. Of
+too many in all, one from an unknown address or without a word goes, the longest waiting first: a side with the key is
+done within milliseconds. The log has a few refusals, and then their number now and then.
+
+:class:`EventLoop` calls back for readable connections, exits of processes, and wake-ups; events about connections that
+the same round closed are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import queue
 import selectors
 import socket
@@ -19,11 +23,21 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
-from lightning_recycle.control.network.connection import HANDSHAKE_SECONDS, Inbox, NonBlockingConnection
-from lightning_recycle.control.network.wire_format import SCHEMA, VERSION, Handshake, Refused, Role, VersionMismatch
+from lightning_recycle.control.network.connection import (
+    HANDSHAKE_SECONDS,
+    SCHEMA,
+    VERSION,
+    Handshake,
+    Inbox,
+    NonBlockingConnection,
+    Refused,
+    Role,
+    VersionMismatch,
+)
 from lightning_recycle.control.protocol.messages import FIRST
 
 log = logging.getLogger(__name__)
@@ -258,3 +272,107 @@ def _has_left(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+# ---------------------------------------------------------------------- the event loop
+
+_Found: TypeAlias = "Sequence[tuple[selectors.SelectorKey, int]]"
+
+
+class EventLoop:
+    """Calls back for watched sources.
+
+    ``on_wake``: called in the loop's thread after :meth:`wake`, once for several calls.
+    """
+
+    def __init__(self, on_wake: Callable[[], None]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._on_wake = on_wake
+        self._reader, self._writer = os.pipe()
+        self._lock = threading.Lock()
+        self.watch(self._reader, self._drain)
+
+    def wake(self) -> None:
+        """Makes the loop call ``on_wake``. Callable from any thread, also after the end."""
+        with self._lock:
+            if self._writer >= 0:
+                os.write(self._writer, b"x")
+
+    def _drain(self) -> None:
+        os.read(self._reader, 4096)
+        self._on_wake()
+
+    # ------------------------------------------------------------------ what is watched
+
+    def watch(self, source: int | NonBlockingConnection, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` whenever ``source`` can be read from."""
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def forget(self, source: int | NonBlockingConnection) -> None:
+        """Watches ``source`` no longer; it must be watched."""
+        self._selector.unregister(source)
+
+    def watches(self, source: int | NonBlockingConnection) -> bool:
+        return source in self._selector.get_map()
+
+    def watch_unsent(self, connection: NonBlockingConnection) -> None:
+        """Watches until ``connection`` takes its unsent frames."""
+        key = self._selector.get_key(connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent_since is not None else 0)
+        if events != key.events:
+            self._selector.modify(connection, events, key.data)
+
+    # ------------------------------------------------------------------ one round
+
+    def select(self, timeout: float) -> _Found:
+        """Waits at most ``timeout`` seconds for something to :meth:`dispatch`."""
+        return self._selector.select(timeout)
+
+    def dispatch(self, found: _Found) -> None:
+        for key, events in found:
+            if not self._is_current(key):
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.fileobj)
+                if not self._is_current(key):
+                    continue
+            if events & selectors.EVENT_READ:
+                key.data()
+
+    def _is_current(self, key: selectors.SelectorKey) -> bool:
+        """Whether an event's connection was not closed or replaced in the same round."""
+        found = self._selector.get_map().get(key.fd)
+        return found is not None and (found.fileobj, found.data) == (key.fileobj, key.data)
+
+    def _flush(self, connection: Any) -> None:
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone
+            connection.flush()
+        self.watch_unsent(connection)
+
+    # ------------------------------------------------------------------ the end
+
+    def flush_all(self, seconds: float) -> None:
+        """Waits until all connections have taken their frames, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        for connection in self._connections():
+            with contextlib.suppress(OSError):  # it is the end; a worker that is gone needs no message
+                connection.flush_within(max(0.0, deadline - time.monotonic()))
+
+    def close_connections(self, keep: Collection[NonBlockingConnection] = ()) -> None:
+        for connection in self._connections():
+            if connection not in keep:
+                self.forget(connection)
+                connection.close()
+
+    def close(self) -> None:
+        """Closes all connections that are watched, and itself."""
+        self.close_connections()
+        self._selector.close()
+        with self._lock:
+            for descriptor in (self._reader, self._writer):
+                os.close(descriptor)
+            self._writer = -1
+
+    def _connections(self) -> list[NonBlockingConnection]:
+        keys = list(self._selector.get_map().values())
+        return [key.fileobj for key in keys if isinstance(key.fileobj, NonBlockingConnection)]

@@ -1,11 +1,11 @@
 """Choice of another layout of a run's layers: its facts, questions and decisions.
 
 Concept: each worker reports once its layers (:class:`~lightning_recycle.control.protocol.messages.LayerFacts`). With
-measured times and memory, :func:`~lightning_recycle.planning.layout_search.plan_layout` is asked when operations have
+measured times and memory, :func:`~lightning_recycle.planning.layouts.plan_layout` is asked when operations have
 been measured, and when workers are lost or return; in the background, while training goes on with re-routing alone.
 
 Contract: called from the coordinator's thread. Answers are published by the planning queue, as
-:class:`~lightning_recycle.planning.layout_candidates.LayoutPlan`.
+:class:`~lightning_recycle.planning.layouts.LayoutPlan`.
 
 Must not know: connections, generations; how layers move.
 """
@@ -25,11 +25,9 @@ from lightning_recycle.control.protocol.state import LayoutReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
-from lightning_recycle.planning.cuts import has_ties, held_ranges, parts_of
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layer_costs import LayerCosts
-from lightning_recycle.planning.layout_candidates import Candidate, FailureRecord, LayoutPlan, Way
-from lightning_recycle.planning.layout_search import plan_layout
+from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, plan_layout
+from lightning_recycle.planning.partition import LayerCosts, has_ties, held_ranges, parts_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 
@@ -43,7 +41,6 @@ _NEVER = 1e12  # seconds
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _LEAST_GAIN = 0.05  # of a step: measured times are not exact
 _SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
-_WAYS: tuple[Way, ...] = ("layers",)  # workers change their stage by themselves: see Vacancies
 
 
 class LayoutChoice:
@@ -75,8 +72,8 @@ class LayoutChoice:
 
     def begin(self, schedule: Schedule, failed_before: frozenset[Worker]) -> None:
         """A generation begins; asks for its layout if other workers are failed now."""
-        if lost := schedule.failed - failed_before:
-            self._record = self._record.after(0, 0.0, lost=len(lost))
+        if schedule.failed - failed_before:
+            self._record = self._record.after(0, 0.0, failed=True)
         if schedule.failed != failed_before:
             self._patience = _STEPS_BEFORE_LAYOUTS
             self._ask(schedule)
@@ -105,7 +102,6 @@ class LayoutChoice:
             least_gain=_LEAST_GAIN,
             fixed=self._fixed,
             whole=self._whole,
-            ways=_WAYS,
         )
         self._background.begin(Urgency.LAYOUT, self._look_for(question))
 
@@ -126,11 +122,11 @@ class LayoutChoice:
 
     def decide(self, plan: LayoutPlan, schedule: Schedule) -> tuple[LayoutReady | None, tuple[str, ...]]:
         """The change by a published plan, if for the workers of ``schedule``; reasons."""
-        before, cuts = plan.reroute.layout.cuts, plan.chosen.layout.cuts
+        before, cuts = plan.reroute.cuts, plan.chosen.cuts
         if before != self.cuts:
             return None, ()
         self._newest = plan.chosen
-        if plan.reroute.failed != schedule.failed:
+        if plan.reroute.problem.failed != schedule.failed:
             return None, ()
         stays = cuts == before
         why = "" if stays else self._objection(cuts) or self._doubts(plan.gain, schedule)
@@ -202,7 +198,7 @@ class LayoutChoice:
     def choice_of(self, cuts: Cuts) -> Candidate | None:
         """The layout ``cuts`` as it was chosen, with its plan."""
         newest = self._newest
-        return None if newest is None or newest.layout.cuts != cuts else newest
+        return None if newest is None or newest.cuts != cuts else newest
 
     def _variation(self, cuts: Cuts, grid: Grid) -> tuple[MicrobatchVariation, MicrobatchVariation] | None:
         """How micro-batches differ under ``cuts``, with split and with fused backwards.

@@ -13,7 +13,7 @@ have tried splitting; then both plans are made, and the better one is kept
 (:func:`~lightning_recycle.planning.splitting.choose_technique`).
 
 Plans are kept by their problem up to renaming of workers
-(:func:`~lightning_recycle.planning.rerouting.representative`): the fault-free one, and within the memory limit those
+(:func:`~lightning_recycle.planning.routing.representative`): the fault-free one, and within the memory limit those
 used last.
 
 Contract: called from the coordinator's thread; slow work is a job of the
@@ -36,7 +36,6 @@ from lightning_recycle.control.plans.assumptions import Assumptions, OperationSe
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
-from lightning_recycle.planning.compact_schedule import CompactSchedule
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
@@ -50,7 +49,7 @@ from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import ExactPlanner, Planner, get_planner, solve
 from lightning_recycle.planning.planning_options import PlanningOptions
 from lightning_recycle.planning.problem import Problem, lower_bound
-from lightning_recycle.planning.rerouting import alike, renamed, representative
+from lightning_recycle.planning.routing import CompactSchedule, alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
 from lightning_recycle.planning.timing import retime

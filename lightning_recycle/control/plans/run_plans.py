@@ -39,7 +39,7 @@ from lightning_recycle.control.protocol.state import LayoutReady, PlanReady
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Profile
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.layout_candidates import LayoutPlan
+from lightning_recycle.planning.layouts import LayoutPlan
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import TechniqueChoice

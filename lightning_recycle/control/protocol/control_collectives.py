@@ -315,7 +315,7 @@ def save_status(state: MembershipState) -> SaveStatus:
     if over is None or over.batch < 0:
         return SaveStatus(holders, generation)
     failures = tuple(over.ended[index] for index in range(len(over.paths)))
-    return SaveStatus(holders, generation, over.batch, failures, dict(over.unnamed), over.facts)
+    return SaveStatus(holders, generation, over.batch, failures, dict(over.unnamed))
 
 
 def _holders(state: MembershipState) -> tuple[int, ...]:
@@ -363,7 +363,7 @@ def on_save_ended(state: MembershipState, event: messages.SaveEnded) -> Next:
     """The writer is done with a checkpoint."""
     if event.batch != state.saves.batch or event.rank != state.saves.writer or event.index in state.saves.ended:
         return state, ()
-    return _saves_ended(state.with_saves(facts=event.facts), {event.index: event.failure})
+    return _saves_ended(state, {event.index: event.failure})
 
 
 def settle_saves(state: MembershipState) -> Next:

@@ -14,7 +14,7 @@ Must not know: locks, sockets, clocks, pickles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -93,7 +93,7 @@ class MessageRecord:
             case messages.EndRun():
                 self.ends_run = True
             case messages.Measured():
-                new = {name: value for name in message.__slots__ if (value := getattr(message, name)) is not None}
+                new = {f.name: value for f in fields(message) if (value := getattr(message, f.name)) is not None}
                 self.measured = replace(self.measured or message, **new)
 
     def heard(self, message: Any, rank: int, begun: int) -> None:

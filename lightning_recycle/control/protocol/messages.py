@@ -1,6 +1,6 @@
 """Messages of workers and coordinator: frozen values, one connection per worker.
 
-The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.wire_format`): every field is
+The type hints are the schema of the wire format (:mod:`~lightning_recycle.control.network.connection`): every field is
 data that msgpack has, an enum, or a dataclass of such fields. What only workers and the launching process understand is
 ``bytes``, which the coordinator passes on and never opens.
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+from typing_extensions import dataclass_transform
 
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
@@ -30,7 +32,7 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
-part, the stages on both sides share it (:mod:`~lightning_recycle.planning.cuts`). Empty: as at the
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.partition`). Empty: as at the
 start.
 """
 
@@ -43,6 +45,25 @@ IS_FINITE, NOT_FINITE = b"finite", b"not finite"
 
 OUTSIDE = -1
 """The step of what is raised outside of steps: its operation names the code, and any step may meet it."""
+
+
+_FROM_WORKERS: list[type[Any]] = []
+_TO_WORKERS: list[type[Any]] = []
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def _from_worker(kind: type[_T]) -> type[_T]:
+    """Makes ``kind`` a message of :data:`FROM_WORKERS`."""
+    _FROM_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
+    return message
+
+
+@dataclass_transform(frozen_default=True)
+def _to_worker(kind: type[_T]) -> type[_T]:
+    """Makes ``kind`` a message of :data:`TO_WORKERS`."""
+    _TO_WORKERS.append(message := dataclass(frozen=True, slots=True)(kind))
+    return message
 
 
 class StepState(Enum):
@@ -151,21 +172,19 @@ class Activity:
     """Activity of a worker's main thread.
 
     ``operation``, ``waiting_for``: for people; the latter is empty while the thread does not wait for other processes.
-    ``since``: seconds of the worker's monotonic clock. ``kind``: the operation's kind if its usual duration is known
-    ("F", "B", ...), else empty. ``coordinated``: whether it waits for the coordinator, not for another worker.
-    ``microbatch``: index in the global batch; -1 for none.
+    ``kind``: the operation's kind if its usual duration is known ("F", "B", ...), else empty. ``coordinated``: whether
+    it waits for the coordinator, not for another worker. ``microbatch``: index in the global batch; -1 for none.
     """
 
     step: int
     operation: str
-    waiting_for: str
-    since: float
+    waiting_for: str = ""
     kind: str = ""
     coordinated: bool = False
     microbatch: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Heartbeat:
     """Sign of life: the main thread has been at ``activity`` for ``seconds``.
 
@@ -179,14 +198,14 @@ class Heartbeat:
     begun: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Ready:
     """A worker that joins later is set up; it waits to be let in."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Leave:
     """The worker got SIGTERM and leaves at the next step boundary.
 
@@ -198,14 +217,14 @@ class Leave:
     with_run: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class EndRun:
     """A worker's job is about to end: all are to end after their present step."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Paused:
     """Answer to :class:`Pause`: the newest begun step; no other begins until told."""
 
@@ -233,7 +252,7 @@ class Milestone(Enum):
     IN_HOOK = "in hook"
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Reached:
     """The worker has reached ``milestone`` in ``generation``; ``step``, if it has one."""
 
@@ -243,7 +262,7 @@ class Reached:
     step: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Restored:
     """Before the first step: all start from a checkpoint of ``version`` steps."""
 
@@ -259,7 +278,7 @@ class SavePhase(Enum):
     GIVEN_UP = "checkpoint_given_up"
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class SaveBegun:
     """The sender is at the step boundary of a batch of checkpoints, as all will be.
 
@@ -280,7 +299,7 @@ class SaveBegun:
     stalled: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class SaveAnnounced:
     """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
@@ -307,11 +326,11 @@ class SaveFailure:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class SaveEnded:
     """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
-    ``stalled``: as in :class:`SaveBegun`. ``facts``: measurements of the writer, opaque.
+    ``stalled``: as in :class:`SaveBegun`.
     """
 
     rank: int
@@ -319,7 +338,6 @@ class SaveEnded:
     index: int
     failure: SaveFailure | None = None
     stalled: float = 0.0
-    facts: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +347,7 @@ class SaveStatus:
     ``holders``: by column, the worker that writes its state at the next boundary; the first one of the last stage names
     the files. Empty if none can be named. ``generation``: that in which the holders were alive. ``batch``: the newest
     finished batch; -1 for none. ``failures``: for each of its checkpoints, why there is none. ``unnamed``: by index,
-    temporary paths of whole files that their lost writer may not have named. ``facts``: measurements of the writer,
-    opaque.
+    temporary paths of whole files that their lost writer may not have named.
     """
 
     holders: tuple[int, ...] = ()
@@ -338,10 +355,9 @@ class SaveStatus:
     batch: int = -1
     failures: tuple[SaveFailure | None, ...] = ()
     unnamed: Mapping[int, str] = field(default_factory=dict)
-    facts: Payload | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Parcel:
     """Part of background checkpoint ``batch`` for worker ``to``, under ``key``.
 
@@ -355,7 +371,7 @@ class Parcel:
     payload: Payload | None
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Confirm:
     """Asks whether the worker is still a member; only a member gets the answer."""
 
@@ -363,7 +379,7 @@ class Confirm:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Report:
     """A survivor stopped for ``generation`` and reports what it holds.
 
@@ -381,7 +397,7 @@ class Report:
     hooks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Broken:
     """Communication failed in ``generation`` though no failure was announced.
 
@@ -394,7 +410,7 @@ class Broken:
     unreachable: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Losses:
     """Losses of micro-batches of ``step`` by global index.
 
@@ -438,7 +454,7 @@ class Facts:
     inputs: Mapping[str, Number] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Applied:
     """The worker has applied ``step``.
 
@@ -454,7 +470,7 @@ class Applied:
     peak_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Differs:
     """A joined worker differs from its donor after ``step`` in ``cause``, and ends."""
 
@@ -473,7 +489,7 @@ class Profiled:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Commit:
     """The worker is REDUCED in ``step``; the answer brings the payloads of all stages.
 
@@ -488,7 +504,7 @@ class Commit:
     guesses: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Undo:
     """A guess about ``step`` was wrong: drop its consequences and connect again."""
 
@@ -497,7 +513,7 @@ class Undo:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Arrive:
     """The worker's part of control collective ``number``; all must agree on ``name``.
 
@@ -512,7 +528,7 @@ class Arrive:
     begun: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class StopWish:
     """Whether the worker stops training at stop point ``point``.
 
@@ -525,7 +541,7 @@ class StopWish:
     stops: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Raised:
     """An exception that a fault of the machine may explain; :class:`Judged` answers.
 
@@ -545,7 +561,7 @@ class Raised:
     sticky: bool
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Disputed:
     """Recomputing micro-batch ``microbatch`` of peer ``other`` gave other bits.
 
@@ -564,7 +580,7 @@ class Disputed:
     device: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Voted:
     """The worker has computed a disputed micro-batch (:class:`Vote`), twice.
 
@@ -579,7 +595,7 @@ class Voted:
     device: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class NotFinite:
     """A loss, or the gradient of a stage, is not finite.
 
@@ -593,7 +609,7 @@ class NotFinite:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Incomparable:
     """Computations cannot be compared in this run, for ``cause``.
 
@@ -604,7 +620,7 @@ class Incomparable:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Crash:
     """The worker ends with an exception.
 
@@ -618,7 +634,7 @@ class Crash:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class LayoutWanted:
     """The user's code in this worker wants the layers to lie as ``cuts``."""
 
@@ -648,7 +664,7 @@ class LayerFacts:
     whole: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Measured:
     """Measurements of a worker's first steps that it has not sent before.
 
@@ -662,7 +678,7 @@ class Measured:
     trial: SplitTrial | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class Publish:
     """A key of a worker that others of ``generation`` look up to connect to it."""
 
@@ -672,7 +688,7 @@ class Publish:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class LookUp:
     """Request for the values under ``keys`` in ``generation``; :class:`Found` answers."""
 
@@ -754,7 +770,7 @@ class Returned:
     measured: Measured | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_from_worker
 class FaultInjected:
     """An injected fault is about to happen in this worker; ``time`` since the epoch."""
 
@@ -767,7 +783,7 @@ class FaultInjected:
 # ---------------------------------------------------------------------- coordinator -> worker
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Enrolled:
     """First message of a coordinator that may be restarted: its workers wait for it.
 
@@ -777,7 +793,7 @@ class Enrolled:
     run: str
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Assign:
     """Assigns a position to a worker that was started by hand.
 
@@ -796,7 +812,7 @@ class Assign:
     members: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Unfit:
     """Answer to a :class:`Hello` that cannot be in this run: ``why``, and a remedy.
 
@@ -807,7 +823,7 @@ class Unfit:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Pause:
     """A change at a step boundary: report the newest step, begin none until told.
 
@@ -818,7 +834,7 @@ class Pause:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Boundary:
     """All stop at the beginning of ``step``, which none has begun: nothing is redone.
 
@@ -830,14 +846,14 @@ class Boundary:
     program: Program | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Confirmed:
     """The worker is a member."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Judged:
     """Answer to :class:`Raised`: the exception is the user's ``own``, or work again.
 
@@ -848,14 +864,14 @@ class Judged:
     own: bool
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class StopRequested:
     """A worker asks to stop at ``point``: workers that go on there must answer."""
 
     point: int
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class StopVerdict:
     """Answer to :class:`StopWish`: whether all ask to stop at ``point``.
 
@@ -866,7 +882,7 @@ class StopVerdict:
     agreed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Regroup:
     """Stop and report: ``generation`` begins, with the live ranks ``roster``.
 
@@ -895,7 +911,7 @@ class Vote:
     voters: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Resume:
     """All survivors reported; connect, do your actions, and go on with the plan."""
 
@@ -925,7 +941,7 @@ class Resume:
     """Values of steps up to this one that are not finite are the model's."""
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Found:
     """The answer to :class:`LookUp`, once all of its keys are published: their values."""
 
@@ -933,7 +949,7 @@ class Found:
     values: Mapping[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class HookEntered:
     """All members of a position are in a hook for the ``number``-th time.
 
@@ -944,7 +960,7 @@ class HookEntered:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Committed:
     """All are REDUCED in ``step``, or were before a loss: apply it once REDUCED.
 
@@ -969,7 +985,7 @@ class AfterStep(Enum):
     END = "end"
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class StepLoss:
     """Mean ``loss`` of ``step``, summed in micro-batch order; equal on all workers.
 
@@ -988,7 +1004,7 @@ class StepLoss:
     saves: SaveStatus = SaveStatus()
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Answer:
     """Control collective ``number`` is complete: payloads by rank, the same for all.
 
@@ -1002,7 +1018,7 @@ class Answer:
     saves: SaveStatus = SaveStatus()
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Alive:
     """Sign of life of the coordinator, given up after ``timeout`` seconds of silence."""
 
@@ -1028,49 +1044,14 @@ class StopReason(Enum):
         return cls(type(outcome).__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@_to_worker
 class Stop:
     """The run is over, or goes on without this worker; leave."""
 
     reason: StopReason
 
 
-# ---------------------------------------------------------------------- who says what
-
-FROM_WORKERS: tuple[type[Any], ...] = (
-    Heartbeat,
-    Ready,
-    Leave,
-    EndRun,
-    Paused,
-    Reached,
-    Restored,
-    SaveBegun,
-    SaveAnnounced,
-    SaveEnded,
-    Parcel,
-    Confirm,
-    Report,
-    Broken,
-    Losses,
-    Applied,
-    Differs,
-    Measured,
-    Commit,
-    Undo,
-    Arrive,
-    StopWish,
-    Raised,
-    Disputed,
-    Voted,
-    NotFinite,
-    Incomparable,
-    Crash,
-    LayoutWanted,
-    Publish,
-    LookUp,
-    FaultInjected,
-)
+FROM_WORKERS: tuple[type[Any], ...] = tuple(_FROM_WORKERS)
 """Messages of a worker with a position; its first message is a :class:`Hello`."""
 
 FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
@@ -1079,25 +1060,5 @@ FROM_SPARES: tuple[type[Any], ...] = (Heartbeat, Leave, Crash)
 FIRST: tuple[type[Any], ...] = (Hello, Returned)
 """First messages of a worker."""
 
-TO_WORKERS: tuple[type[Any], ...] = (
-    Enrolled,
-    Assign,
-    Unfit,
-    Pause,
-    Boundary,
-    Confirmed,
-    Regroup,
-    Resume,
-    Committed,
-    StepLoss,
-    Answer,
-    StopRequested,
-    StopVerdict,
-    Judged,
-    Found,
-    HookEntered,
-    Parcel,
-    Alive,
-    Stop,
-)
+TO_WORKERS: tuple[type[Any], ...] = (*_TO_WORKERS, Parcel)
 """Messages of the coordinator."""

@@ -11,7 +11,7 @@ REDUCED. The *committed* version v is the minimum over the stages: step v runs a
 *ahead*: it computes forwards and input gradients for the others with its parameters of version v, but neither reduces
 nor steps, so its optimizer and hooks see each step once. Reduced gradients are dropped, before any worker has applied
 them, only with tied stages (:class:`Forget`), and by a worker itself where the checks of the step were not over
-(:mod:`~lightning_recycle.runtime.checks.verification`). Losses can die with a worker: a step without its loss is not
+(:mod:`~lightning_recycle.runtime.verification`). Losses can die with a worker: a step without its loss is not
 committed, and stages that hold its gradient compute it again.
 
 A version applied on a *guess* is unsettled until all contributions are known. Its worker is not REDUCED in the next

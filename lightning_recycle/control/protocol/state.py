@@ -548,7 +548,7 @@ class SaveState(_Updatable):
 
     ``batch``: -1 before the first. ``announced``: by index, temporary paths of whole files. ``ended``: by index, the
     finished checkpoints, with the reason if there is none. ``unnamed``: by index, complete files that their lost writer
-    may not have named. ``facts``: measurements of the writer. ``last``: the batch before, if it is over: some workers
+    may not have named.  ``last``: the batch before, if it is over: some workers
     may not know how it ended. Others: see :class:`~lightning_recycle.control.protocol.messages.SaveBegun`.
     """
 
@@ -561,7 +561,6 @@ class SaveState(_Updatable):
     announced: Mapping[int, str] = field(default_factory=lambda: _NONE)
     ended: Mapping[int, messages.SaveFailure | None] = field(default_factory=lambda: _NONE)
     unnamed: Mapping[int, str] = field(default_factory=lambda: _NONE)
-    facts: messages.Payload | None = None
     last: SaveState | None = None
 
     @property

@@ -20,16 +20,21 @@ the shape. Both sides size the buffer of a tag by its last message in the genera
 A damaged value ends the attempt at a step, as a broken connection does; after two in a row the sender counts as
 unreachable.
 
-**Sums** of small tensors go without Gloo (:mod:`~lightning_recycle.runtime.comm.small_allreduce`), some by the
-transport from device to device, others by Gloo through the host's memory.
+**Sums** of small tensors go without Gloo, some by the transport from device to device
+(:mod:`~lightning_recycle.runtime.comm.transports`), others by Gloo through the host's memory.
+
+**Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
+under way at a time. They arrive on the CPU, so neither side needs room on its device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,6 +50,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ReCycleError
+from lightning_recycle.runtime.comm.connections import Doorbell, OpenSockets
 from lightning_recycle.runtime.comm.groups import (
     CommunicationError,
     Group,
@@ -52,22 +58,20 @@ from lightning_recycle.runtime.comm.groups import (
     GroupPlan,
     Rendezvous,
     UnreachableError,
-    set_timeout,
 )
-from lightning_recycle.runtime.comm.small_allreduce import SmallAllreduce
-from lightning_recycle.runtime.comm.sockets import Doorbell, OpenSockets
-from lightning_recycle.runtime.comm.transports import Transport
+from lightning_recycle.runtime.comm.transports import SmallAllreduce, Transport
 from lightning_recycle.runtime.comm.wire import (
     MAX_TENSORS,
     Channel,
     HostMemory,
-    Inbox,
     Incoming,
-    Outbox,
+    ReceiveBuffer,
+    SendBuffer,
     Value,
     ValueLayout,
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error
+from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.comm.position_mesh import PositionMesh
@@ -127,6 +131,7 @@ class Communicator:
         on_progress: called when a part of a long collective or transfer arrives, and while a transport connects.
         waiting: the context of a wait for the other members of the position, given its description.
         alter_next: changes the tensors of the next value on its way, for fault injection.
+        lose_sibling: called when a collective of the position fails that outlives the generation.
         seconds_for_siblings: seconds of the position's collectives so far.
         translated: the context of an operation; errors of peers and network become a CommunicationError.
     """
@@ -152,9 +157,9 @@ class Communicator:
         self.generation = -1
         self.translated, self._in_hook = _Translated(self), _Translated(self, in_hook=True)
         self._timeout = timedelta(seconds=timeout)
-        self._lose_sibling: Callable[[CommunicationError], None] = lambda _: None
+        self.lose_sibling: Callable[[CommunicationError], None] = lambda _: None
         self._host, self._rendezvous = host, rendezvous
-        self._factory = GroupFactory(rank, host, rendezvous, key, loops=2 if mesh is None else 3)
+        self._factory = GroupFactory(rank, host, rendezvous, key, 2 if mesh is None else 3, self._timeout)
         self._channels: dict[Channel, Group] = {}
         self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
         self._stage = ""  # the name of the stage's
@@ -170,8 +175,8 @@ class Communicator:
         # Memory of sends that may not have arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
-        self._inboxes: dict[_Key, Inbox] = {}
-        self._outboxes: dict[_Key, Outbox] = {}
+        self._inboxes: dict[_Key, ReceiveBuffer] = {}
+        self._outboxes: dict[_Key, SendBuffer] = {}
         self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
 
     # ------------------------------------------------------------------ generations
@@ -192,7 +197,7 @@ class Communicator:
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
-            UnreachableError: after :data:`~lightning_recycle.runtime.comm.sockets.CHECK_SECONDS`.
+            UnreachableError: after :data:`~lightning_recycle.runtime.comm.connections.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self._end()
@@ -244,9 +249,6 @@ class Communicator:
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         if links := groups.pop(f"{stage}-mesh", Group()).links:
             self._small = SmallAllreduce(rosters[stage].index(self.rank), links, self._timeout.total_seconds())
-        for group in groups.values():
-            if group.process_group is not None:
-                set_timeout(group.process_group, self._timeout)
         self.check()
         self._channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
         self._rosters = {name: groups.get(name, Group()) for name in rosters}
@@ -327,18 +329,6 @@ class Communicator:
             with self.translated:
                 self.mesh.meet()
 
-    def report_hooks_to(
-        self, enters_hook: Callable[[], bool], lose_sibling: Callable[[CommunicationError], None]
-    ) -> None:
-        """Sets the callbacks of the position's collectives.
-
-        ``enters_hook`` is called before each: whether it must outlive the generation. ``lose_sibling`` is called when
-        such a one fails.
-        """
-        self._lose_sibling = lose_sibling
-        if self.mesh is not None:
-            self.mesh.report_hooks_to(enters_hook)
-
     def _await_members(self, group: Any, work: Any, in_hook: bool) -> None:
         """Waits for a collective of the position; ``in_hook``: it outlives the generation."""
         started, is_refused = time.monotonic(), self._is_aborted(in_hook)
@@ -349,7 +339,7 @@ class Communicator:
                 self.check(in_hook)
         except CommunicationError as error:
             if in_hook:
-                self._lose_sibling(error)
+                self.lose_sibling(error)
             raise
         finally:
             self.seconds_for_siblings += time.monotonic() - started
@@ -381,7 +371,7 @@ class Communicator:
         inbox = self._inboxes.get(key)
         capacity = SMALL_BYTES if inbox is None else inbox.next_capacity
         if inbox is None or inbox.message.nbytes != capacity:
-            inbox = self._inboxes[key] = Inbox(capacity, self.memory)
+            inbox = self._inboxes[key] = ReceiveBuffer(capacity, self.memory)
         if self._aborted_generation >= self.generation:
             self.check()
         try:
@@ -431,7 +421,7 @@ class Communicator:
         if outbox is None or outbox.layout != layout or outbox.packed != outbox.packs_next:
             size, capacity = layout.packed_bytes, self._capacity(layout, destination)
             before = SMALL_BYTES if outbox is None else self._capacity(outbox.layout, destination)
-            outbox = self._outboxes[key] = Outbox(layout, size <= before, size <= capacity, self.memory)
+            outbox = self._outboxes[key] = SendBuffer(layout, size <= before, size <= capacity, self.memory)
         tensors: Sequence[Tensor | None] = value if isinstance(value, tuple) else (value,)
         tensors = tensors if bits is None else (*tensors, bits)
         outbox.pack(tensors)
@@ -522,7 +512,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums ``tensor`` in place over this stage's live workers; the same bits on all."""
         if self._small is None or not self._small.takes(tensor):
-            self.end_all_reduce(self.begin_all_reduce(tensor))
+            self.end_collective(self.begin_collective(tensor))
             return
         with self.translated:
             staged = tensor.cpu()
@@ -541,28 +531,16 @@ class Communicator:
         return self._small is not None and self._small.takes(tensor)
 
     @property
-    def sums_in_one_order(self) -> bool:
-        """Whether sums of one group may wait for earlier ones of another."""
-        return self.transport.in_one_order
-
-    @property
     def has_peers(self) -> bool:
         return self._rosters.get(self._stage, Group()).whole is not None
 
-    def begin_all_reduce(self, tensor: Tensor, stages: tuple[int, ...] = ()) -> Reduction:
+    def begin_collective(self, tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> Reduction:
         """Begins a sum in the background over this stage, or the ``stages`` of a tie.
 
-        Until :meth:`end_all_reduce` the contiguous ``tensor`` must not be touched. All workers of a group begin the
-        same sums and broadcasts in the same order; with :attr:`sums_in_one_order` also across groups, in orders that
-        agree.
+        With ``source``, ``tensor`` is overwritten by that rank's instead. Until :meth:`end_collective` the contiguous
+        ``tensor`` must not be touched. All workers of a group begin the same ones in the same order; with a transport
+        ``in_one_order`` also across groups, in orders that agree.
         """
-        return self._begin(stages, tensor)
-
-    def begin_broadcast(self, tensor: Tensor, stages: tuple[int, ...], source: int) -> Reduction:
-        """As :meth:`begin_all_reduce`, but overwrites ``tensor`` with rank ``source``'s."""
-        return self._begin(stages, tensor, source)
-
-    def _begin(self, stages: tuple[int, ...], tensor: Tensor, source: int | None = None) -> Reduction:
         self.check()
         roster = _tie_name(stages) if stages else self._stage
         group = self._rosters.get(roster, Group())
@@ -581,7 +559,7 @@ class Communicator:
             staged = ((part, self.memory.staged(part)) for part in _parts(tensor, _CHUNK_BYTES))
             return Reduction(group.whole, tuple((part, copy, start([copy], options)) for part, copy in staged))
 
-    def end_all_reduce(self, reduction: Reduction) -> None:
+    def end_collective(self, reduction: Reduction) -> None:
         """Waits until the tensor holds the sum, or the broadcast values."""
         for begun in reduction.carried:
             with self.translated:
@@ -604,9 +582,6 @@ class Communicator:
                     if staged is part:
                         return False
         return True
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self.end_all_reduce(self.begin_broadcast(tensor, (), source))
 
 
 class _Translated:
@@ -639,3 +614,80 @@ def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
     """A contiguous ``tensor`` in parts for single collectives."""
     parts: tuple[Tensor, ...] = tensor.view(-1).split(most_bytes // tensor.element_size())
     return parts
+
+
+_PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
+_PARTS_AT_ONCE = 16
+_PART_TAGS = range(EXCHANGE_TAG + 1, EXCHANGE_TAG + 1 + _PARTS_AT_ONCE)
+_DONE = torch.empty(0, dtype=torch.uint8)
+
+
+def send_object(communicator: Communicator, value: Any, destination: int) -> None:
+    """Sends ``value`` to rank ``destination``; returns when it has arrived."""
+    # Parameters are pickled whole: they arrive as what they are.
+    skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
+    layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    head = torch.frombuffer(bytearray(pickle.dumps((skeleton, layouts))), dtype=torch.uint8)
+    _send(communicator, [torch.tensor([len(head)])], destination)
+    _send(communicator, [head], destination)
+    _send(communicator, [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors], destination)
+
+
+def receive_object(communicator: Communicator, source: int) -> Any:
+    """Receives an object from rank ``source``; tensors arrive on the CPU."""
+    size = torch.empty(1, dtype=torch.int64)
+    _receive(communicator, [size], source)
+    head = torch.empty(int(size), dtype=torch.uint8)
+    _receive(communicator, [head], source)
+    skeleton, layouts = pickle.loads(head.numpy().tobytes())
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
+    _receive(communicator, tensors, source)
+    return put_together(skeleton, tensors)
+
+
+def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
+    """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
+    by_device = communicator.transport.carries(destination)
+    answers: deque[Any] = deque()
+    for number, part in enumerate(_pieces(tensors)):
+        if number >= _PARTS_AT_ONCE:
+            communicator.receive(answers.popleft())
+        with communicator.translated:
+            value = tuple(t.to(communicator.device) if by_device else communicator.memory.staged(t) for t in part)
+        tag = _PART_TAGS[number % _PARTS_AT_ONCE]
+        answers.append(communicator.post_receive(Channel.GRADIENTS, destination, tag))
+        communicator.send(Channel.ACTIVATIONS, value, destination, tag)
+        communicator.on_progress()
+    for answer in answers:
+        communicator.receive(answer)
+        communicator.on_progress()
+    communicator.release_buffers(destination, _PART_TAGS)
+
+
+def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
+    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send`."""
+    parts = _pieces(tensors)
+    posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _PART_TAGS[: len(parts)])
+    for number, part in enumerate(parts):
+        tag = _PART_TAGS[number % _PARTS_AT_ONCE]
+        for place, found in zip(part, communicator.receive(posted.popleft(), to_device=False), strict=True):
+            place.copy_(found)
+        if number + _PARTS_AT_ONCE < len(parts):
+            posted.append(communicator.post_receive(Channel.ACTIVATIONS, source, tag))
+        communicator.send(Channel.GRADIENTS, _DONE, source, tag)
+        communicator.on_progress()
+    communicator.release_buffers(source, _PART_TAGS)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The bytes of contiguous ``tensors`` in pieces, grouped into messages."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        for piece in memory_of(tensor).split(_PART_BYTES) if tensor.numel() else ():
+            if piece.nbytes > room or len(found[-1]) == MAX_TENSORS:
+                found.append([])
+                room = _PART_BYTES
+            found[-1].append(piece)
+            room -= piece.nbytes
+    return found

@@ -3,9 +3,8 @@
 A worker connects only with workers that share a group with it, so costs do not grow with the number of workers. A
 *meshed* group connects all of its members, for collectives; any other serves messages between two workers, and each
 member numbers the others by itself. Each connection has proved that it leads to a worker of this run
-(:mod:`~lightning_recycle.runtime.comm.peer_auth`) before it is handed to Gloo. If reachability is in doubt, workers
-check before they connect (:mod:`~lightning_recycle.runtime.comm.sockets`): connecting takes longer, and only one side
-may notice.
+(:mod:`~lightning_recycle.runtime.comm.connections`) before it is handed to Gloo. If reachability is in doubt, workers
+check before they connect: connecting takes longer, and only one side may notice.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.runtime.comm.peer_auth import Gate, Link, connect
-from lightning_recycle.runtime.comm.sockets import (
+from lightning_recycle.runtime.comm.connections import (
     Doorbell,
+    Gate,
+    Link,
     OpenSockets,
+    connect,
     drop_everything,
     hang_up,
     inode_of,
@@ -61,7 +62,7 @@ class Device:
     Gloo's own listening sockets accept anyone who sends the next of some consecutive numbers, and end the process if
     they run out of descriptors (torch 2.13: ``haveConnection`` and ``handleEvents`` in its
     ``transport/tcp/listener.cc``). So they are *muted*. Gloo connects to ports of its own process where nothing listens
-    (:class:`~lightning_recycle.runtime.comm.sockets.Doorbell`), and these connections are exchanged, under the same
+    (:class:`~lightning_recycle.runtime.comm.connections.Doorbell`), and these connections are exchanged, under the same
     descriptors, for authenticated ones.
 
     How: Gloo's store gives this process's own address with the port of a doorbell per peer. It is lower than that of
@@ -135,11 +136,6 @@ class Device:
             return group, sockets
 
 
-def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Bounds every operation of ``group`` from now on."""
-    group._set_default_timeout(timeout)
-
-
 class _Neighbours(Store):
     """The store of a group whose other processes all seem to be doorbells here."""
 
@@ -180,17 +176,13 @@ def _with_address(info: bytes, host: str, port: int) -> bytes:
 # ---------------------------------------------------------------------- descriptors of Gloo
 
 
-@dataclass(frozen=True)
-class _Event:
-    """An event of an epoll instance, and its data."""
-
-    mask: int
-    data: int
+_Event: TypeAlias = tuple[int, int]
+"""An event of an epoll instance, and its data."""
 
 
 def _events(epoll: int) -> dict[int, _Event]:
     with open(f"/proc/self/fdinfo/{epoll}", "rb") as file:
-        return {int(fd): _Event(int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
+        return {int(fd): (int(mask, 16), int(data, 16)) for fd, mask, data in _EVENT.findall(file.read())}
 
 
 @contextlib.contextmanager
@@ -234,7 +226,7 @@ def _exchange(epoll: int, descriptor: int, event: _Event, link: socket.socket) -
 
 
 def _epoll_control(epoll: int, operation: int, descriptor: int, event: _Event | None) -> None:
-    argument = None if event is None else struct.pack(_EPOLL_EVENT, event.mask, event.data)
+    argument = None if event is None else struct.pack(_EPOLL_EVENT, *event)
     if _libc.epoll_ctl(epoll, operation, descriptor, argument) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"epoll_ctl: {os.strerror(number)}")
@@ -297,12 +289,15 @@ class Group:
 class GroupFactory:
     """Creates the process groups of one worker, generation after generation.
 
-    ``loops``: number of event loops; messages of different loops do not wait for each other. Raises ConfigurationError
+    ``loops``: number of event loops; messages of different loops do not wait for each other. ``timeout``: of every
+    operation. Raises ConfigurationError
     where Gloo cannot work over authenticated connections.
     """
 
-    def __init__(self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int) -> None:
-        self._rank, self._host, self._rendezvous, self._key = rank, host, rendezvous, key
+    def __init__(
+        self, rank: int, host: str, rendezvous: Rendezvous, key: bytes, loops: int, timeout: timedelta
+    ) -> None:
+        self._rank, self._host, self._rendezvous, self._key, self._timeout = rank, host, rendezvous, key, timeout
         try:
             self._devices = [Device() for _ in range(loops)]
         except UnsupportedError as error:
@@ -342,35 +337,18 @@ class GroupFactory:
             missing = unreachable(exchange("doorbell", doorbell.address), cancelled)
             if missing and not cancelled.is_set():
                 raise UnreachableError(missing)
+        rank = self._rank
+        wanted = [Link.between(plan.name, rank, other) for plan in plans for other in plan.ranks if other != rank]
         with contextlib.closing(Gate(self._host)) as gate:
-            return self._create_over_links(generation, plans, gate, exchange("gate", gate.address), cancelled, sockets)
-
-    def create_alone(self, loop: int) -> Any:
-        """A process group of this worker alone, on event loop ``loop``."""
-        return self._devices[loop].create_group(0, 1, {})[0]
-
-    def _create_over_links(
-        self,
-        generation: int,
-        plans: Sequence[GroupPlan],
-        gate: Gate,
-        addresses: Mapping[int, bytes],
-        cancelled: threading.Event,
-        sockets: Callable[[GroupPlan], OpenSockets],
-    ) -> dict[str, Group]:
-        wanted = [
-            Link.between(plan.name, self._rank, rank) for plan in plans for rank in plan.ranks if rank != self._rank
-        ]
-        key, rank = self._key, self._rank
-        connected = connect(gate, key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
-        gate.close()  # all are connected
+            addresses = exchange("gate", gate.address)
+            connected = connect(gate, self._key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
         groups = {}
         with contextlib.ExitStack() as stack:
             for sock in connected.values():
                 stack.enter_context(sock)
             for plan in plans:
                 peers = {
-                    plan.ranks.index(link.other(self._rank)): sock
+                    plan.ranks.index(link.other(rank)): sock
                     for link, sock in connected.items()
                     if link.group == plan.name
                 }
@@ -380,10 +358,13 @@ class GroupFactory:
                     sockets(plan).add({link.fileno(): inode_of(link.fileno()) for link in links.values()})
                     groups[plan.name] = Group(links=links)
                     continue
-                group, opened = self._devices[plan.loop].create_group(
-                    plan.ranks.index(self._rank), len(plan.ranks), peers
-                )
+                group, opened = self._devices[plan.loop].create_group(plan.ranks.index(rank), len(plan.ranks), peers)
+                group._set_default_timeout(self._timeout)
                 sockets(plan).add(opened)
                 places = {member: number for number, member in enumerate(plan.ranks)}
                 groups[plan.name] = Group(group, group if plan.meshed else None, places)
         return groups
+
+    def create_alone(self, loop: int) -> Any:
+        """A process group of this worker alone, on event loop ``loop``."""
+        return self._devices[loop].create_group(0, 1, {})[0]

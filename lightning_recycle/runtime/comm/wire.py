@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,10 +34,8 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_NONE = -1
-_WITH_GRADIENT = 64  # added to the code of a dtype
-_HEADER = struct.Struct("=126q")
-LAYOUT_BYTES = _HEADER.size
+_LENGTH = struct.Struct("=H")
+LAYOUT_BYTES = 1008
 """Size of the header's description of the tensors."""
 
 HEADER_BYTES = LAYOUT_BYTES + 16
@@ -111,35 +110,25 @@ class ValueLayout:
         """
         if (count := len(self.tensors) - self.has_note) > MAX_TENSORS:
             raise ReCycleError(f"A layer passes {count} tensors to the next stage; at most {MAX_TENSORS} are allowed.")
-        numbers = [self.is_tuple + 2 * self.has_note, int(packed), len(self.tensors)]
         for item in self.tensors:
-            if item is None:
-                numbers += [_NONE, 0]
-                continue
-            dtype, shape, has_gradient = item
-            if dtype not in _DTYPE_CODES:
+            if item is not None and item[0] not in _DTYPE_CODES:
                 raise ReCycleError(
-                    f"A layer passes a tensor of {dtype} to the next stage; convert it in the layer to one of"
+                    f"A layer passes a tensor of {item[0]} to the next stage; convert it in the layer to one of"
                     f" {', '.join(str(known).removeprefix('torch.') for known in _DTYPES)}."
                 )
-            numbers += [_DTYPE_CODES[dtype] + _WITH_GRADIENT * has_gradient, len(shape), *shape]
-        if len(numbers) * 8 > LAYOUT_BYTES:
+        items = [None if item is None else (_DTYPE_CODES[item[0]], *item[1:]) for item in self.tensors]
+        data = msgspec.msgpack.encode((packed, self.is_tuple, items, self.has_note))
+        if len(data) + _LENGTH.size > LAYOUT_BYTES:
             raise ReCycleError(f"The shapes of {len(self.tensors)} tensors between stages do not fit into a header.")
-        return _HEADER.pack(*numbers, *[0] * (LAYOUT_BYTES // 8 - len(numbers)))
+        return (_LENGTH.pack(len(data)) + data).ljust(LAYOUT_BYTES, b"\0")
 
     @classmethod
     def parse(cls, header: bytes) -> tuple[ValueLayout, bool]:
         """The layout in ``header``, and whether the tensors are packed behind it."""
-        form, packed, count, *numbers = _HEADER.unpack(header)
-        tensors: list[tuple[torch.dtype, tuple[int, ...], bool] | None] = []
-        cursor = 0
-        for _ in range(count):
-            code, dims = numbers[cursor], numbers[cursor + 1]
-            shape = tuple(numbers[cursor + 2 : cursor + 2 + dims])
-            has_gradient, kind = divmod(code, _WITH_GRADIENT)
-            tensors.append(None if code == _NONE else (_DTYPES[kind], shape, bool(has_gradient)))
-            cursor += 2 + dims
-        return cls(bool(form & 1), tuple(tensors), bool(form & 2)), bool(packed)
+        (size,) = _LENGTH.unpack_from(header)
+        packed, is_tuple, items, has_note = msgspec.msgpack.decode(header[_LENGTH.size :][:size])
+        tensors = (None if item is None else (_DTYPES[item[0]], tuple(item[1]), item[2]) for item in items)
+        return cls(is_tuple, tuple(tensors), has_note), packed
 
     def views(self, message: Tensor) -> list[Tensor | None]:
         """The tensors packed in ``message`` (bytes), as views of it."""
@@ -208,7 +197,7 @@ def sum_of_tensors(tensors: Iterable[Tensor | None]) -> int:
     return total % _MODULUS + 1
 
 
-class Outbox:
+class SendBuffer:
     """A prepared message to copy tensors into; ``packs_next``: the next one is packed."""
 
     def __init__(self, layout: ValueLayout, packed: bool, packs_next: bool, memory: HostMemory) -> None:
@@ -231,7 +220,7 @@ class Outbox:
         self._sums[1] = sum_of_bytes(self._bytes[HEADER_BYTES:]) if self.packed else sum_of_tensors(tensors)
 
 
-class Inbox:
+class ReceiveBuffer:
     """The buffer posted for a tag, and the layout of its last message."""
 
     def __init__(self, capacity: int, memory: HostMemory) -> None:
@@ -271,7 +260,7 @@ class Incoming:
     channel: Channel
     source: int
     tag: int
-    inbox: Inbox
+    inbox: ReceiveBuffer
     work: Any
     end: Any
     note: bytes = b""

@@ -23,11 +23,10 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind, Positions
 from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime.comm.communicator import receive_object, send_object
 from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
-from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
 from lightning_recycle.runtime.comm.wire import Channel
-from lightning_recycle.runtime.executor.executor_callbacks import RecordOutput, StepResult
-from lightning_recycle.runtime.executor.speculative_commit import CommitPayload
+from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, RecordOutput, StepResult
 from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
 from lightning_recycle.runtime.stage.gradients import AccumulationPart
@@ -59,7 +58,9 @@ class Executor:
         self.communicator.waiting = self.client.waiting
         self.client.on_interrupt = self.communicator.abort  # ends whatever the main thread exchanges with others
         self.client.regroup = self.regroup
-        self.communicator.report_hooks_to(self._enters_hook, self._lose_sibling)
+        self.communicator.lose_sibling = self._lose_sibling
+        if self.communicator.mesh is not None:
+            self.communicator.mesh.report_hooks_to(self._enters_hook)
 
     @property
     def version(self) -> int:
@@ -322,7 +323,7 @@ class Executor:
                 commits = self.client.commit(action.step, runner.payload)
             else:
                 self._carry_out(action, resume, commits)
-        runner.finite.follow(resume.inspects, resume.excused)
+        runner.verifier.inspect(resume.inspects, resume.excused)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
         if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recycle import devices
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.devices import allocated_bytes, await_stream, is_accelerator, new_event, peak_allocated_bytes
@@ -38,8 +39,7 @@ from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor import device_memory
-from lightning_recycle.runtime.stage.stage import SavedInput, Stage
+from lightning_recycle.runtime.stage.stage import Stage, tensors_in
 from lightning_recycle.tensor_memory import local_part
 
 _SMOOTHING = 0.2  # weight of the newest measurement in the operation times
@@ -173,9 +173,7 @@ class FirstSteps:
         self._device, self._held = device, held
         self._steps: set[int] = set()
         self._measures = self._may_split = False
-        self._overhead = (
-            0 if held is None else max(0, device_memory.process_bytes(device) - device_memory.storage_bytes(held()))
-        )
+        self._overhead = 0 if held is None else max(0, devices.process_bytes(device) - devices.storage_bytes(held()))
         self._own: set[int] = set()
         self._after_forward = self._after_backward = self._checkpoint = self._temporary = self._received = 0
         self._tried = 0
@@ -231,36 +229,33 @@ class FirstSteps:
 
     @contextmanager
     def _memory(self, kind: OpKind, index: int, stage: Stage, inputs: Any) -> Iterator[None]:
-        kept = SavedInput(inputs) if kind is OpKind.FORWARD else None
+        checkpoint = devices.storage_bytes(tensors_in(inputs), self._own)  # before a layer writes into it
         makes_graph, graph = kind in (OpKind.FORWARD, OpKind.RECOMPUTE), 0
         if is_accelerator(self._device):
             before = allocated_bytes(self._device)
-            device_memory.reset_peak(self._device)
+            devices.reset_peak(self._device)
             yield
             after = allocated_bytes(self._device)
             peak, graph = peak_allocated_bytes(self._device), after - before
             self._temporary = max(self._temporary, peak - max(before, after))
         elif makes_graph:
-            with device_memory.saved_tensors() as saved:
+            with devices.saved_tensors() as saved:
                 yield
-            graph = device_memory.storage_bytes(saved, self._own)
+            graph = devices.storage_bytes(saved, self._own)
         else:
             yield
         if makes_graph:
             self._after_forward = max(self._after_forward, graph)
         if kind is OpKind.BACKWARD_INPUT:
-            self._after_backward = max(
-                self._after_backward, device_memory.storage_bytes(stage.waiting(index), self._own)
-            )
-        if kept is not None:
-            self._checkpoint = max(self._checkpoint, device_memory.storage_bytes(kept.tensors(), self._own))
+            self._after_backward = max(self._after_backward, devices.storage_bytes(stage.waiting(index), self._own))
+        self._checkpoint = max(self._checkpoint, checkpoint)
 
     def received(self, value: Any) -> None:
         if self._measures:
-            self._received = max(self._received, device_memory.tensor_bytes(value))
+            self._received = max(self._received, devices.tensor_bytes(value))
 
     def sent(self, value: Any) -> None:
-        self.output_bytes = max(self.output_bytes, device_memory.tensor_bytes(value))
+        self.output_bytes = max(self.output_bytes, devices.tensor_bytes(value))
 
     def footprint(self) -> Footprint | None:
         """The memory, once its step has been applied."""
@@ -271,10 +266,10 @@ class FirstSteps:
         on_host = not is_accelerator(self._device)
         staged, received = (2 * (self._received + self.output_bytes), 0) if on_host else (0, self._received)
         return Footprint(
-            place=device_memory.device_place(self._device),
-            capacity=device_memory.device_bytes(self._device),
+            place=devices.device_place(self._device),
+            capacity=devices.device_bytes(self._device),
             overhead=self._overhead,
-            fixed=device_memory.storage_bytes(self._held()),
+            fixed=devices.storage_bytes(self._held()),
             messages=staged,
             after_forward=self._after_forward + received,
             after_backward=self._after_backward,
@@ -380,7 +375,7 @@ class StepMeasurements:
     def applied(self, step: int, facts: messages.Facts) -> messages.Applied:
         """The report of ``step``, which was applied."""
         measured = self.timings.take_step()
-        seconds, peak = dict(self.timings.seconds), device_memory.peak_bytes(self._device)
+        seconds, peak = dict(self.timings.seconds), devices.peak_bytes(self._device)
         return messages.Applied(self._client.rank, step, seconds, measured, facts, peak)
 
     def report(self) -> None:
@@ -433,7 +428,7 @@ def processors_of(device: torch.device, quota: Path = Path("/sys/fs/cgroup/cpu.m
     The cores that it may use, up to its control group's quota (v2); or the accelerator.
     """
     if is_accelerator(device):
-        return device_memory.device_place(device), 1.0
+        return devices.device_place(device), 1.0
     cores = sorted(os.sched_getaffinity(0))
     count = float(len(cores))
     try:

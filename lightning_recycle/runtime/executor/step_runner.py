@@ -34,20 +34,20 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.checks.microbatch_records import Recomputation
-from lightning_recycle.runtime.checks.verification import FiniteChecks, Verifier
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.wire import Channel, Incoming
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks, StepResult
-from lightning_recycle.runtime.executor.speculative_commit import (
+from lightning_recycle.runtime.executor.executor_callbacks import (
     CommitPayload,
     CommitRules,
+    ExecutorCallbacks,
     SpeculativeCommits,
+    StepResult,
     norm_of,
 )
 from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
 from lightning_recycle.runtime.stage.gradients import AccumulationPart, BucketedReduction
 from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
+from lightning_recycle.runtime.verification import Recomputation, Verifier
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 log = logging.getLogger(__name__)
@@ -168,17 +168,17 @@ class StepRunner:
         self._measurements.begin_layers(self._held)
         # A guess, or the user's own backward, may differ.
         comparing = self.guesses is None and self.stage.differentiates_itself
+        self._microbatches = self.grid.global_microbatches
         self._recompute_again = recompute = Recomputation(
-            self.stage, self._parameters, self.grid.global_microbatches, self.callbacks.computing_again
-        )
-        self.verifier = Verifier(
-            self.client, self.communicator, self.stage, recompute, self.grid, self._device_name, comparing
+            self.stage, self._parameters, self._microbatches, self.callbacks.computing_again
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
         explains = several and not self._rules.overflow and self.stage.differentiates_itself
-        self.finite = FiniteChecks(self.client, self.stage, recompute, self.verifier, explains)
-        self._watchers: tuple[Verifier | FiniteChecks, ...] = ()  # those that record micro-batches of this attempt
+        self.verifier = Verifier(
+            self.client, self.communicator, self.stage, recompute, self.grid, self._device_name, comparing, explains
+        )
+        self._watcher: Verifier | None = None  # if micro-batches of this attempt are recorded
 
     def replace_layers(self, bundle: StageBundle) -> None:
         self.gradients.give_back()
@@ -220,10 +220,8 @@ class StepRunner:
         self.stage.clear()
         self._losses, self._outputs = {}, {}
         self._has_read_ahead = False
-        self.finite.begin(step)
-        checked, inspected = self.verifier.target is not None, self.finite.inspects
-        self._watchers = (*([self.verifier] if checked else []), *([self.finite] if inspected else []))
-        early = part.reduces and not (self.verifier.needs_last_gradients or self.finite.inspects or givers)
+        self._watcher = self.verifier if self.verifier.records else None
+        early = part.reduces and not (self.verifier.needs_last_gradients or givers)
         self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
         self._statistics = self.gradients.statistics(part.buffers)
         post = self.communicator.post_receive
@@ -257,7 +255,7 @@ class StepRunner:
                         self.settle()
                     losses, outputs = self._results()
                     if step == self.version:
-                        self.finite.losses(step, losses)
+                        self.verifier.check_losses(step, losses)
                     proven_in = self.client.generation if self.verifier.leaves_open(step) else None
                     self.client.send(messages.Losses(self.client.rank, step, losses, outputs, proven_in))
             elif kind is OpKind.RECOMPUTE:
@@ -267,8 +265,8 @@ class StepRunner:
                 if not part.computes_weights:  # there is no W that would free what it waits with
                     self.stage.forget(task.index)
             elif kind is OpKind.BACKWARD_WEIGHT:
-                for watcher in self._watchers:
-                    watcher.adds_gradients(task)
+                if self._watcher is not None:
+                    self._watcher.adds_gradients(task)
                 with self._measured(kind, task):
                     self.stage.backward_weight(task.index, self._reduction.during_weights(task))
             elif kind is OpKind.CHECK:
@@ -283,8 +281,8 @@ class StepRunner:
             for after in self.after_operation:
                 after(step, task.op)
             if kind in (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT):
-                for watcher in self._watchers:
-                    watcher.completed(task)
+                if self._watcher is not None:
+                    self._watcher.completed(task)
                 self._reduction.completed(task)
         self.communicator.end_step()
 
@@ -302,23 +300,23 @@ class StepRunner:
         if task.source is not None:
             inputs = self._receive(step, task)
             note = self._incoming[task].note
-        for watcher in self._watchers:
-            watcher.takes(step, task, inputs, target)
+        if self._watcher is not None:
+            self._watcher.takes(step, task, inputs, target)
         first, again = self._measurements.first, task.recomputed
         split = task.split_backward or (first is not None and first.splits(task.index))
         measured = self._measured(OpKind.FORWARD, task, inputs)
         with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
             output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
             if self._is_last:
-                loss = self.stage.loss(step, task.index, output, target, self.grid.global_microbatches)
+                loss = self.stage.loss(step, task.index, output, target, self._microbatches)
                 self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         values.record = self.callbacks.record_output(output, target, self._samples(step, task))
         if self._is_last and (made := values.output(note)):
             self._outputs[task.index] = made
-        for watcher in self._watchers:
-            watcher.computed(task, output, self._losses.get(task.index))
+        if self._watcher is not None:
+            self._watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
             if first is not None:
                 first.sent(output)
@@ -348,8 +346,8 @@ class StepRunner:
     def _backward(self, step: int, task: Task) -> None:
         grads = None if task.source is None else self._receive(step, task)
         kind, first = task.op.kind, self._measurements.first
-        for watcher in self._watchers:
-            watcher.adds_gradients(task)
+        if self._watcher is not None:
+            self._watcher.adds_gradients(task)
         if kind is OpKind.BACKWARD and first is not None and first.splits(task.index):
             with self.timings.of[kind]:
                 with first.part(OpKind.BACKWARD_INPUT, task.index, self.stage):
@@ -362,8 +360,8 @@ class StepRunner:
         else:
             with self._measured(kind, task):
                 input_grads = self.stage.backward_input(task.index, grads)
-        for watcher in self._watchers:
-            watcher.differentiated(task, grads, input_grads)
+        if self._watcher is not None:
+            self._watcher.differentiated(task, grads, input_grads)
         if task.destination is not None and input_grads is not None:
             self.communicator.send(_GRADIENTS, input_grads, task.destination, task.index)
 
@@ -373,7 +371,8 @@ class StepRunner:
         with self.client.waiting("peers"), self.timings.of[OpKind.REDUCE]:
             self._reduction.finish()
         payload = self._commit_payload(step)
-        self.finite.gradient(step, payload.squared_norm if self._rules.norm else None, self.gradients.of_step(step))
+        norm = payload.squared_norm if self._rules.norm else None
+        self.verifier.check_gradient(step, norm, self.gradients.of_step(step))
         self.payload, self.reduced = payload, True
 
     def _protect_lent_gradients(self, step: int) -> None:
@@ -414,7 +413,7 @@ class StepRunner:
         norm = 0.0 if guesses else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self.client.await_loss(number)
-        self.finite.applied(known.loss)
+        self.verifier.applied(known.loss)
         add = partial(self.gradients.add, number, step.share)
         result = StepResult(known.loss, norm, known.outputs, known.after_step, overflow, known.check_next, add)
         self.gradients.give_back()
@@ -499,7 +498,7 @@ class StepRunner:
         """Takes, if it ``lacks`` it, or gives the reduced gradient of ``step``."""
         with self.client.waiting("a gradient"):
             for buffer in self.gradients.of_step(step):
-                self.communicator.broadcast(buffer, donor)
+                self.communicator.end_collective(self.communicator.begin_collective(buffer, source=donor))
         if lacks:
             self.payload, self.reduced = self._commit_payload(step), True
 

@@ -2,8 +2,8 @@
 
 Only the user's code defines such a step; the schedule deals micro-batches to workers. There is one stage: every worker
 does the whole step, and all hold the same afterwards. A step works on the parameters in place, with a copy of the whole
-initial state (:class:`StepState`) to which a failure rewinds all. For the protocol a worker is REDUCED when it has done
-its step, and holds the state before and after it. Before losses are known, and before the vote for the commit, all
+initial state to which a failure rewinds all. For the protocol a worker is REDUCED when it has done its step, and holds
+the state before and after it. Before losses are known, and before the vote for the commit, all
 workers have reported that they are done: no worker ever needs another's state.
 
 All workers must reduce the same gradients in the same order. Each reduction, and the end of the step, is preceded by a
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
 from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.executor_callbacks import ExecutorCallbacks
-from lightning_recycle.runtime.executor.speculative_commit import CommitPayload, CommitRules
+from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.executor.step_runner import StepRunner
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle
 
@@ -42,7 +41,7 @@ _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
 
 
-class StepState(Protocol):
+class RewindableState(Protocol):
     """All state that a step may change, on this worker."""
 
     def keep(self) -> None:
@@ -101,7 +100,7 @@ class WholeStepRunner(StepRunner):
         bundle: StageBundle,
         callbacks: ExecutorCallbacks,
         body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, StepPath], list[tuple[float, bytes]]],
-        state: StepState,
+        state: RewindableState,
     ) -> None:
         super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
         self._body, self._state = body, state
@@ -245,44 +244,30 @@ class _Ended(BaseException):
 
 @dataclass(frozen=True)
 class _Met:
-    """A function has come to a meeting."""
+    """A function has come to a meeting, or (without ``together``) has returned ``part``."""
 
     what: str
     part: Any
-    together: Callable[[list[Any]], Any]
+    together: Callable[[list[Any]], Any] | None = None
 
 
-@dataclass(frozen=True)
-class _Done(Generic[_T]):
-    """A function has returned, or raised."""
-
-    value: _T | None = None
-    error: BaseException | None = None
-    what: str = _END
-
-
-class _Coroutine(Generic[_T]):
+class _Coroutine:
     """One function with a thread of its own, which runs only within :meth:`resume`."""
 
-    def __init__(self, body: Callable[[], _T], number: int) -> None:
-        self.number = number
-        self._body = body
+    def __init__(self, body: Callable[[], Any], number: int) -> None:
+        self.number, self._body = number, body
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._states: SimpleQueue[_Met | _Done[_T]] = SimpleQueue()
-        self._has_ended = False
+        self._states: SimpleQueue[_Met | BaseException] = SimpleQueue()
         run = contextvars.copy_context().run
         self._thread = threading.Thread(target=run, args=(self._main,), name=f"recycle-step-{number}", daemon=True)
         self._thread.start()
 
-    def resume(self, answer: Any) -> _Met | _Done[_T]:
+    def resume(self, answer: Any) -> _Met:
         """Lets it run with the answer of its meeting, to the next one or its end."""
         self._answers.put(answer)
         state = self._states.get()
-        if isinstance(state, _Done):
-            self._has_ended = True
-            self._thread.join()
-            if state.error is not None:
-                raise state.error
+        if isinstance(state, BaseException):
+            raise state
         return state
 
     def meet(self, state: _Met) -> Any:
@@ -291,10 +276,8 @@ class _Coroutine(Generic[_T]):
         return self._answered()
 
     def end(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._answers.put(_Ended)
-            self._thread.join()
+        self._answers.put(_Ended)
+        self._thread.join()
 
     def _answered(self) -> Any:
         answer = self._answers.get()
@@ -307,11 +290,11 @@ class _Coroutine(Generic[_T]):
         _here.coroutine = self
         try:
             self._answered()
-            self._states.put(_Done(self._body()))
+            self._states.put(_Met(_END, self._body()))
         except _Ended:
             pass
         except BaseException as error:  # raised again in the thread that waits for it
-            self._states.put(_Done(error=error))
+            self._states.put(error)
 
 
 _here = threading.local()
@@ -343,7 +326,7 @@ class Lockstep:
         ``together`` is called once, with all parts; a call of ``meet`` within it is not a meeting. Raises
         UnsupportedFeatureError if the functions come to different points.
         """
-        coroutine: _Coroutine[Any] | None = getattr(_here, "coroutine", None)
+        coroutine: _Coroutine | None = getattr(_here, "coroutine", None)
         if coroutine is None:
             return together([part])
         return coroutine.meet(_Met(what, part, together))  # type: ignore[no-any-return]
@@ -356,18 +339,18 @@ class Lockstep:
         answer: Any = None
         try:
             while True:
-                states: list[_Met | _Done[_T]] = []
+                states: list[_Met] = []
                 for coroutine, place in zip(coroutines, self._places, strict=True):
                     with place:
                         states.append(coroutine.resume(answer))
                 ways = list(dict.fromkeys(state.what for state in states))
                 if len(ways) > 1:
                     raise UnsupportedFeatureError(different_ways(ways))
-                first = states[0]
-                if isinstance(first, _Done):
-                    return [state.value for state in states]  # type: ignore[union-attr, misc]
+                together, parts = states[0].together, [state.part for state in states]
+                if together is None:
+                    return parts
                 with self._places[0]:
-                    answer = first.together([state.part for state in states])  # type: ignore[union-attr]
+                    answer = together(parts)
         finally:
             for coroutine, place in zip(coroutines, self._places, strict=True):
                 with place:

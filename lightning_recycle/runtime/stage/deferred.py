@@ -8,7 +8,7 @@ are bit-identical either way. The active queue is global to the process, not thr
 a device's operations in its own threads.
 
 Inside ``torch.compile`` the compiled backward is a fixed graph, of which all weights' gradients are outputs. So two
-opaque operations take part in it (``torch.library.custom_op``, :func:`define_linear`): ``linear`` is the product;
+opaque operations take part in it (``torch.library.custom_op``): ``linear`` is the product;
 ``offer``, in its backward, either computes the gradients of weight and bias, or queues them and returns zeros, negative
 ones, which change not even a negative zero. Copies of input and output gradient wait: the compiler may reuse their
 memory. The compiler does not know of the effect of ``offer``, so each call in a graph has a number, or equal ones would
@@ -31,71 +31,9 @@ from torch import Tensor, nn
 
 from lightning_recycle.devices import UNSAFE_IN_GRAPHS
 
-Defer = Callable[[Tensor, Tensor | None, Tensor, Tensor], bool]
-"""(weight, bias, x, output gradient) -> whether their gradients are deferred.
-
-``x``: (rows, in); gradient: (rows, out).
-"""
-
 _linear = F.linear
 _HAS_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
 _UNSAFE = UNSAFE_IN_GRAPHS if _HAS_TAGS else None
-
-
-def define_linear(defer: Defer) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """The product; None if torch is too old. Called once in a process.
-
-    ``x`` (..., in), weight (out, in) and bias (out,) or None; both are cast to the dtype of ``x``.
-    """
-    if _UNSAFE is None:
-        return None
-    numbers = itertools.count()
-
-    # torch reads these annotations to know the schema, and does not understand `X | None` in all versions.
-    @torch.library.custom_op("lightning_recycle::linear", mutates_args=())
-    def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
-        return _linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @linear.register_fake
-    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-    @torch.library.custom_op("lightning_recycle::offer", mutates_args=(), tags=(_UNSAFE,))
-    def offer(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Optional[Tensor],  # noqa: UP045
-        number: int,
-    ) -> tuple[Tensor, Tensor]:
-        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        if defer(weight, bias, flat_x, flat_grad):
-            return _zeros(weight), grad.new_empty(0) if bias is None else _zeros(bias)
-        return (
-            flat_grad.t().mm(flat_x).to(weight.dtype),
-            grad.new_empty(0) if bias is None else flat_grad.sum(0).to(bias.dtype),
-        )
-
-    @offer.register_fake
-    def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-        return weight.new_empty(weight.shape), grad.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        x, weight, bias = inputs
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *rest = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.reshape(-1, grad.shape[-1]).mm(weight.to(grad.dtype)).view(x.shape)
-        wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
-        of_weight, of_bias = offer(grad, x, weight, rest[0] if wants_bias else None, next(numbers))
-        return grad_x, of_weight, of_bias if wants_bias else None
-
-    linear.register_autograd(backward, setup_context=setup_context)
-    return linear
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -265,67 +203,40 @@ def _defer(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | 
 class _Linear(torch.autograd.Function):
     """``F.linear`` that offers weight and bias gradients to :func:`defer_weight_grad`.
 
-    ``x`` is (..., in), ``weight`` (out, in); weight and ``bias`` are cast to the dtype of ``x``, as by autocast.
+    ``x`` is (..., in), ``weight`` (out, in), or (in, out) if ``is_transposed``, as that of ``torch.addmm``; weight and
+    ``bias`` are cast to the dtype of ``x``, as by autocast.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
-        if weight.dtype == x.dtype:
-            ctx.save_for_backward(x)
-            return _linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        ctx.weight, ctx.bias, ctx.is_transposed = weight, bias, is_transposed
+        ctx.shares_cast = torch.is_autocast_cache_enabled()
         cast = weight.to(x.dtype)
-        ctx.save_for_backward(x, cast)
-        return _linear(x, cast, None if bias is None else bias.to(x.dtype))
+        ctx.save_for_backward(x, *(() if cast is weight else (cast,)))
+        return _linear(x, cast.t() if is_transposed else cast, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
         x, *cast = ctx.saved_tensors  # if there is a cast weight, it is that
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, is_transposed = ctx.weight, ctx.bias, ctx.is_transposed
         flat_grad = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_x = flat_grad.mm(cast[0] if cast else weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = grad_bias = None
-        if ctx.needs_input_grad[1]:
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            factor = cast[0] if cast else weight
+            grad_x = flat_grad.mm(factor.t() if is_transposed else factor).view(x.shape)
+        if ctx.needs_input_grad[1] and is_transposed:
+            grad_weight = _defer(ctx, weight, lambda: x.t().mm(flat_grad))
+        elif ctx.needs_input_grad[1]:
             grad_weight = _defer(ctx, weight, lambda: flat_grad.t().mm(x.reshape(-1, x.shape[-1])))
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = _defer(ctx, bias, lambda: flat_grad.sum(0))
-        return grad_x, grad_weight, grad_bias
-
-
-class _Addmm(torch.autograd.Function):
-    """``torch.addmm(bias, x, weight)`` that does the same.
-
-    ``x`` is (rows, in), ``weight`` (in, out), ``bias`` (out,).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight, ctx.bias, ctx.shares_cast = weight, bias, torch.is_autocast_cache_enabled()
-        if weight.dtype == x.dtype:
-            ctx.save_for_backward(x)
-            return _addmm(bias, x, weight)
-        cast = weight.to(x.dtype)
-        ctx.save_for_backward(x, cast)
-        return _addmm(bias.to(x.dtype), x, cast)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        x, *cast = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        grad_x = grad.mm((cast[0] if cast else weight).t()) if ctx.needs_input_grad[1] else None
-        grad_weight = grad_bias = None
-        if ctx.needs_input_grad[2]:
-            grad_weight = _defer(ctx, weight, lambda: x.t().mm(grad))
-        if ctx.needs_input_grad[0]:
-            grad_bias = _defer(ctx, bias, lambda: grad.sum(0))
-        return grad_bias, grad_x, grad_weight
+        return grad_x, grad_weight, grad_bias, None
 
 
 # ``Function.apply`` asks whether functorch transforms are active, and takes apart what such have left behind: a fourth
 # of what it takes. Here that is asked first, and a product within one is the ordinary one.
-_apply_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = super(torch.autograd.Function, _Linear).apply
+_apply_linear: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor] = super(torch.autograd.Function, _Linear).apply
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_cast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -376,7 +287,63 @@ def _defer_compiled(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
     return True
 
 
-_compiled_linear = define_linear(_defer_compiled)
+def _define_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """The product for compiled graphs; None if torch is too old.
+
+    ``x`` (..., in), weight (out, in) and bias (out,) or None; both are cast to the dtype of ``x``.
+    """
+    if _UNSAFE is None:
+        return None
+    numbers = itertools.count()
+
+    # torch reads these annotations to know the schema, and does not understand `X | None` in all versions.
+    @torch.library.custom_op("lightning_recycle::linear", mutates_args=())
+    def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:  # noqa: UP045
+        return _linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @linear.register_fake
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+    @torch.library.custom_op("lightning_recycle::offer", mutates_args=(), tags=(_UNSAFE,))
+    def offer(
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],  # noqa: UP045
+        number: int,
+    ) -> tuple[Tensor, Tensor]:
+        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if _defer_compiled(weight, bias, flat_x, flat_grad):
+            return _zeros(weight), grad.new_empty(0) if bias is None else _zeros(bias)
+        return (
+            flat_grad.t().mm(flat_x).to(weight.dtype),
+            grad.new_empty(0) if bias is None else flat_grad.sum(0).to(bias.dtype),
+        )
+
+    @offer.register_fake
+    def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+        return weight.new_empty(weight.shape), grad.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        x, weight, bias = inputs
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *rest = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.reshape(-1, grad.shape[-1]).mm(weight.to(grad.dtype)).view(x.shape)
+        wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
+        of_weight, of_bias = offer(grad, x, weight, rest[0] if wants_bias else None, next(numbers))
+        return grad_x, of_weight, of_bias if wants_bias else None
+
+    linear.register_autograd(backward, setup_context=setup_context)
+    return linear
+
+
+_compiled_linear = _define_linear()
 
 
 def _linear_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -405,12 +372,12 @@ def _deferrable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None
         and input.dim() >= 2
         and (x := _as_computed(input, weight, bias)) is not None
     ):
-        return _apply_linear(x, weight, bias)
+        return _apply_linear(x, weight, bias, False)
     return _linear(input, weight, bias)
 
 
 def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
-    """``torch.addmm``, through :class:`_Addmm` where it is a layer. Not compiled."""
+    """``torch.addmm``, through :class:`_Linear` where it is a layer. Not compiled."""
     is_plain = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _is_transformed()
     if len(args) == 3 and not options and is_plain:
         bias, input, weight = args
@@ -423,7 +390,7 @@ def _deferrable_addmm(*args: Any, **options: Any) -> Tensor:
             and _deferrable(bias)
             and (x := _as_computed(input, weight, bias)) is not None
         ):
-            return _Addmm.apply(bias, x, weight)  # type: ignore[no-any-return]
+            return _apply_linear(x, weight, bias, True)
     return _addmm(*args, **options)
 
 

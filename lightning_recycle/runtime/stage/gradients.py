@@ -443,7 +443,7 @@ class BucketedReduction:
             self._summed_in_reduce = own[0].buffer
         alone = own if has_peers and self._summed_in_reduce is None else []
         self._only_counted = [] if alone else own
-        in_one_order = self._sums.sums_in_one_order
+        in_one_order = self._sums.transport.in_one_order
         self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
         self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in alone + common}
@@ -533,9 +533,7 @@ class BucketedReduction:
         giver = self._givers.get(bucket.stages)
         if giver is None:
             bucket.count()
-            self._begun.append(self._sums.begin_all_reduce(bucket.buffer, bucket.stages))
-        else:
-            self._begun.append(self._sums.begin_broadcast(bucket.buffer, bucket.stages, giver))
+        self._begun.append(self._sums.begin_collective(bucket.buffer, bucket.stages, giver))
 
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
@@ -570,7 +568,7 @@ class BucketedReduction:
 
     def _end(self) -> None:
         for reduction in self._begun:
-            self._sums.end_all_reduce(reduction)
+            self._sums.end_collective(reduction)
         self._begun = []
 
     def drop(self) -> None:

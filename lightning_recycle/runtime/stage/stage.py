@@ -3,7 +3,7 @@
 The stage holds a micro-batch's needs between its operations: after F the inputs and the graph (or, before an R, the
 inputs alone), after B the queued weight gradients. Before an R the first forward is a usual one, with autograd, so the
 output is the same; but the tensors that autograd saves are dropped at once. The second run begins with the same *input*
-(:class:`SavedInput`: the first run gets copies, as layers may write into their inputs); *randomness*, autocast and
+(the first run gets copies, as layers may write into their inputs); *randomness*, autocast and
 changing values of layers follow from the micro-batch. Hooks of layers run twice, as with ``torch.utils.checkpoint``.
 """
 
@@ -46,33 +46,10 @@ def _fsdp_module() -> type[Any] | None:
 
 
 def can_be_reset() -> bool:
-    """Whether this torch can begin a step again after an aborted one."""
+    """Whether this torch can begin a step again after an aborted one: from 2.13 on."""
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "reset_iter_state")
-
-
-class FullyShardedLayers:
-    """The modules in ``layers`` that are sharded by FSDP2; true if there are any.
-
-    Such a layer gathers its parameters before its forward and its backward, and sums their gradients over the
-    position's members after each backward. An aborted attempt leaves gathered parameters, which later changes of the
-    shards do not reach, and gradients that the next backward would add to. ``reset_iter_state`` exists from torch 2.13
-    on.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._modules = list(fully_sharded_modules(part for layer in layers for part in layer.modules()))
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
-    def reset(self) -> None:
-        """Drops gathered parameters, and the rest of a forward or backward."""
-        for module in self._modules:
-            if is_fsdp_root(module):  # known from the first forward on
-                module.reset_iter_state()
-            drop_unsharded_gradients(module)
 
 
 Value = Tensor | tuple[Tensor | None, ...]
@@ -92,7 +69,7 @@ class _InFlight:
     step: int
     input_grads: list[Tensor | None] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
-    kept: SavedInput | None = None
+    kept: Any = None  # the input, if it is to be computed again
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
@@ -165,7 +142,7 @@ class Stage:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._generator = default_generator(device)
-        self._fully_sharded = FullyShardedLayers(self._layers)
+        self._fully_sharded = list(fully_sharded_modules(self.modules()))
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -194,9 +171,16 @@ class Stage:
             module.training = training
 
     def clear(self) -> None:
-        """Drops every micro-batch in flight, and whatever layers keep of it."""
+        """Drops every micro-batch in flight, and whatever layers keep of it.
+
+        Layers of FSDP2 gather parameters, which later changes of the shards do not reach, and sum gradients over the
+        position's members after each backward, to which the next backward would add.
+        """
         self._in_flight.clear()
-        self._fully_sharded.reset()
+        for module in self._fully_sharded:
+            if is_fsdp_root(module):  # known from the first forward on
+                module.reset_iter_state()
+            drop_unsharded_gradients(module)
 
     def forward(
         self,
@@ -216,8 +200,8 @@ class Stage:
         """
         held = self._in_flight[microbatch] = _InFlight(step)
         if recomputed:
-            held.kept = SavedInput(value)
-            with held.kept.first_run() as copy:
+            held.kept, copy = value, apply_to_collection(value, Tensor, _copy)
+            with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):  # autograd saves nothing
                 output = self._with_graph(_InFlight(step), microbatch, copy, target, split_backward)
         else:
             output = self._with_graph(held, microbatch, value, target, split_backward)
@@ -230,8 +214,7 @@ class Stage:
         """R: the forward again, which keeps the graph."""
         held = self._in_flight[microbatch]
         kept, held.kept = held.kept, None
-        assert kept is not None, "the micro-batch's F was told"
-        self._with_graph(held, microbatch, kept.second_run(), None, split_backward)
+        self._with_graph(held, microbatch, kept, None, split_backward)
 
     def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
         """Runs the layers; ``held`` gets the beginning of the backward."""
@@ -415,27 +398,11 @@ def _detached(item: Tensor | None) -> Tensor | None:
     return None if item is None else item.detach().requires_grad_(item.requires_grad)
 
 
-class SavedInput:
-    """The input that one micro-batch keeps, to be computed again."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    @contextmanager
-    def first_run(self) -> Iterator[Any]:
-        """The first run, on the input that it yields; autograd saves nothing in it."""
-        with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):
-            yield apply_to_collection(self._value, Tensor, _copy)
-
-    def second_run(self) -> Any:
-        """The input of the second run, dropped here."""
-        value, self._value = self._value, None
-        return value
-
-    def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        apply_to_collection(self._value, Tensor, found.append)
-        return found
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a stage's input."""
+    found: list[Tensor] = []
+    apply_to_collection(value, Tensor, found.append)
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:

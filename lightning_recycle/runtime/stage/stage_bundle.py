@@ -23,10 +23,9 @@ from lightning_recycle.control.protocol.messages import Cuts, Resume
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
-from lightning_recycle.planning.cuts import Transfer, held_ranges, transfers
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.object_transfer import receive_object, send_object
+from lightning_recycle.planning.partition import Transfer, held_ranges, transfers
+from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.stage.gradients import GradientBuffers
 from lightning_recycle.runtime.stage.stage import Stage
 from lightning_recycle.tensor_memory import is_sharded, local_part
@@ -166,14 +165,6 @@ class LayerKeeper(Protocol):
         """Takes over the layers of its stage under ``cuts``: its own, and ``given`` ones."""
 
 
-@dataclass(frozen=True)
-class _NewLayers:
-    """New layers of this worker for the layout ``cuts``."""
-
-    cuts: Cuts
-    given: tuple[Any, ...]
-
-
 class LayerMoves:
     """The changes of one worker's layers; without ``keeper`` they stay."""
 
@@ -189,7 +180,7 @@ class LayerMoves:
         self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
         self._start = self.cuts
-        self._held: _NewLayers | None = None
+        self._held: tuple[Cuts, list[Any]] | None = None  # got for that layout
 
     @property
     def cuts(self) -> Cuts:
@@ -219,7 +210,7 @@ class LayerMoves:
                     send_object(self._communicator, self._keeper.give(transfer.layers), transfer.receiver)
                 else:
                     given.append(receive_object(self._communicator, transfer.donor))
-        self._held = _NewLayers(resume.becomes, tuple(given))
+        self._held = resume.becomes, given
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """This worker's transfers when ``roster`` changes from its layout to ``becomes``."""
@@ -234,10 +225,10 @@ class LayerMoves:
         cuts = cuts or self._start
         if cuts == self.cuts:
             return None
-        if held is None or held.cuts != cuts:
+        if held is None or held[0] != cuts:
             raise ReCycleError(f"Worker {self._worker} has no layers for the layout {cuts}: the protocol was violated.")
         with self._client.busy("another layout of the layers"):
-            return self._keeper.take_up(cuts, held.given)
+            return self._keeper.take_up(cuts, held[1])
 
     def give_all(self, rank: int) -> None:
         """Gives all layers of this stage to ``rank``, which joins with others."""

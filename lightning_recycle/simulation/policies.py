@@ -1,32 +1,39 @@
-"""Re-routing: peers of a dead worker run its micro-batches; then layers may move.
+"""Policies: this package's re-routing, and what is common practice.
 
-Physical workers are moved to other positions of the grid with as little copying as possible.
+Re-routing: peers of a dead worker run its micro-batches. Physical workers are moved to other positions of the grid with
+as little copying as possible. Common practice keeps whole pipelines: merge, spares, restart,
+drop replica; and the fault-free run.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
-from lightning_recycle.arguments import at_least, whole
+from lightning_recycle.arguments import whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Grid, Problem, Technique, Worker, layer_moves, normalized_failures, roles
-from lightning_recycle.planning.layout_candidates import Judgement
+from lightning_recycle.planning import Grid, Problem, Technique, Worker, normalized_failures, roles
+from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.failures import Duration, keep_seconds
 from lightning_recycle.simulation.policy import (
+    SCHEDULES,
     Configuration,
     Context,
+    Loss,
     Policy,
     Reaction,
+    ScheduleName,
     Trigger,
+    distribution,
     pauses,
+    pipeline_step,
+    planned_step,
     stopped,
 )
-from lightning_recycle.simulation.step_times import ScheduleName, distribution, planned_step
-from lightning_recycle.simulation.training_model import TrainingModel, one_f_one_b_seconds
+from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +88,16 @@ def place(
     """
     held, vacant = keep(grid, before, workers)
     known = {worker for worker, _ in before.positions}
-    senders: Counter[Worker] = Counter()
-    for worker, position in held.items():
-        if worker not in known:
-            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
-            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    after = dict(held)
     if distribution is not None:
         taken = roles(grid, vacant, distribution)
-        stages = range(grid.stages + 1)  # each is moved as a whole
-        senders.update(move.source for move in layer_moves(grid, vacant, stages, stages, taken))
-        held = {worker: taken[position] for worker, position in held.items()}
-    return Placement(tuple(sorted(held.items())), max(senders.values(), default=0))
+        after = {worker: taken[position] for worker, position in held.items()}
+    senders: Counter[Worker] = Counter()
+    for worker, position in after.items():
+        if worker not in known or position.stage != held[worker].stage:
+            peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
+            senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
+    return Placement(tuple(sorted(after.items())), max(senders.values(), default=0))
 
 
 @dataclass(frozen=True)
@@ -229,10 +235,6 @@ class Recycle(Policy):
         return self.configuration(context, fresh(grid, workers, goal))
 
 
-_SWITCH = 2.0  # seconds that all wait when layers have moved
-_LEAST_GAIN = 0.01  # of the step time that a move must save
-
-
 @dataclass(frozen=True)
 class Elastic(Recycle):
     """A batch of constant size is shared by all workers, however many there are.
@@ -294,107 +296,259 @@ def _limit(limits: tuple[int, ...]) -> tuple[int, ...]:
     return limits
 
 
-@dataclass(frozen=True)
-class ElasticLayers(Recycle):
-    """Re-routing at once, then layers move until all stages are equally loaded.
+Teams = tuple[tuple[int, ...], ...]
+"""Pipelines as tuples of physical workers, by stage."""
 
-    Source: the idea of ElasWave (arXiv 2510.00606) and of Odyssey (arXiv 2508.21613), re-routing and moving layers to
-    rebalance the stages; the systems themselves are not modelled. The first reaction and all its constants are those of
-    the ReCycle policy.
+
+def assemble_teams(
+    before: Teams, workers: Collection[int], stages: int, most: int, *, repair: bool = True
+) -> tuple[Teams, int]:
+    """Whole pipelines of live workers, and the number of workers that need a state.
+
+    With ``repair``, gaps of broken pipelines are filled, first by idle workers, then by workers of the most broken one,
+    which need no copy for the same stage. Otherwise broken pipelines are dissolved, and only enough idle workers form a
+    new one. At most ``most`` pipelines of ``stages`` workers.
+    """
+    live = set(workers)
+    whole = [team for team in before if live.issuperset(team)]
+    broken = sorted(
+        ([worker if worker in live else None for worker in team] for team in before if not live.issuperset(team)),
+        key=lambda team: team.count(None),
+    )
+    idle = sorted(live.difference(worker for team in before for worker in team))
+    free: dict[int, int] = {}  # workers of dissolved pipelines, with the stage whose newest state they have
+    copied = 0
+    while broken and repair:
+        team = broken.pop(0)
+        gaps = [stage for stage, worker in enumerate(team) if worker is None]
+        while broken and len(idle) + len(free) < len(gaps):
+            free |= {worker: stage for stage, worker in enumerate(broken.pop()) if worker is not None}
+        if len(idle) + len(free) < len(gaps):
+            idle += [worker for worker in team if worker is not None]
+            break
+        for stage in gaps:
+            same = sorted(worker for worker, had in free.items() if had == stage)
+            if same:
+                team[stage] = same[0]
+                del free[same[0]]
+        for stage in (stage for stage in gaps if team[stage] is None):
+            team[stage] = idle.pop(0) if idle else min(free)
+            free.pop(team[stage] or 0, None)
+            copied += 1
+        whole.append(tuple(worker for worker in team if worker is not None))
+    idle += [*free, *(worker for team in broken for worker in team if worker is not None)]
+    idle.sort()
+    while len(whole) < most and len(idle) >= stages:
+        whole.append(tuple(idle[:stages]))
+        copied += stages
+        idle = idle[stages:]
+    return tuple(sorted(whole[:most])), copied
+
+
+def whole_pipelines(
+    context: Context, policy: Policy, teams: Teams, label: str, *, keep_batch: bool = True
+) -> Configuration:
+    """Whole pipelines (``teams`` of workers) with the policy's schedule.
+
+    With ``keep_batch`` they share the whole global batch, in shares that differ by at most one micro-batch (the largest
+    decides the step); otherwise each keeps its own part.
+    """
+    model, count = context.model, len(teams)
+    if not count:
+        return stopped("too few workers for a pipeline", teams)
+    grid = model.grid
+    micro = -(-grid.global_microbatches // count) if keep_batch else grid.microbatches
+    step = policy.pipeline_step(model, micro)
+    part = 1.0 if keep_batch else count / grid.pipelines
+    label += "" if count == grid.pipelines else f", {count} of {grid.pipelines} pipelines"
+    return policy.running(context, label, step, count * grid.stages, teams, part=part)
+
+
+@dataclass(frozen=True)
+class FaultFree(Policy):
+    """Nodes never fail, and no checkpoints are written: the upper bound.
+
+    Args:
+        schedule: "1f1b" (the paper's baseline, which also calibrates the models), "planned" as for all policies, or
+            "zero_bubble": split backward, at most S micro-batches in flight, one optimizer step for all stages.
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = (*SCHEDULES, "zero_bubble")
+    ignores_failures: ClassVar[bool] = True
+    schedule: Literal["1f1b", "planned", "zero_bubble"] = "1f1b"  # type: ignore[assignment] # one more
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        model, grid = context.model, context.model.grid
+        kind = "planned" if self.schedule == "planned" else "1f1b"
+        step = pipeline_step(kind, model.costs(), grid.microbatches, model.in_flight_limit())
+        if self.schedule == "zero_bubble":
+            limit = tuple(min(grid.stages, most) for most in model.in_flight_limit())
+            one = Grid(1, grid.stages, grid.microbatches)
+            problem = Problem(one, model.costs(), technique=Technique(True, False), in_flight_limit=limit)
+            step = min(step, Judgement(planned_step(problem).period))
+        found = self.running(context, self.schedule, step, grid.num_workers, None)
+        return Reaction(replace(found, checkpoint_every=None, checkpoint_seconds=0.0, checkpoint_writing=0.0))
+
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
+        return None
+
+
+@dataclass(frozen=True)
+class WholePipelines(Policy):
+    """Base of policies whose layout is the workers of each whole pipeline."""
+
+    keep_batch: ClassVar[bool] = True
+    """Whether pipelines share the whole global batch, or each keeps its part."""
+
+    def begin(self, context: Context, live: frozenset[int]) -> Reaction:
+        return Reaction(self._configuration(context, self._teams(context, (), live)))
+
+    def _teams(self, context: Context, before: Teams, live: frozenset[int]) -> Teams:
+        model = context.model
+        return assemble_teams(before, context.workers(live), model.stages, model.pipelines)[0]
+
+    def _configuration(self, context: Context, teams: Teams) -> Configuration:
+        label = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()  # DropReplica: drop replica
+        return whole_pipelines(context, self, teams, label, keep_batch=self.keep_batch)
+
+
+@dataclass(frozen=True)
+class Merge(WholePipelines):
+    """Broken pipelines are merged into whole ones, which share the global batch.
+
+    k dead workers leave D S - k live ones, enough for D - ceil(k / S) whole pipelines, as much capacity as re-routing
+    has with failures spread evenly over the stages. Source: common practice; the obvious rival of re-routing, since it
+    changes neither the batch nor the schedule.
 
     Assumptions:
 
-    - After a failure the layers are redistributed in whole units of a layer (``TrainingModel.units``) so that the
-      slowest stage, the one with the most layers per live worker, is as fast as memory allows. Each stage keeps its
-      workers.
-    - The layers are copied in the background, with parameters and optimizer state, at ``share`` of a worker's network
-      link, while training continues as under ReCycle; every worker of a stage receives its stage's new layers.
-    - Then all switch at the end of a step, which takes two seconds.
-    - A new failure before that aborts the move, which then starts again from the current state.
-    - Failures are normalized first, as in ReCycle.
-
-    Takes the arguments of ``Recycle``, and:
-
-    Args:
-        share: fraction of a link's bandwidth that background copies may use.
+    - Live workers of the pipelines that lost most fill the gaps of the others, first workers of the same stage, which
+      have its state; another one copies it from a peer, all in parallel. The rest waits.
+    - The micro-batches of the global batch are dealt out evenly to the whole pipelines; where they do not divide, some
+      have one more, and the step takes accordingly longer.
+    - A failure loses the step in progress. Returned nodes wait, or fill a gap at the end of the step.
+    - When all replicas of a stage fail at once, training restarts from the newest checkpoint.
     """
 
-    share: float = 0.5
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
+        before = current.layout
+        assert isinstance(before, tuple)
+        model = context.model
+        alive = set(context.workers(trigger.live))
+        teams, copied = assemble_teams(before, alive, model.stages, model.pipelines)
+        if teams == before:
+            return None
+        found = self._configuration(context, teams)
+        broken = not all(alive.issuperset(team) for team in before)
+        if any(all(team[stage] not in alive for team in before) for stage in range(model.stages)):
+            return self.restarted(context, found, broken=broken, trained=bool(before))
+        transfer = model.transfer_seconds(1 / model.stages) if copied else 0.0
+        return self.regrouped(found, len(alive), broken=broken, transfer=transfer)
+
+
+@dataclass(frozen=True)
+class Spares(Merge):
+    """Hot spares: extra nodes replace failed ones and copy their state from a peer.
+
+    Source: common practice (e.g. Llama 3's and MegaScale's backup machines).
+
+    Assumptions:
+
+    - A spare is warm: process started, libraries loaded. It copies parameters and optimizer state from a peer.
+    - When no spare is left, broken pipelines are merged as in the ``merge`` policy.
+    - Repaired nodes become spares, or fill the gap of a broken pipeline at the end of the step.
+
+    Takes the arguments of ``Policy``, and:
+
+    Args:
+        spares: nodes beyond the fault-free grid; the cluster must have them (``Cluster.of(model, extra_nodes=n)``).
+    """
+
+    spares: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("ElasticLayers", "share", self.share, above=True)
+        whole("Spares", "spares", self.spares)
 
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
-        """See :class:`Policy`. Nodes missing from the start need no move."""
-        first = super().begin(context, live)
-        better, _ = self._balanced(context, first.configuration)
-        return Reaction(first.configuration if better is None else better)
+        have = context.cluster.nodes - context.model.gpus // context.cluster.gpus_per_node
+        if have < self.spares:
+            raise ConfigurationError(
+                f"Spares(spares={self.spares}): the cluster has {have} nodes more than {context.model.name} needs; "
+                f"use Cluster.of(model, extra_nodes={self.spares})."
+            )
+        return super().begin(context, live)
+
+
+@dataclass(frozen=True)
+class Restart(WholePipelines):
+    """Every failure ends the job, which restarts from the newest checkpoint.
+
+    Source: common practice; NVIDIA's resiliency extension shortens the start of the processes, but not the load and the
+    lost work.
+
+    Assumptions:
+
+    - After a restart the grid has as many whole pipelines as there are workers for; they share the global batch.
+    - When returned nodes complete another pipeline, the job writes a checkpoint and restarts with that pipeline.
+    """
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
-        reaction = super().react(context, current, trigger)
-        if reaction is None:
-            better, _ = self._balanced(context, current) if trigger.woken else (None, 0.0)
-            if better is None:
-                return None
-            return Reaction(better, pauses(change=_SWITCH), at_boundary=True)
-        better, seconds = self._balanced(context, reaction.configuration)
-        if better is None:
-            return reaction
-        before = sum(pause.seconds for pause in reaction.pauses) + reaction.configuration.fill_seconds
-        return replace(reaction, wake=before + seconds)
-
-    def _balanced(self, context: Context, found: Configuration) -> tuple[Configuration | None, float]:
-        """The configuration with moved layers, if worth it, and the seconds of the move."""
-        layout = found.layout
-        assert isinstance(layout, Placement)
-        failures = layout.failures(context.model.grid)
-        if not found.running or not self.adaptive or not any(failures):
-            return None, 0.0
-        units, step = _best_split(context.model, failures, self.technique, self.effort)
-        if not step.period < found.step_seconds * (1 - _LEAST_GAIN):
-            return None, 0.0
-        moved = _moved(context.model, units) / context.model.units
-        copying = context.model.transfer_seconds(moved) / self.share
-        label = f"{found.label}, layers moved"
-        better = replace(found, label=label, step_seconds=step.period, fill_seconds=step.fill, lead_seconds=step.lead)
-        return better, copying
+        before = current.layout
+        assert isinstance(before, tuple)
+        alive = set(context.workers(trigger.live))
+        teams = self._teams(context, before, trigger.live)
+        found = self._configuration(context, teams)
+        if not all(alive.issuperset(team) for team in before):
+            return self.restarted(context, found, broken=True)
+        if len(teams) <= len(before):
+            return None
+        return self.growing(context, found) if before else Reaction(found, self.restarting(context, broken=False))
 
 
-@lru_cache(maxsize=4096)
-def _best_split(
-    model: TrainingModel, failures: tuple[int, ...], technique: Technique, effort: int
-) -> tuple[tuple[int, ...], Judgement]:
-    """Units of each stage in proportion to its live workers, and the planned step."""
-    live = [model.pipelines - count for count in failures]
-    units = [0] * model.stages
-    open_stages = list(range(model.stages))
-    for _ in range(model.units):  # the next unit goes where the stage stays fastest, memory permitting
-        open_stages = [s for s in open_stages if _fits(model, units[s] + 1)]
-        if not open_stages:
-            return model.even(), Judgement(float("inf"))
-        stage = min(open_stages, key=lambda s: ((units[s] + 1) / live[s], s))
-        units[stage] += 1
-    parts = tuple(units)
-    if min(parts) == 0 or min(model.in_flight_limit(parts)) < 1:
-        return model.even(), Judgement(float("inf"))
-    gone = normalized_failures(model.grid, failures)
-    problem = Problem(model.grid, model.costs(parts), gone, technique, model.in_flight_limit(parts))
-    return parts, planned_step(problem, effort)
+_RELAUNCH = 60.0  # seconds to start a replica group on free workers, while the others train
 
 
-def _fits(model: TrainingModel, units: int) -> bool:
-    """Whether a worker with that many units has memory for S micro-batches."""
-    part = units / model.units
-    return model.state_bytes(part) + model.stages * model.activation_bytes(part) <= model.memory_bytes
+@dataclass(frozen=True)
+class DropReplica(WholePipelines):
+    """A failure takes its whole pipeline out, and the batch shrinks.
 
+    Source: torchft (per-step fault tolerance of replica groups). Its recovery from a SIGKILL was measured at 5.0 s with
+    the default settings and 1.05 s with a heartbeat timeout of 1 s (two CPU replicas over Gloo); here it has the
+    recovery of all policies, with communicators for GPUs.
 
-def _moved(model: TrainingModel, units: tuple[int, ...]) -> int:
-    """The most units that a stage receives on the way from the even split."""
-    even = model.even()
-    most, begin_old, begin_new = 0, 0, 0
-    for old, new in zip(even, units, strict=True):
-        common = max(0, min(begin_old + old, begin_new + new) - max(begin_old, begin_new))
-        most = max(most, new - common)
-        begin_old, begin_new = begin_old + old, begin_new + new
-    return most
+    Assumptions:
+
+    - The survivors' step is not committed, so it is lost.
+    - The samples of the missing pipeline are not trained: the step has fewer samples and takes as long. Every sample of
+      the smaller batches counts in full.
+    - A scheduler starts a new replica group on any S free workers in a minute, which joins at the end of a step and
+      copies its state from a peer while the others wait.
+    - When all replica groups are lost, no worker is left to copy from: training restarts from the newest checkpoint.
+    """
+
+    keep_batch: ClassVar[bool] = False
+
+    def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
+        before = current.layout
+        assert isinstance(before, tuple)
+        workers = context.workers(trigger.live)
+        alive = set(workers)
+        whole = tuple(team for team in before if alive.issuperset(team))
+        more = assemble_teams(whole, workers, context.model.stages, context.model.pipelines, repair=False)[0]
+        grows = len(more) > len(whole)
+        wait = (_RELAUNCH if whole else 1e-3) if grows else None  # a restart of the whole job has its own time
+        taking_part = len(whole) * context.model.stages
+        if len(whole) < len(before):
+            found = self._configuration(context, whole)
+            steps = self.regrouping(taking_part, broken=True) if whole else ()
+            return Reaction(found, steps, Loss.STEP if whole else Loss.CHECKPOINT, wake=wait)
+        if not grows:
+            return None
+        if trigger.woken:
+            found = self._configuration(context, more)
+            if not whole:
+                return Reaction(found, self.restarting(context, broken=False))
+            transfer = context.model.transfer_seconds(1 / context.model.stages)
+            return self.regrouped(found, len(more) * context.model.stages, broken=False, transfer=transfer)
+        return Reaction(current, wake=wait)

@@ -252,7 +252,7 @@ def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str 
 
 def _grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
     # This runs among the globals of Lightning's function.
-    from lightning_recycle.session.commit_requirements import norms_of_all_stages
+    from lightning_recycle.session.gradient_clipping import norms_of_all_stages
 
     return norms_of_all_stages(module, norm_type, group_separator)
 

@@ -12,7 +12,7 @@ from torchmetrics import Metric, aggregation, regression
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session.outputs import StepOutputs, add_states, metric_states
+from lightning_recycle.session.output_recorder import StepOutputs, add_states, metric_states
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.grads import grad_norm as the_same
 from torch import nn
 
-from lightning_recycle.session.commit_requirements import complete_norms
+from lightning_recycle.session.gradient_clipping import complete_norms
 
 
 @pytest.fixture

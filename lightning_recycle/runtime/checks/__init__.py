@@ -1,1 +1,0 @@
-"""Checks for wrong bits and for values that are not finite."""

@@ -1,0 +1,505 @@
+"""TCP connections between workers: reachability checks, and authenticated links.
+
+Unaccepted connections fill the queue of a listening socket, until the kernel answers no more of them. A *filter* in the
+kernel (classic BPF, without privileges) decides before that: :func:`drop_everything` lets nothing in; with
+:func:`answer_only` the kernel answers every dialer and forgets it. A :class:`Doorbell` is a listening socket with such
+a filter: even a busy or stopped process is reachable. :func:`unreachable` returns at once if all workers can be
+reached, else at the end of its time, so that a lost packet does not count, and all get their results at the same time.
+
+A *link* is one TCP connection between two workers, for one group of both. One of them dials the other's :class:`Gate`,
+which is open only while its worker connects. Each side proves that it knows the key of the run, for this generation,
+group and pair of ranks, and for fresh random numbers of both (SKID3, with HMAC-SHA256). A stranger takes no worker's
+place: nothing is read after its first 64 bytes, and it is dropped. :func:`connect` returns all links of a worker or
+none, and reads no byte beyond the handshake, a pair of generators without sockets:
+
+    dialer -> acceptor   name of the link (a code that needs the key), random number
+    acceptor -> dialer   random number, proof
+    dialer -> acceptor   proof
+
+The side that sends the final proof knows that the connection will be used, and the other learns it from that: a slow
+attempt can be begun anew without the two sides holding different connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import hmac
+import logging
+import os
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+from lightning_recycle.engines.worker_environment import port_range
+from lightning_recycle.errors import ConfigurationError
+
+# From asm-generic/socket.h; the socket module does not have it.
+_SO_ATTACH_FILTER = 26
+
+# Classic BPF: (code, jump if true, jump if false, constant). A filter sees a segment from its TCP header on.
+_LOAD_BYTE, _JUMP_IF_ANY_BIT, _JUMP_IF_EQUAL, _AND, _RETURN = 0x30, 0x45, 0x15, 0x54, 0x06
+_EVERYTHING, _NOTHING = 0xFFFF_FFFF, 0  # bytes of a segment that pass
+_FLAGS = 13  # offset of the flags in a TCP header
+_SYN, _RST, _ACK = 0x02, 0x04, 0x10
+
+_DROP_EVERYTHING = ((_RETURN, 0, 0, _NOTHING),)
+_ANSWER_ONLY = (
+    (_LOAD_BYTE, 0, 0, _FLAGS),
+    (_JUMP_IF_ANY_BIT, 2, 0, _RST),
+    (_AND, 0, 0, _SYN | _ACK),
+    (_JUMP_IF_EQUAL, 0, 1, _SYN),
+    (_RETURN, 0, 0, _EVERYTHING),
+    (_RETURN, 0, 0, _NOTHING),
+)
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket:
+    """A socket that listens at a free port of ``host``, a name or an address.
+
+    Raises ConfigurationError if none of ``ports`` is free.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    if ports is None:
+        return socket.create_server(address, family=family, backlog=backlog)
+    # From any of them on: with many workers on a machine most of the first ones are taken.
+    start = random.SystemRandom().randrange(len(ports))
+    for port in (*ports[start:], *ports[:start]):
+        try:
+            return socket.create_server((address[0], port, *address[2:]), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigurationError(
+        f"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these {len(ports)} ports is free at {host}. A worker listens at"
+        " two at a time: give three for each worker of a machine, that no other program uses."
+    )
+
+
+class Listener:
+    """A listening socket; ``address``: for other workers."""
+
+    def __init__(self, host: str, backlog: int, ports: range | None) -> None:
+        self.socket = listen(host, backlog, ports)
+        name, self.port, *_ = self.socket.getsockname()
+        self.address = f"{name} {self.port}".encode()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+async def _connected(address: bytes) -> socket.socket:
+    """A non-blocking socket, without delay, that is connected to a :class:`Listener`."""
+    host, port = address.decode().rsplit(" ", 1)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    with _closed_on_error(sock):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return sock
+
+
+@contextlib.contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels ``tasks``, and returns when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---------------------------------------------------------------------- filters
+
+
+def drop_everything(sock: socket.socket) -> None:
+    """Lets no segment reach ``sock``, nor sockets accepted by it."""
+    _attach(sock, _DROP_EVERYTHING)
+
+
+def answer_only(listener: socket.socket) -> None:
+    """Has the system answer every dialer of ``listener``, and let nothing else in.
+
+    No connection is ever complete. Beyond many incomplete ones Linux answers statelessly (SYN cookies, on by default).
+    """
+    _attach(listener, _ANSWER_ONLY)
+
+
+def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> None:
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    descriptor = struct.pack("HP", len(program), ctypes.addressof(instructions))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
+
+
+# ---------------------------------------------------------------------- sockets of other owners
+
+
+def inode_of(descriptor: int) -> int:
+    """The identity of a socket, unlike that of a later one under the same descriptor."""
+    return os.fstat(descriptor).st_ino
+
+
+class OpenSockets:
+    """Sockets of other owners, to be cut off all at once, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inodes: dict[int, int] = {}
+        self._cut = False
+
+    def add(self, inodes: Mapping[int, int]) -> None:
+        """Adds sockets, descriptor -> inode; after :meth:`cut` they are cut off at once."""
+        with self._lock:
+            self._inodes.update(inodes)
+            cut = self._cut
+        if cut:
+            _shut_down(inodes.items())
+
+    def cut(self) -> None:
+        """Ends the connections, in both directions; the descriptors stay open."""
+        with self._lock:
+            self._cut = True
+            sockets = list(self._inodes.items())
+        _shut_down(sockets)
+
+
+def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
+    for descriptor, inode in sockets:
+        # Their owner closes them in threads of its own, and their numbers go to whatever is opened next: so take hold
+        # of it first, and look whether it is the right one then. (The other way round, on a busy machine, aborts
+        # shut down connections to DataLoader processes that were opened at that moment.)
+        try:
+            held = os.dup(descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise  # out of descriptors: what waits cannot be interrupted, and this worker must end
+            continue  # closed
+        try:
+            if inode_of(held) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(held)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)  # an OSError means that it is no longer connected
+        finally:
+            os.close(held)
+
+
+CHECK_SECONDS = 1.4
+"""For one worker; Linux resends the first packet of a connection after one second."""
+
+_BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
+_REDIAL_SECONDS = 0.1  # between attempts that fail at once
+_LOOK_SECONDS = 0.02  # between checks for cancellation
+
+
+class Doorbell(Listener):
+    """A listening socket at ``host`` and one of ``ports``, for reachability checks."""
+
+    def __init__(self, host: str, ports: range | None = None) -> None:
+        super().__init__(host, _BACKLOG, ports)
+        with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
+            answer_only(self.socket)
+
+
+def unreachable(
+    addresses: Mapping[int, bytes], cancelled: threading.Event, seconds: float = CHECK_SECONDS
+) -> tuple[int, ...]:
+    """The ranks that could not be reached, in order; meaningless if ``cancelled``.
+
+    ``addresses``: the other workers' doorbells, by rank; all are tried at the same time.
+    """
+    missing = set(addresses)
+
+    async def reach(rank: int) -> None:
+        while rank in missing:
+            try:
+                with await _connected(addresses[rank]) as sock:
+                    hang_up(sock)
+                missing.discard(rank)
+            except OSError:
+                await asyncio.sleep(_REDIAL_SECONDS)
+
+    async def reach_all() -> None:
+        tasks = [asyncio.create_task(reach(rank)) for rank in addresses]
+        deadline = time.monotonic() + seconds
+        while missing and not cancelled.is_set():
+            now = time.monotonic()
+            await asyncio.wait(tasks, timeout=_LOOK_SECONDS)
+            if now >= deadline:  # after the check: this process may not have been running until now
+                break
+        await _ended(tasks)
+
+    asyncio.run(reach_all())
+    return tuple(sorted(missing))
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Has ``sock``, connected to a doorbell, close without a farewell."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+log = logging.getLogger(__name__)
+
+_RANDOM = _CODE = 32  # bytes of a random number, and of a name or a proof
+_OPENING, _ANSWER, _CLOSING = _CODE + _RANDOM, _RANDOM + _CODE, _CODE
+
+_GATE_BACKLOG = 4096  # as many as Linux allows by default
+_STRANGERS = 256  # callers without a name that are held at a time; the oldest goes
+_ACCEPTED_AT_ONCE = 64  # before those that are connected get a turn
+_ATTEMPT_SECONDS = 0.25  # after which a link is dialed again, and twice that the next time,
+_LONGEST_ATTEMPT_SECONDS = 1.0  # up to this
+_ATTEMPT_PAUSE = 0.02  # after an attempt that fails at once
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+class Link(NamedTuple):
+    """A connection: its group, the rank that dials, and the rank that accepts."""
+
+    group: str
+    dialer: int
+    acceptor: int
+
+    @classmethod
+    def between(cls, group: str, a: int, b: int) -> Link:
+        """The link between ranks ``a`` and ``b``; each rank dials about half of its links."""
+        low, high = sorted((a, b))
+        return cls(group, low, high) if (low + high) % 2 else cls(group, high, low)
+
+    def other(self, rank: int) -> int:
+        return self.acceptor if rank == self.dialer else self.dialer
+
+
+# ---------------------------------------------------------------------- the handshake: pure
+
+
+class Refusal(Exception):
+    """The other side is not the expected worker."""
+
+
+Talk: TypeAlias = Generator[bytes | int, bytes, Link]
+"""One side of a handshake; raises :class:`Refusal` for a wrong proof.
+
+Yields bytes to send, or the number of bytes needed next; returns the link.
+"""
+
+
+def dialing(key: bytes, generation: int, link: Link) -> Talk:
+    """The dialing side of ``link``."""
+    name, mine = name_of(key, generation, link), secrets.token_bytes(_RANDOM)
+    yield name + mine
+    answer = yield _ANSWER
+    theirs, proof = answer[:_RANDOM], answer[_RANDOM:]
+    if not hmac.compare_digest(proof, _proof(key, b"acceptor", name, mine, theirs)):
+        raise Refusal("it answered without knowing the key of the run")
+    yield _proof(key, b"dialer", name, mine, theirs)
+    return link
+
+
+def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
+    """The accepting side; ``awaited``: this worker's links, by name."""
+    opening = yield _OPENING
+    name, theirs = opening[:_CODE], opening[_CODE:]
+    link = awaited.get(name)
+    if link is None:
+        raise Refusal("it knows no name of a link that is awaited")
+    mine = secrets.token_bytes(_RANDOM)
+    yield mine + _proof(key, b"acceptor", name, theirs, mine)
+    proof = yield _CLOSING
+    if not hmac.compare_digest(proof, _proof(key, b"dialer", name, theirs, mine)):
+        raise Refusal("it repeated the name of a link without knowing the key of the run")
+    return link
+
+
+def name_of(key: bytes, generation: int, link: Link) -> bytes:
+    """The name of ``link``, which needs the key to compute."""
+    return hmac.digest(key, f"link {generation} {link.dialer} {link.acceptor} {link.group}".encode(), "sha256")
+
+
+def _proof(key: bytes, side: bytes, name: bytes, dialers: bytes, acceptors: bytes) -> bytes:
+    return hmac.digest(key, side + name + dialers + acceptors, "sha256")
+
+
+# ---------------------------------------------------------------------- connecting
+
+
+class Gate(Listener):
+    """The port at which a worker is dialed by the others, while it connects."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(host, _GATE_BACKLOG, port_range())
+        self.socket.setblocking(False)
+
+
+def connect(
+    gate: Gate,
+    key: bytes,
+    generation: int,
+    rank: int,
+    links: Collection[Link],
+    addresses: Mapping[int, bytes],
+    cancelled: threading.Event,
+    seconds: float,
+) -> dict[Link, socket.socket]:
+    """Non-blocking sockets, without delay, for all ``links`` of this worker at once.
+
+    Raises InterruptedError if ``cancelled``, or TimeoutError that names the ranks without connection. ``addresses``:
+    the others' gates.
+    """
+    return asyncio.run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
+
+
+async def _converse(sock: socket.socket, talk: Talk, answered: Callable[[], object] = lambda: None) -> Link:
+    """Has one side of a handshake; calls ``answered`` when the other has said something right."""
+    loop = asyncio.get_running_loop()
+    try:
+        wanted = next(talk)
+        while True:
+            if isinstance(wanted, bytes):
+                await loop.sock_sendall(sock, wanted)
+                wanted = next(talk)
+            else:
+                heard = b""
+                while len(heard) < wanted:
+                    if not (data := await loop.sock_recv(sock, wanted - len(heard))):
+                        raise ConnectionError("the other side hung up")
+                    heard += data
+                wanted = talk.send(heard)
+                answered()
+    except StopIteration as end:
+        link: Link = end.value
+        return link
+
+
+class _Connecting:
+    """The connections of :func:`connect`, while it runs."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        key: bytes,
+        generation: int,
+        rank: int,
+        links: Collection[Link],
+        addresses: Mapping[int, bytes],
+    ) -> None:
+        self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
+        self._addresses, self._missing = addresses, set(links)
+        self._awaited = {name_of(key, generation, link): link for link in links if link.acceptor == rank}
+        self._done: dict[Link, socket.socket] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
+        self._strangers: list[str] = []
+
+    async def run(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
+        self._complete = asyncio.Event()
+        self._tasks = {asyncio.create_task(self._dial(link)) for link in self._missing if link.dialer == self._rank}
+        asyncio.get_running_loop().add_reader(self._gate.socket, self._accept)
+        deadline = time.monotonic() + seconds
+        try:
+            while self._missing:
+                if cancelled.is_set():
+                    raise InterruptedError(f"Connecting generation {self._generation} was cancelled.")
+                if time.monotonic() > deadline:
+                    ranks = sorted({link.other(self._rank) for link in self._missing})
+                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._complete.wait(), _LOOK_SECONDS)
+            done, self._done = self._done, {}
+            return done
+        finally:
+            self._strangers += [f"{peer}: it said nothing" for peer in self._nameless.values()]
+            asyncio.get_running_loop().remove_reader(self._gate.socket)
+            await _ended(self._tasks)
+            for sock in self._done.values():
+                sock.close()
+            if self._strangers:
+                log.warning(
+                    "Generation %d: worker %d refused %d connections that were not from workers of this run; the first"
+                    " was from %s.",
+                    self._generation,
+                    self._rank,
+                    len(self._strangers),
+                    self._strangers[0],
+                )
+
+    def _take(self, link: Link, sock: socket.socket) -> None:
+        if link not in self._missing:
+            sock.close()  # it is connected: this attempt was given up
+            return
+        self._missing.discard(link)
+        self._done[link] = sock
+        if not self._missing:
+            self._complete.set()
+
+    async def _dial(self, link: Link) -> None:
+        """Dials until ``link`` is there: strangers may fill the other's queue for a moment."""
+        patience = _ATTEMPT_SECONDS
+        while True:
+            # Refused, or the other side has ended, or hung up to be dialed again.
+            with contextlib.suppress(OSError, Refusal, asyncio.TimeoutError):
+                return self._take(link, await asyncio.wait_for(self._call(link), patience))
+            patience = min(2 * patience, _LONGEST_ATTEMPT_SECONDS)
+            await asyncio.sleep(_ATTEMPT_PAUSE)
+
+    async def _call(self, link: Link) -> socket.socket:
+        sock = await _connected(self._addresses[link.acceptor])
+        with _closed_on_error(sock):
+            await _converse(sock, dialing(self._key, self._generation, link))
+        return sock
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, (host, port, *_) = self._gate.socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # A connection may end before it is accepted; one who waits longer makes room for one who waits less.
+                if error.errno in _OUT_OF_DESCRIPTORS and not self._evict(0):
+                    return
+                continue
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller = asyncio.create_task(self._answer(sock, f"{host} port {port}"))
+            self._tasks.add(caller)
+            self._nameless[caller] = f"{host} port {port}"
+            caller.add_done_callback(self._forget)
+            self._evict(_STRANGERS)
+
+    async def _answer(self, sock: socket.socket, peer: str) -> None:
+        named = partial(self._nameless.pop, asyncio.current_task(), "")
+        try:
+            with _closed_on_error(sock):
+                self._take(await _converse(sock, accepting(self._key, self._awaited), named), sock)
+        except Refusal as error:
+            self._strangers.append(f"{peer}: {error}")
+        except OSError:
+            pass  # the other side has ended, or hung up to dial again
+
+    def _forget(self, caller: asyncio.Task[Any]) -> None:
+        self._tasks.discard(caller)
+        self._nameless.pop(caller, None)
+
+    def _evict(self, at_most: int) -> bool:
+        """Drops the oldest nameless callers beyond ``at_most``; whether there were any."""
+        surplus = list(islice(self._nameless, max(0, len(self._nameless) - at_most)))
+        for caller in surplus:
+            self._strangers.append(f"{self._nameless.pop(caller)}: it said nothing")
+            caller.cancel()
+        return bool(surplus)

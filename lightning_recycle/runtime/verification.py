@@ -1,0 +1,520 @@
+"""Workers of a stage check each other's computations, and losses and gradients.
+
+In a step with checks each worker records one micro-batch, drawn from the step: its inputs, and checksums of the output,
+the input gradient and the weight gradients. A peer computes the record at its CHECK, without lasting changes, and
+compares. Other bits are reported, and the worker goes no further, so the step cannot be committed. All workers of the
+stage then compute the record twice, and vote. If several get other bits each time, the layers are not deterministic,
+and comparing ends; a single one has a broken device. Machines of other kinds may round differently: they have no vote,
+and a worker whose record comes from one computes its own once more instead.
+
+Wrong results may have reached other stages. So no worker applies a step before all have reported that they have no
+objection (:class:`~lightning_recycle.control.protocol.messages.Milestone`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import pickle
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recycle.control.client import ControlClient
+from lightning_recycle.control.protocol import messages
+from lightning_recycle.control.protocol.member import Interrupted
+from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_FINITE
+from lightning_recycle.devices import hardware_name
+from lightning_recycle.planning.grid import Grid, OpKind
+from lightning_recycle.planning.program import Program, Task
+from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
+from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
+from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.tensor_memory import checksum, local_part, put_together, take_apart
+from lightning_recycle.torch_internals import foreach_add_, version_of
+
+log = logging.getLogger(__name__)
+
+_OUTPUT, _INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
+
+
+@dataclass
+class MicrobatchRecord:
+    """Inputs and results of a stage for one micro-batch, recorded from its forward on.
+
+    ``wanted``: which input tensors need a gradient; ``sums``: checksums of the results; ``machine``: properties that
+    must be equal for equal bits; ``watches_numbers``: finite results matter, not their bits.
+    """
+
+    step: int
+    microbatch: int
+    inputs: Any
+    target: Any
+    wanted: tuple[bool, ...]
+    split_backward: bool
+    grads: Any = None
+    sums: dict[str, bytes] = field(default_factory=dict)
+    machine: str = ""
+    watches_numbers: bool = False
+
+    @classmethod
+    def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecord | None:
+        """A record, or None if the stage's inputs cannot be sent to others."""
+        try:
+            given, told = mapped((inputs, target), _copy)
+            wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
+        except Exception as error:  # whatever an object of the user's raises that cannot be pickled
+            log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
+            return None
+        return cls(step, task.index, given, told, wanted, task.split_backward)
+
+
+def is_sound(values: Sequence[Tensor | float | None]) -> bool:
+    """Whether no number is NaN or infinite, except negative infinity in a mask."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() and bool((torch.isnan(value) | torch.isposinf(value)).any()):
+                return False
+            if value.is_complex() and not bool(torch.isfinite(value).all()):
+                return False
+        elif value is not None and not math.isfinite(value):
+            return False
+    return True
+
+
+class GradientsApart:
+    """Separate memory for gradients, for a while, of parameters that have some."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._usual: list[tuple[nn.Parameter, Tensor]] = []
+        self._apart: list[Tensor] = []
+        self._clean: list[int] = []  # their versions when nothing was written
+
+    def begin(self) -> None:
+        """Replaces each ``parameter.grad`` by an empty separate gradient."""
+        self._usual = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if not self._apart:
+            self._apart = [torch.zeros_like(grad) for _, grad in self._usual]
+            self._clean = [*map(_writes, self._apart)]
+        for (parameter, _), apart in zip(self._usual, self._apart, strict=True):
+            parameter.grad = apart
+
+    def end(self) -> None:
+        """Restores ``parameter.grad``, unless the user's code has replaced it."""
+        for (parameter, usual), apart in zip(self._usual, self._apart, strict=True):
+            if parameter.grad is apart:
+                parameter.grad = usual
+
+    def add(self) -> None:
+        """Adds the separate gradients to the earlier ones."""
+        pairs = zip(self._usual, self._apart, self._clean, strict=True)
+        written = [(usual, apart) for (_, usual), apart, clean in pairs if _writes(apart) > clean]
+        if written:
+            foreach_add_(*map(list, zip(*written, strict=True)))
+        self._usual, self._apart, self._clean = [], [], []
+
+
+def _writes(grad: Tensor) -> int:
+    return version_of(grad) + version_of(local_part(grad))
+
+
+class Recomputation:
+    """Computes records once more; ``divisor``: micro-batches in the global batch."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        parameters: Sequence[nn.Parameter],
+        divisor: int,
+        computing_again: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
+    ) -> None:
+        self._stage, self.parameters, self._divisor = stage, parameters, divisor
+        self._computing_again = computing_again
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
+
+    def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
+        """This worker's checksums of all results that ``record`` has checksums of."""
+        stage, index = self._stage, record.microbatch
+        inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
+        for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
+            tensor.requires_grad_(wanted)
+        with self._computing_again(index), self._gradients_apart():
+            output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
+            results: list[Any] = [*tensors_of(output), None]
+            if stage.has_loss:
+                results[-1] = float(stage.loss(record.step, index, output, target, self._divisor))
+            sums = {_OUTPUT: checksum(results)}
+            if _INPUT_GRADIENT not in record.sums:
+                stage.forget(index)
+                return _with_numbers(record, sums, results)
+            if record.split_backward:
+                input_grads = stage.backward_input(index, grads)
+                stage.backward_weight(index)
+            else:
+                input_grads = stage.backward(index, grads)
+            sums[_INPUT_GRADIENT] = checksum(tensors_of(input_grads))
+            results += [*tensors_of(input_grads), *self.gradients()]
+            if WEIGHT_GRADIENT in record.sums:
+                sums[WEIGHT_GRADIENT] = checksum(self.gradients())
+            return _with_numbers(record, sums, results)
+
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        apart = GradientsApart(self.parameters)
+        apart.begin()
+        try:
+            yield
+        finally:
+            apart.end()
+
+
+def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: list[Any]) -> dict[str, bytes]:
+    if record.watches_numbers:
+        sums[FINITE] = IS_FINITE if is_sound(results) else NOT_FINITE
+    return sums
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in ``value``, of any objects."""
+    return take_apart(value)[1]
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of any objects, with other tensors."""
+    rest, tensors = take_apart(value)
+    return put_together(rest, [function(tensor) for tensor in tensors])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+_COMPLETING = (OpKind.BACKWARD, OpKind.BACKWARD_WEIGHT)
+_VERDICT_TIMEOUT = 600.0  # seconds until the others have voted, or a generation inspects the step
+
+
+class Verifier:
+    """One worker's part in the checks of computations, losses and gradients.
+
+    A loss or gradient that is not finite is reported before the step can be committed. The step is run again and
+    *inspected*: a worker that makes such a value of finite ones keeps a record of the micro-batch, and all workers of
+    its stage compute that. Finite values on a peer show a broken device; otherwise the step is run once more and the
+    value is the model's own. Outside of inspected steps this costs nothing: losses, and norms where they are needed,
+    are known anyway; sums over gradients are for devices for which no worker has to wait.
+
+    Args:
+        comparing: whether peers compute the same bits.
+        explains: whether values that are not finite may show a broken device: not with a scaled loss or without peers.
+
+    Attributes:
+        tasks: this worker's next ones, with its CHECK.
+        target: the operation that completes the micro-batch on which this worker is checked.
+        inspects: whether this attempt is inspected, with gradients of this worker alone.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        communicator: Communicator,
+        stage: Stage,
+        recompute: Recomputation,
+        grid: Grid,
+        device: str,
+        comparing: bool,
+        explains: bool = False,
+    ) -> None:
+        self._client, self._communicator, self._stage = client, communicator, stage
+        self._recompute, self._device = recompute, device
+        self._comparing, self._explains = comparing, explains
+        self._tag = grid.global_microbatches  # behind those of micro-batches
+        self._program = Program()
+        self.tasks: tuple[Task, ...] = ()
+        self._completing: list[Task] = []  # of each micro-batch
+        self.target: Task | None = None
+        self._apart = GradientsApart(())
+        self._checks, self._checked_by = -1, -1  # rank whose record comes, and rank that gets this worker's
+        self._incoming: Incoming | None = None
+        self._records: dict[int, MicrobatchRecord] = {}  # of this attempt
+        self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
+        self._disputed: MicrobatchRecord | None = None
+        self._open = -1  # the step that all must have passed
+        self._inspected = self._excused = -1
+        self.inspects = False
+        self._was_finite = True  # the loss of the newest step
+
+    # ------------------------------------------------------------------ being checked
+
+    def follow(self, program: Program) -> None:
+        self._program = program
+        self._completing = [task for task in program.tasks if task.op.kind in _COMPLETING]
+
+    def inspect(self, inspected: int, excused: int) -> None:
+        """Sets the step to inspect, and the last step whose values are accepted."""
+        self._inspected, self._excused = inspected, excused
+
+    def begin(self, step: int, whole: bool) -> None:
+        """Begins an attempt at ``step``; ``whole``: no stage has finished it before."""
+        checks, self.tasks = self._program.checks, self._program.tasks
+        self._own = self._disputed = self._incoming = self.target = None
+        self._records = {}
+        self.inspects = self._explains and step == self._inspected
+        # Once its loss is known some may have applied the step: what others make of it can be held back no more.
+        self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
+        if self._open < 0:
+            return
+        number = checks.drawn(step) if checks is not None and self._comparing and whole else None
+        if checks is None or number is None:
+            self._pass()
+            return
+        self.target = self._completing[number % len(self._completing)]
+        self._apart = GradientsApart(self._recompute.parameters)
+        self._checks, self._checked_by = checks.partners(step, self._client.rank)
+        self._incoming = self._communicator.post_receive(Channel.ACTIVATIONS, self._checks, self._tag)
+        self.tasks = self._program.tasks_with_check(checks.places[number])
+
+    @property
+    def records(self) -> bool:
+        """Whether micro-batches of this attempt are recorded."""
+        return self.target is not None or self.inspects
+
+    @property
+    def needs_last_gradients(self) -> bool:
+        """Whether the last micro-batch's gradients must wait for :meth:`completed`."""
+        return self.inspects or (self.target is not None and self.target is self._completing[-1])
+
+    def leaves_open(self, step: int) -> bool:
+        """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
+        return step == self._open and not self._client.knows_loss(step)
+
+    def _pass(self) -> None:
+        self._client.send(
+            messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._open)
+        )
+
+    def _is_checked_on(self, task: Task) -> bool:
+        return self.target is not None and task.index == self.target.index
+
+    def takes(self, step: int, task: Task, inputs: Any, target: Any) -> None:
+        is_checked = self._is_checked_on(task)
+        if is_checked or self.inspects:
+            record = MicrobatchRecord.of(step, task, inputs, target)
+            if record is not None:
+                self._records[task.index] = record
+            elif is_checked:
+                self._give_up("what its layers are given cannot be sent to another worker")
+
+    def computed(self, task: Task, output: Any, loss: Tensor | float | None) -> None:
+        """Records the forward's ``output``, and on the last stage its ``loss``."""
+        if (record := self._records.get(task.index)) is not None:
+            made = [*tensors_of(output), None if loss is None else float(loss)]
+            record.sums[_OUTPUT] = checksum(made)
+            self._look(record, made, record.inputs)
+
+    def adds_gradients(self, task: Task) -> None:
+        """``task``, which adds weight gradients, begins."""
+        if self._is_checked_on(task) and task.index in self._records:
+            self._apart.begin()
+
+    def differentiated(self, task: Task, grads: Any, input_grads: Any) -> None:
+        """Records the backward from ``grads`` to ``input_grads``."""
+        if (record := self._records.get(task.index)) is not None:
+            made = tensors_of(input_grads)
+            record.grads = mapped(grads, _copy)
+            record.sums[_INPUT_GRADIENT] = checksum(made)
+            if task.op.kind is OpKind.BACKWARD_INPUT and self._is_checked_on(task):
+                self._apart.end()
+            self._look(record, made, grads)
+
+    def completed(self, task: Task) -> None:
+        """Sends the peer the record, once the weight gradients of ``task`` are complete."""
+        if (record := self._records.pop(task.index, None)) is None:
+            return
+        if task is self.target:
+            record.sums[WEIGHT_GRADIENT] = checksum(self._recompute.gradients())
+            self._apart.end()
+            self._apart.add()
+            record.machine, self._own = _machine(), record
+            self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
+        if self.inspects:
+            made = self._recompute.gradients()
+            self._look(record, made, (record.inputs, record.grads))
+            self.inspects = is_sound(made)  # otherwise all gradients have those numbers in them from now on
+
+    def _look(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
+        """In an inspected step, has ``record`` disputed if it makes wrong numbers of right ones."""
+        if self.inspects and not is_sound(made) and is_sound(tensors_of(given)):
+            wrong = replace(record, sums={**record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
+            self.dispute(wrong, self._client.rank, wrong.sums)
+
+    # ------------------------------------------------------------------ finite values
+
+    def check_losses(self, step: int, losses: Mapping[int, float]) -> None:
+        wrong = next((index for index, loss in losses.items() if not math.isfinite(loss)), None)
+        if wrong is not None and self._asks(step):
+            self._ask(step, wrong)
+
+    def check_gradient(self, step: int, squared_norm: float | None, buffers: Sequence[Tensor]) -> None:
+        """Checks the reduced gradient; ``squared_norm``: its own, if known."""
+        if not self._asks(step):
+            return
+        if squared_norm is None:
+            is_finite = all(_is_finite(buffer) for buffer in buffers if buffer.is_cpu)
+        else:
+            is_finite = math.isfinite(squared_norm)
+        if not is_finite:
+            self._ask(step, -1)
+
+    def applied(self, loss: float) -> None:
+        self._was_finite = math.isfinite(loss)
+
+    def _asks(self, step: int) -> bool:
+        return self._explains and step > self._excused and self._was_finite
+
+    def _ask(self, step: int, microbatch: int) -> NoReturn:
+        self._client.send(messages.NotFinite(self._client.rank, self._client.generation, step, microbatch))
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
+
+    # ------------------------------------------------------------------ checking
+
+    def check(self, step: int) -> None:
+        """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
+        if self._incoming is None:
+            return
+        other, incoming = self._checks, self._incoming
+        self._incoming = None
+        with self._client.waiting(f"rank {other}"):
+            record = _from_message(self._communicator.receive(incoming))
+        if record.machine != _machine():
+            if self._own is None:
+                self._pass()
+                return
+            record, other = self._own, self._client.rank
+        sums = self._recompute(record)
+        if sums != record.sums:
+            if other == self._client.rank and (varies := self._what_varies(record, sums)):
+                self._give_up(f"{varies} gives other bits each time")
+                return
+            self.dispute(record, other, sums)
+        self._pass()
+
+    def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
+        """Has all workers of the stage compute ``record``, on which ``other`` disagrees.
+
+        ``sums``: this worker's results. If ``other`` is this worker, its first results differed.
+        """
+        self._disputed = record
+        rank, generation = self._client.rank, self._client.generation
+        step, index = record.step, record.microbatch
+        told = messages.Disputed(rank, generation, step, index, other, sums, record.sums, self._device)
+        self._client.send(told)
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
+
+    def vote(self, vote: messages.Vote) -> None:
+        rank = self._client.rank
+        if rank in vote.voters:
+            with self._client.waiting("a record of a peer"):
+                if rank == vote.recorder:
+                    for other in vote.voters:
+                        if other != rank:
+                            send_object(self._communicator, self._disputed, other)
+                    record = self._disputed
+                else:
+                    record = receive_object(self._communicator, vote.recorder)
+            assert record is not None, "who disputed keeps the record"
+            with self._stage.as_in_training(), self._client.busy("a disputed micro-batch"):
+                record = _to_device(record, self._communicator.device)
+                has_a_say = record.machine in ("", _machine())
+                sums = self._recompute(record) if has_a_say else {}
+                varies = self._what_varies(record, sums) if has_a_say else ""
+            self._client.send(messages.Voted(rank, self._client.generation, sums, varies, self._device))
+        self._client.await_announcement(_VERDICT_TIMEOUT)
+        raise Interrupted
+
+    def _give_up(self, cause: str) -> None:
+        self._comparing = False
+        log.warning("Computations cannot be compared: %s.", cause)
+        self._client.send(messages.Incomparable(self._client.rank, cause))
+
+    def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
+        """The first layer, or the results, that differ when ``record`` is computed again.
+
+        Empty if the sums are ``sums`` again.
+        """
+        again = self._recompute(record)
+        if again == sums:
+            return ""
+        one, other = self._outputs(record), self._outputs(record)
+        results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
+        return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
+
+    def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
+        """By name, the checksum of each leaf layer's output in a forward."""
+        seen: list[tuple[str, bytes]] = []
+
+        def summed(output: Any) -> bytes:
+            # Not what stands for tensors of other stages.
+            return checksum([tensor for tensor in tensors_of(output) if type(tensor) is Tensor])
+
+        def watch(name: str, module: nn.Module) -> Any:
+            return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))
+
+        handles = [watch(name, module) for name, module in self._stage.named_leaves()]
+        try:
+            self._recompute(record)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+
+def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
+    found: MicrobatchRecord = mapped(record, lambda tensor: tensor.detach().to(device))
+    return found
+
+
+def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
+    """A value that can be sent: the tensors, and the rest as bytes."""
+    rest, tensors = take_apart(record)
+    if len(tensors) >= MAX_TENSORS:
+        rest, tensors = pickle.dumps(record), []
+    return torch.frombuffer(bytearray(rest), dtype=torch.uint8), *tensors
+
+
+def _from_message(message: Any) -> MicrobatchRecord:
+    rest, *tensors = message
+    found: MicrobatchRecord = put_together(bytes(rest.cpu().numpy().tobytes()), tensors)
+    return found
+
+
+def _machine() -> str:
+    """A digest of the properties that two workers must share to get the same bits."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = _processor() if kind is None else hardware_name(kind)
+    facts = (device, torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability())
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line for line in file if line.startswith("model name")), platform.processor())
+    except OSError:
+        return platform.processor()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether the sum of all numbers is finite, which costs less than to test each."""
+    # A sum of many finite numbers may be too large for a float16.
+    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    return bool(torch.isfinite(total))
