@@ -262,7 +262,7 @@ class MainPickler(cloudpickle.Pickler):
             if _found(value.__qualname__) is value and "." not in value.__qualname__:
                 self.definitions[value.__qualname__] = value
         if isinstance(value, CellType):
-            return CellType, ()  # each function that has it brings its content
+            return _empty_cell, ()  # each function that has it brings its content
         reduced = super().reducer_override(value)
         if isinstance(value, FunctionType) and value.__closure__ and isinstance(reduced, tuple):
             return _with_shared_cells(value, value.__closure__, reduced)
@@ -286,6 +286,10 @@ def content_of(cell: CellType) -> tuple[Any, ...]:
         return (cell.cell_contents,)
     except ValueError:
         return ()
+
+
+def _empty_cell() -> CellType:
+    return CellType()  # pickle finds no class of that name
 
 
 def _fill_cells(function: Any, state: tuple[Any, Any, list[tuple[Any, ...]]]) -> None:
