@@ -345,9 +345,13 @@ class Agent:
         status = verdict(ends, self._asked, self._finished)
         return status if self._failure is None or status == 0 else self._failure
 
+    def _every(self) -> list[_Running]:
+        """The coordinator, if it is hosted here, and all tasks."""
+        return [*([self._hosted] if self._hosted else []), *self._running.values()]
+
     def _start_due(self) -> None:
         now = time.monotonic()
-        for running in [*([self._hosted] if self._hosted else []), *self._running.values()]:
+        for running in self._every():
             if running.child is not None or running.final is not None or running.start_at > now:
                 continue
             try:
@@ -358,8 +362,7 @@ class Agent:
                 self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
-        every = [*([self._hosted] if self._hosted else []), *self._running.values()]
-        waits = [running.start_at for running in every if not running.child and not running.final]
+        waits = [running.start_at for running in self._every() if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))

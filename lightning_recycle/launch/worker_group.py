@@ -194,11 +194,8 @@ class LocalWorker(WorkerHandle):
 
     def _describe_exit(self) -> str:
         """The fork server, the parent, passes on the exit code of the kernel."""
-        unknown = "it ended; how is not known, because the fork server that started it"
-        if not wait([self._process.sentinel], _STATUS_SECONDS):
-            return f"{unknown} has not reported it within {_STATUS_SECONDS:g} s"
-        if not self._has_exit_code():
-            return f"{unknown} is gone"
+        if not wait([self._process.sentinel], _STATUS_SECONDS) or not self._has_exit_code():
+            return "it ended; how is not known, because the fork server that started it is gone"
         self._process.join(_STATUS_SECONDS)
         code: int = self._process.exitcode
         if code < 0:

@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from email.message import Message
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
@@ -347,13 +346,9 @@ def _text(status: HTTPStatus, text: str) -> Answer:
     return status, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
-@cache
-def _page_content() -> bytes:
-    return (resources.files("lightning_recycle.control.monitoring") / "page.html").read_bytes()
-
-
 def _page(monitor: Monitor, headers: Message) -> Answer:
-    return HTTPStatus.OK, "text/html; charset=utf-8", _page_content()
+    page = resources.files("lightning_recycle.control.monitoring") / "page.html"
+    return HTTPStatus.OK, "text/html; charset=utf-8", page.read_bytes()
 
 
 def _status(monitor: Monitor, headers: Message) -> Answer:

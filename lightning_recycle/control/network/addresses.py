@@ -256,8 +256,6 @@ def check_key(key: bytes, name: str) -> bytes:
 
 
 _MOST_BYTES = 4096  # of a file with a key
-
-
 _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 
