@@ -32,8 +32,8 @@ from lightning_recycle.control.network.connection import (
     HANDSHAKE_SECONDS,
     SCHEMA,
     VERSION,
+    FrameBuffer,
     Handshake,
-    Inbox,
     NonBlockingConnection,
     Refused,
     Role,
@@ -197,7 +197,7 @@ class Listener:
         self._forget(stranger)
         self._known[stranger.address[0]] = True
         try:
-            connection = NonBlockingConnection(stranger.socket, Inbox(FIRST, stranger.handshake.rest))
+            connection = NonBlockingConnection(stranger.socket, FrameBuffer(FIRST, stranger.handshake.rest))
         except OSError:  # it has gone again
             stranger.socket.close()
             return
