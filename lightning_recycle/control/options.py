@@ -33,7 +33,7 @@ from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unf
 from lightning_recycle.control.protocol.state import POLICIES
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate of

@@ -281,7 +281,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="set the number of workers of the recycle-run on this machine; no program",
     )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on this machine (default 1)")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="workers on this machine (default 1)"
+    )
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
     parser.add_argument(
         "--max-restarts", type=int, default=100, metavar="K", help="restarts of each worker (default 100)"

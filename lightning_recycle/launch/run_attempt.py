@@ -140,11 +140,12 @@ class RunAttempt:
 
     def _planner(self) -> PlanProvider:
         planning = self._run.options.planning
+        folder = planning.plan_library
         return PlanProvider(
             self._setup.grid,
             replace(planning, staggered=self._setup.staggered),
             costs=None if self._profile is None else self._profile.costs(),
-            library=_library(planning.plan_library, planning.planner),
+            library=None if folder is None else PlanLibrary(folder, planning.planner),
             chooses_split=self._run.call.fits,
         )
 
@@ -262,10 +263,6 @@ def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
     if isinstance(status, str):
         return True, addresses.http_address(status, "MonitoringOptions(status)")
     return status, addresses.http_address_from_environment() if status else None
-
-
-def _library(library: Any, planner: Any) -> PlanLibrary | None:
-    return library if library is None or isinstance(library, PlanLibrary) else PlanLibrary(library, planner)
 
 
 def _write_profile(path: Path | None, profile: Profile) -> None:

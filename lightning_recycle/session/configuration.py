@@ -27,7 +27,7 @@ from lightning_recycle.control.options import RecoveryOptions, VerificationOptio
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
@@ -157,6 +157,15 @@ OTHER_NAMES = {
         ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches"),
         "Give the Trainer accumulate_grad_batches={}",
     ),
+    **dict.fromkeys(
+        ("micro_batch_size", "microbatch_size"), "Write num_microbatches=N, for micro-batches of batch_size / N samples"
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "Parameters without a gradient need no option here"),
+    **dict.fromkeys(
+        ("process_group_backend", "backend"), "Write communication=CommunicationOptions(transport='gloo' or 'nccl')"
+    ),
+    "precision": "Give the Trainer precision={}",
+    "heartbeat": "Give the Trainer callbacks=[HeartbeatCallback(...)]",
 }
 """Names that people give to options of the strategy, each with its remedy."""
 

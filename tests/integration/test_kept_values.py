@@ -317,7 +317,7 @@ def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
     assert difference(train(make, *grid, kill, replaces=True), calm) < 1e-10
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2, seed=1))
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))
 def test_what_they_leave_different_is_in_place_wherever_the_slot_runs(stages: int, microbatches: int) -> None:
     calm = train(all_different, stages, microbatches)
     kills = [Fault("kill", 1, 0, step=3), *([Fault("kill", 0, 1, step=5, at="forward")] if stages > 1 else [])]
@@ -340,7 +340,7 @@ def normed() -> Net:
     )
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2, seed=2))
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
 def test_norms_of_weights_advance_once_a_step(stages: int, microbatches: int) -> None:
     expected = alone(normed)
     assert difference(train(normed, stages, microbatches), expected) < 1e-10
@@ -354,7 +354,7 @@ def batch_normed() -> Net:
     return Net(nn.BatchNorm1d(6).double(), nn.BatchNorm1d(6, momentum=None).double())
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2, seed=3))
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=3))
 def test_running_statistics_are_the_mean_over_all_micro_batches(stages: int, microbatches: int) -> None:
     calm = train(batch_normed, stages, microbatches)
     kill = Fault("kill", 0, 0, step=3)

@@ -40,7 +40,6 @@ class PositionState(str, Enum):
     """A new process is set up, or is given the state of its stage."""
     SUSPECTED = "suspected"
     """Silent or stuck, and waited for."""
-    PARKED = "parked"
     """It is well, and another process of its position is lost."""
     LOST = "lost"
     """Its worker is out, and nobody has come for it."""
@@ -246,8 +245,6 @@ def status_of(
 
 def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: frozenset[int]) -> PositionState:
     worker = state.positions.position(rank)
-    if rank in state.roster.parked:
-        return PositionState.PARKED
     if rank in state.roster.live:
         if (worker.pipeline, worker.stage) in digest.suspected:
             return PositionState.SUSPECTED
