@@ -201,8 +201,6 @@ def adopted_state(
         leader=newest.leader,
         joining=frozenset(rank for rank, one in members.items() if one.joining and not one.entered),
         newcomers={rank: one.joins_after + 1 for rank, one in members.items() if one.joining},
-        moved=newest.moved,
-        assembled=frozenset(rank for rank, one in members.items() if one.was_parked),
     )
     return JournaledState(
         newest.generation,
@@ -302,7 +300,7 @@ class Journal:
     def write(self, kept: JournaledState, processes: Mapping[int, Process]) -> None:
         """Writes ``kept`` and the holders of its roster's positions, if they changed."""
         if kept != self._content.kept:
-            holders = {rank: processes[rank] for rank in (*kept.roster.ranks, *kept.roster.parked) if rank in processes}
+            holders = {rank: processes[rank] for rank in kept.roster.ranks if rank in processes}
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
 

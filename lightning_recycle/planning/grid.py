@@ -8,8 +8,8 @@ executor, simulator and pictures share these immutable types; the terms are thos
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
@@ -185,18 +185,14 @@ class Positions:
 
     A position (pipeline d, stage s) is held by T processes, its *members*: rank (d * S + s) * T + t starts as member t.
     *Plane* t is member t of all positions, a D x S grid that follows the plan. *Column* (s, t), numbered s * T + t, is
-    member t of stage s in all pipelines, with the same parameters and optimizer state. A worker keeps its rank and
-    column for life, but may move to another pipeline's position, if the remains of several positions were put together
-    (:mod:`~lightning_recycle.control.protocol.recovery`).
+    member t of stage s in all pipelines, with the same parameters and optimizer state.
 
     Args:
         members: T.
-        moved: the pipelines of ranks that have left their first position; a permutation within each column.
     """
 
     grid: Grid
     members: int = 1
-    moved: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -216,19 +212,14 @@ class Positions:
         return rank % self.members
 
     def pipeline(self, rank: int) -> int:
-        return self.moved.get(rank, rank // self.columns)
+        return rank // self.columns
 
     def position(self, rank: int) -> Worker:
         return Worker(self.pipeline(rank), self.stage(rank))
 
     def rank(self, position: Worker, member: int = 0) -> int:
         """The inverse of :meth:`position` and :meth:`member`."""
-        column = position.stage * self.members + member
-        home = position.pipeline * self.columns + column
-        if not self.moved:
-            return home
-        there = (r for r, d in self.moved.items() if d == position.pipeline and self.column(r) == column)
-        return next(there, home)
+        return position.pipeline * self.columns + position.stage * self.members + member
 
     def ranks(self, position: Worker) -> tuple[int, ...]:
         return tuple(self.rank(position, member) for member in range(self.members))
@@ -252,12 +243,6 @@ class Positions:
         for rank in sorted(ranks, key=self.pipeline):
             found.setdefault(self.column(rank), rank)
         return found
-
-    def exchanged(self, rank: int, pipeline: int) -> Mapping[int, int]:
-        """:attr:`moved` after ``rank`` and the worker of its column in ``pipeline`` swap."""
-        other = self.rank(Worker(pipeline, self.stage(rank)), self.member(rank))
-        moved = {**self.moved, other: self.pipeline(rank), rank: pipeline}
-        return {one: place for one, place in sorted(moved.items()) if place != one // self.columns}
 
     def name(self, rank: int) -> str:
         """As text: "(pipeline, stage)", and the member where positions have several."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,8 +154,7 @@ class Checkpoints(StageStates):
     """A worker's part in saving and loading the state of the whole model.
 
     Subclasses know the callbacks that save: their actions and records. ``reach``: called with "checkpoint"
-    and the step right before one is written. ``actions``: consequences of checkpoints besides links and deletions; see
-    :class:`SaveBatches`.
+    and the step right before one is written.
 
     Attributes:
         weights: the callbacks that change weights.
@@ -174,7 +172,6 @@ class Checkpoints(StageStates):
         copies: Copies,
         reach: Callable[[str, int], None],
         transfer: StateTransfer,
-        actions: Mapping[str, Callable[..., None]] = MappingProxyType({}),
     ) -> None:
         super().__init__(context, parts, copies)
         self.executor, self.reach, self.transfer = executor, reach, transfer
@@ -192,7 +189,7 @@ class Checkpoints(StageStates):
         actions = {
             "link": lambda failure, *paths: None if failure else self.link(*paths),
             "remove": lambda failure, path: None if failure else self.remove(path),
-            **actions,
+            **self.actions_of_callbacks(),
         }
         self.saves = SaveBatches(
             context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
@@ -202,6 +199,10 @@ class Checkpoints(StageStates):
         self.weights = WeightCallbacks(context.trainer, self, context.seed)
 
     # ------------------------------------------------------------------ for callbacks that save
+
+    def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
+        """Consequences of checkpoints besides links and deletions; see :class:`SaveBatches`."""
+        return {}
 
     def ask_again(self) -> None:
         """Asks again for checkpoints that were given up because a worker was lost."""

@@ -7,7 +7,7 @@ for the checkpoint, and record and deletion follow when that is complete, on all
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, TypeAlias
 from weakref import proxy
@@ -18,13 +18,8 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.lightning_internals import ends_step
-from lightning_recycle.session.optimizer_states import Copies
-from lightning_recycle.session.worker_context import WorkerContext
-from lightning_recycle.session.worker_snapshot import StateTransfer
 
 _SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
 _HELPERS = ("_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict")
@@ -51,19 +46,17 @@ class ModelCheckpointSaves(Checkpoints):
     Some methods of these are replaced.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        parts: ModelParts,
-        executor: Executor,
-        copies: Copies,
-        reach: Callable[[str, int], None],
-        transfer: StateTransfer,
-    ) -> None:
-        actions: dict[str, Callable[..., None]] = {"record": self._take_up, "notify": self._notify}
-        super().__init__(context, parts, executor, copies, reach, transfer, actions)
+    @cached_property
+    def _callbacks(self) -> list[ModelCheckpoint]:
+        return _model_checkpoints(self.context.trainer)
+
+    @override
+    def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
+        return {"record": self._take_up, "notify": self._notify}
+
+    def replace_methods(self) -> None:
+        """Makes the callbacks save through this object."""
         leave_saves_alone(self.context.trainer)  # of an earlier run of this process
-        self._callbacks = _model_checkpoints(self.context.trainer)
         for number, callback in enumerate(self._callbacks):
             vars(callback).update(_Methods(callback, number, self).replacements())
 

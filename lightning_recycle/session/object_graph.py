@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -53,6 +52,7 @@ from lightning_recycle.session.lightning_internals import (
     read_loaders,
 )
 from lightning_recycle.session.object_attributes import (
+    GENERATORS,
     MISSING,
     OF_ONE_PROCESS,
     TableKey,
@@ -544,14 +544,8 @@ class _Update:
             self.claim(new, new)
             return new
         self.claim(old, new)
-        if isinstance(new, torch.Generator):
-            old.set_state(new.get_state())
-        elif isinstance(new, np.random.Generator):
-            old.bit_generator.state = new.bit_generator.state
-        elif isinstance(new, np.random.RandomState):
-            old.set_state(new.get_state())
-        else:
-            old.setstate(new.getstate())
+        read, write = next((get, put) for kind, get, put in GENERATORS if isinstance(new, kind))
+        write(old, read(new))
         return old
 
 
@@ -563,7 +557,7 @@ _MERGES: tuple[tuple[Any, Callable[[_Update, Any, Any], Any]], ...] = (
     ((FunctionType,), _Update.function),
     ((MethodType,), _Update.method),
     ((partial,), _Update.partial),
-    ((torch.Generator, np.random.Generator, np.random.RandomState, random.Random), _Update.generator),
+    (tuple(kind for kind, *_ in GENERATORS), _Update.generator),
 )
 
 

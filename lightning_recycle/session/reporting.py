@@ -5,7 +5,7 @@ that only the leader shows go on where the old leader's were.
 
 Only the leader's loggers write. The others keep the rows until the leader has applied a later step, after its loggers
 have flushed; a new leader writes the rest. At most the rows of the newest two steps can be written twice; in files of
-``CSVLogger`` and TensorBoard they are recognised. Calls of ``logger.experiment`` in a step, which may run again, are
+``CSVLogger`` they are recognised. Calls of ``logger.experiment`` in a step, which may run again, are
 recorded, and those of one micro-batch are made once, when the step is applied.
 """
 
@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     ModelSummary,
     RichProgressBar,
     ThroughputMonitor,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -145,48 +144,13 @@ def _by_the_leader(collectives: WorkerCollectives, write: Callable[..., None]) -
     return write_once
 
 
-def keep_monitors_going(trainer: pl.Trainer, first_batch: int) -> None:
-    """Starts the throughput monitors of a new leader with the old one's counts."""
+def keep_monitors_going(trainer: pl.Trainer) -> None:
+    """Starts the throughput monitors of a new leader, which count from now on."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, ThroughputMonitor):
-            continue
-        counted: dict[Any, int] = {}
-        for stage in callback._throughputs:
+        for stage in callback._throughputs if isinstance(callback, ThroughputMonitor) else ():
             if stage not in callback._t0s:
-                counted[stage] = _batches_so_far(trainer, stage, first_batch)
                 callback._t0s[stage] = time.perf_counter()
-                callback._batches[stage] = counted[stage]
-                callback._samples[stage] = callback._lengths[stage] = 0
-        callback._update = partial(_update_after_others, callback, counted)  # type: ignore[method-assign]
-
-
-def _batches_so_far(trainer: pl.Trainer, stage: RunningStage, first_batch: int) -> int:
-    """The finished batches of the current epoch or evaluation; 0 outside of these."""
-    if stage == RunningStage.TRAINING:
-        return trainer.fit_loop.epoch_loop.batch_progress.total.completed - first_batch
-    if stage != trainer.state.stage:
-        return 0
-    loop = trainer.predict_loop if stage == RunningStage.PREDICTING else trainer._evaluation_loop
-    return loop.batch_progress.current.completed
-
-
-@torch.inference_mode()
-def _update_after_others(
-    monitor: ThroughputMonitor,
-    counted: dict[Any, int],
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    batch: Any,
-    *args: Any,
-) -> None:
-    """Adds the batches that the old leader counted, all sized like the first."""
-    stage = trainer.state.stage
-    batches = counted.pop(stage, 0)
-    if batches:
-        monitor._samples[stage] += batches * monitor.batch_size_fn(batch)  # type: ignore[index]
-        if monitor.length_fn is not None:
-            monitor._lengths[stage] += batches * monitor.length_fn(batch)  # type: ignore[index]
-    type(monitor)._update(monitor, trainer, module, batch, *args)
+                callback._batches[stage] = callback._samples[stage] = callback._lengths[stage] = 0
 
 
 def show_cursor(trainer: pl.Trainer) -> None:
@@ -271,7 +235,7 @@ class LogRelay:
             self._log_hyperparams[index](*args, **kwargs)
         for step, index, call, args, kwargs in self._rows:
             if call is not None:
-                if step > self._written and not _was_called(known[index], call):
+                if step > self._written:
                     _call(self._loggers[index], call)
             elif step > self._written and not _is_known(known[index], *args, **kwargs):
                 self._log[index](*args, **kwargs)
@@ -357,37 +321,12 @@ def _is_known(known: _Cells, metrics: Mapping[str, Any], step: int | None = None
     return step is not None and all((step, name) in known for name in metrics)
 
 
-def _was_called(known: _Cells, call: LoggerCall) -> bool:
-    """Whether a call such as ``add_image(tag, image, global_step)`` is in a file."""
-    tag = call.kwargs.get("tag", call.args[0] if call.args else None)
-    step = call.kwargs.get("global_step", call.args[2] if len(call.args) > 2 else None)
-    return not known.isdisjoint({(step, tag), (step, f"{tag}/text_summary")})
-
-
-def _cells_on_board(logger: TensorBoardLogger) -> _Cells:
-    """The values that the previous leader has written for TensorBoard."""
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import (
-            EventFileLoader,
-        )
-    except ImportError:  # tensorboardX writes, and nothing here can read
-        return set()
-    return {
-        (event.step, value.tag)
-        for path in Path(logger.log_dir).glob("events.out.tfevents.*")
-        for event in EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-    }
-
-
 def _keep_file(logger: Logger) -> _Cells:
     """Makes a logger append to its file, and returns the cells in it.
 
     A CSV logger deletes the previous leader's rows on its first use; a writer that the launching process used does not
     know the columns.
     """
-    if isinstance(logger, TensorBoardLogger):
-        return _cells_on_board(logger)
     if not isinstance(logger, CSVLogger):
         return set()
     path = Path(logger.log_dir) / "metrics.csv"

@@ -439,7 +439,6 @@ class PendingBatch:
     """A batch without known outcome yet; ``new``: its paths that replace nothing."""
 
     number: int
-    version: int
     paths: tuple[str, ...]
     new: frozenset[str]
     actions: tuple[Action, ...]
@@ -585,7 +584,7 @@ class SaveBatches:
     def _start(self, batch: Batch) -> None:
         paths = tuple(request.path for request in batch.requests)
         new = frozenset(request.path for request in batch.requests if request.is_new)
-        self.pending = PendingBatch(batch.group.number, batch.version, paths, new, tuple(batch.actions))
+        self.pending = PendingBatch(batch.group.number, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
         facts = (batch.version, batch.group.writer, paths, weights_only, batch.mid_step, not batch.waits)

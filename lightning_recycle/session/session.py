@@ -187,7 +187,7 @@ class Session:
         recorder = OutputRecorder(module, slot_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
         self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
-        self._whole_forward = WholeForward(parts, recorder, module, self.collectives, self.executor)
+        self._whole_forward = WholeForward(self.steps, self.collectives)
         self.client.on_leader = partial(self._lead, relay)
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
@@ -285,7 +285,7 @@ class Session:
         if self.collectives.is_leader and not was_leader:
             log.info("Worker %s speaks for the run from now on.", self.worker)
             show_progress_bar(self.trainer, self._dataloader_idx)
-            keep_monitors_going(self.trainer, self.steps.first_batch)
+            keep_monitors_going(self.trainer)
             relay.take_over()
             self.checkpoints.saves.name_files()
 
@@ -301,16 +301,9 @@ class WholeForward:
     the coordinator ends the run.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        recorder: OutputRecorder,
-        module: RecordedModule,
-        collectives: WorkerCollectives,
-        executor: Executor,
-    ) -> None:
-        self._parts, self._recorder = parts, recorder
-        self._module, self._collectives, self._executor = module, collectives, executor
+    def __init__(self, steps: TrainingSteps, collectives: WorkerCollectives) -> None:
+        self._steps, self._collectives = steps, collectives
+        self._parts, self._recorder, self._module = steps.parts, steps.recorder, steps.module
         self._version = -1
         self._calls = 0  # since that version
 
@@ -327,7 +320,9 @@ class WholeForward:
         slot_changes = self._recorder.slot_changes
         keeps_shares = slot_changes.keeps_shares
         with torch.no_grad():
-            done = self._executor.forward_whole(value, -1 - number, partial(self._parts.record_forward, self._recorder))
+            done = self._steps.executor.forward_whole(
+                value, -1 - number, partial(self._parts.record_forward, self._recorder)
+            )
         slot_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
@@ -346,8 +341,8 @@ class WholeForward:
 
     def _meet(self, inputs: Sequence[Any]) -> int:
         """Waits for all workers; returns the number of this call."""
-        if self._version != self._executor.version:
-            self._version, self._calls = self._executor.version, 0
+        if self._version != self._steps.executor.version:
+            self._version, self._calls = self._steps.executor.version, 0
         mine = fingerprint(inputs)
         numbers, given = zip(*self._collectives.gather("self(x)", (self._calls, mine)).values(), strict=True)
         if not all(alike(theirs, mine) for theirs in given):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from torchmetrics import Metric
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.stage.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
+    GENERATORS,
     INTERNAL_ATTRIBUTES,
     MODULE_TABLES,
     OF_ONE_PROCESS,
@@ -131,13 +131,7 @@ _KINDS: tuple[tuple[type[Any], _Kind], ...] = (
     (OrderedDict, _Kind(lambda holder: list(holder.items()), _refill, _same_order)),
     (set, _Kind(set, _refill, lambda holder, items: bool(holder == items))),
     (np.ndarray, _Kind(np.copy, np.copyto, lambda a, b: a.shape == b.shape and a.tobytes() == b.tobytes())),
-    (torch.Generator, _by_state(lambda g: g.get_state().numpy(), lambda g, s: g.set_state(torch.from_numpy(s)))),
-    (random.Random, _by_state(random.Random.getstate, random.Random.setstate)),
-    (
-        np.random.Generator,
-        _by_state(lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
-    ),
-    (np.random.RandomState, _by_state(lambda g: g.get_state(legacy=False), np.random.RandomState.set_state)),
+    *((base, _by_state(read, write)) for base, read, write in GENERATORS),
 )
 
 

@@ -33,7 +33,6 @@ from lightning_recycle.runtime.executor.executor_callbacks import StepResult
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.gradients import AccumulationPart
 from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
-from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
     clip_factor,
@@ -70,7 +69,7 @@ class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
     ``ties``: the parameters that stages share. ``layers``: None if they may not move. ``manual``: None without manual
-    optimization. ``first_batch``: the number of batches that the Trainer had trained on before this run.
+    optimization.
     """
 
     _handle: StepHandle  # of the current step
@@ -91,7 +90,6 @@ class TrainingSteps:
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
         self.records_outputs = parts.records_training
-        self.first_batch = 0
         self._after_step = AfterStep.GO_ON
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
@@ -123,7 +121,7 @@ class TrainingSteps:
         )
         copies = self.ties.copies
         self.checkpoints = ModelCheckpointSaves(context, parts, self.executor, copies, reach, self.transfer)
-        self._ending = SaveAndEnd(context, self.checkpoints, preemption)
+        self.checkpoints.replace_methods()
 
     def _name_norms(self) -> None:
         """Lets hooks see norms of gradients over all stages."""
@@ -176,7 +174,6 @@ class TrainingSteps:
         """Enters the first epoch; a joining worker waits until it may enter."""
         # After an earlier fit of this Trainer the steps are numbered on too, as their numbers decide on randomness.
         begun = batches_so_far(self._trainer)
-        self.first_batch = begun.completed
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
         self.transfer.begin_training(self.checkpoints.restored_objects)
@@ -265,11 +262,38 @@ class TrainingSteps:
             if ends_step(self._trainer):
                 self.checkpoints.ask_again()
             if boundary is StepBoundary.BATCH and self._ends_after_batch():
-                self._ending.end(self._trainer)
+                self._end_run()
 
     def _ends_after_batch(self) -> bool:
         """Whether the run ends after this batch, never amid batches of one step."""
         return self._after_step is AfterStep.END and ends_step(self._trainer)
+
+    def _end_run(self) -> None:
+        """Saves, and ends this worker with all others, after a step that is the last."""
+        trainer, collectives, options = self._trainer, self._context.collectives, self._context.options.checkpoints
+        # There is no later step after which a checkpoint that is lost could be asked for again.
+        with self.checkpoints.waited_for():
+            self.checkpoints.ask_again()
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if saves_on_exception(callback):
+                    callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
+            path, wanted = None, options.save_on_signal
+            if not isinstance(wanted, bool):
+                path = os.fspath(wanted)
+            elif wanted or self._preemption.resumes:
+                path = path_of_ended_run(trainer)
+            path = collectives.broadcast(path)  # a number in it is found by looking into the folder
+            if path is not None:
+                trainer.save_checkpoint(path)
+        for logger in trainer.loggers:
+            logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
+        if collectives.decide(self._preemption.requeue_wanted, all_agree=False):
+            collectives.by_leader("requeue", self._requeue)
+        collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
+
+    def _requeue(self) -> None:
+        with self._client.busy("requeue"):
+            requeue(self._context.options.checkpoints.signal_timeout)
 
     def as_loss(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
@@ -426,48 +450,6 @@ def _refuse_norms(*_: Any) -> list[Any]:
         "grad_norm() is not supported where several processes hold a position: a worker has parts of gradients. With"
         " Trainer(gradient_clip_val=...) they are clipped by the norm of all."
     )
-
-
-class SaveAndEnd:
-    """Saves at the end of the last step of a run that a signal ends, and ends the run."""
-
-    def __init__(self, context: WorkerContext, checkpoints: Checkpoints, preemption: Preemption) -> None:
-        self._context, self._checkpoints, self._preemption = context, checkpoints, preemption
-        self._collectives, self._options = context.collectives, context.options.checkpoints
-
-    def end(self, trainer: pl.Trainer) -> None:
-        """Ends this worker, with all others, after a step that is the last."""
-        self._save(trainer)
-        for logger in trainer.loggers:
-            logger.finalize("failed")  # as Lightning does when a run is interrupted: it writes what it holds
-        if self._collectives.decide(self._preemption.requeue_wanted, all_agree=False):
-            self._collectives.by_leader("requeue", self._requeue)
-        self._collectives.gather(ENDED, None)  # the coordinator ends all workers instead of answering
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        # There is no later step after which a checkpoint that is lost could be asked for again.
-        with self._checkpoints.waited_for():
-            self._checkpoints.ask_again()
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if saves_on_exception(callback):
-                    callback.on_exception(trainer, trainer.lightning_module, SIGTERMException())
-            # A number in it is found by looking into the folder.
-            path = self._collectives.broadcast(self._path(trainer))
-            if path is not None:
-                trainer.save_checkpoint(path)
-
-    def _requeue(self) -> None:
-        with self._context.client.busy("requeue"):
-            requeue(self._options.signal_timeout)
-
-    def _path(self, trainer: pl.Trainer) -> str | None:
-        """The path of the checkpoint that this worker would choose."""
-        wanted = self._options.save_on_signal
-        if not isinstance(wanted, bool):
-            return os.fspath(wanted)
-        if not wanted and not self._preemption.resumes:
-            return None
-        return path_of_ended_run(trainer)
 
 
 # ---------------------------------------------------------------------- counters of a step

@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.failures import (
@@ -334,14 +333,6 @@ def mean_time_between_failures(failures: FailureSource, cluster: Cluster, durati
 
     An operator's knowledge from the past: the mean of eight runs with other seeds, where the source is random.
     """
-    try:
-        return _counted(failures, cluster, duration)  # type: ignore[arg-type]
-    except TypeError:  # a source that cannot be hashed
-        return _counted.__wrapped__(failures, cluster, duration)
-
-
-@lru_cache(maxsize=1024)
-def _counted(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
     count = sum(
         bool(change.down) and change.tick > 0
         for seed in range(_SAMPLES)

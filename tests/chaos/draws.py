@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planning_options import Switch
+from lightning_recycle.planning.planner import Switch
 
 _GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3), (3, 1), (3, 2), (3, 2), (3, 3), (3, 3))
 _OPERATIONS = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -63,10 +63,7 @@ def _with_members(rng: random.Random, scenario: Scenario) -> Scenario:
     if scenario.pipelines * scenario.stages > _MOST_POSITIONS or rng.random() > _SHARE_WITH_MEMBERS:
         return scenario
     which = (None, 0, 1)
-    column = rng.choice(which)  # a stage is lost with one of its columns
-    faults = tuple(
-        replace(fault, member=column if scenario.loses_stage else rng.choice(which)) for fault in scenario.faults
-    )
+    faults = tuple(replace(fault, member=rng.choice(which)) for fault in scenario.faults)
     return replace(scenario, members=2, faults=faults, moves=(), flips=(), normalize=False)
 
 

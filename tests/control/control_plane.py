@@ -29,7 +29,7 @@ from lightning_recycle.control.protocol.messages import Activity, Heartbeat
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 

@@ -90,7 +90,6 @@ class Promises:
         self._arrivals: set[tuple[int, int]] = set()  # (process, number)
         self.broken_pairs: dict[int, set[Pair]] = defaultdict(set)  # the detected ones, by generation
         self._cannot_be_repaired = False
-        self.heard: frozenset[int] = frozenset()  # the live and the parked before the event that is being handled
         self.bug_step = -1  # in which a stage raises, whoever computes it; -1 for none
         # stage, place, version, verdict, rank and generation
         self._raised: list[tuple[int, tuple[int, str], int, Any, tuple[int, int]]] = []
@@ -284,14 +283,11 @@ class Promises:
         self._judged -= waiting
 
     def on_message(self, ranks: tuple[int, ...], message: Any, state: MembershipState) -> None:
-        all_hear = (messages.Regroup, messages.Answer, messages.StepLoss, messages.StopRequested, messages.StopVerdict)
         if isinstance(message, messages.HookEntered):
             if set(ranks) != state.positions.all_members(ranks[:1]) or not state.roster.live.issuperset(ranks):
                 raise Violation(f"{message} goes to {ranks}")
             return
-        goes_to_all = isinstance(message, all_hear)
-        least = set(state.heard if goes_to_all else state.roster.ranks)
-        if not least <= set(ranks) <= (least | self.heard if goes_to_all and state.members > 1 else least):
+        if set(ranks) != state.roster.live:
             raise Violation(f"{message} goes to {ranks} instead of {state.roster.ranks}")
         members = [worker for rank in ranks if (worker := self.members.get(rank)) is not None]
         match message:
@@ -394,10 +390,6 @@ class Promises:
 
     def on_verdict(self, raised: messages.Raised, verdict: Any, state: MembershipState) -> None:
         """``verdict`` follows from what a worker ``raised``."""
-        if raised.rank in state.roster.parked:
-            if verdict != EVICTED:
-                raise Violation(f"{raised} of a parked worker has the verdict {verdict}")
-            return
         stage, place = state.stage_of(raised.rank), (raised.step, raised.operation)
         peers = state.holding(stage, without={raised.rank})
         of_stage = [(other, version, done) for of, other, version, done, _ in self._raised if of == stage]

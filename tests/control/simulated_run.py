@@ -224,7 +224,6 @@ class Run:
         self._coordinator_fuse = 0  # actions until it is killed, 0 for never
         self._is_down = False
         self._paper = Paper()
-        self._parked: set[int] = set()
         self._options = CoordinatorOptions(
             heartbeat=HeartbeatTimeouts(SILENCE, LAST_HOLDER_SILENCE),
             recovery=RecoveryOptions(machine_error_retries=random.Random(f"retries {seed}").choice((0, 1, 1, 1, 2))),
@@ -407,14 +406,7 @@ class Run:
             self._at(self.delay(), self._fault)
 
     def entered(self, worker: SimulatedWorker) -> None:
-        self.met["assembled"] += worker.rank in self._parked
-        self._parked.discard(worker.rank)
         self.promises.on_entry(worker)
-
-    def parks(self, worker: SimulatedWorker) -> None:
-        self._say(f"{worker} is parked")
-        self.met["parked"] += 1
-        self._parked.add(worker.rank)
 
     def in_hook(self, worker: SimulatedWorker, place: tuple[str, int]) -> None:
         self.met["hook"] += 1
@@ -429,7 +421,7 @@ class Run:
         self.met["left in a hook"] += 1
         siblings = [self.promises.acting(worker.generation, rank) for rank in worker.positions.siblings(worker.rank)]
         live, up = self.state.roster.live, self._is_up
-        is_lost = worker.rank not in live | self.state.roster.parked.keys()  # its coordinator died as it said so
+        is_lost = worker.rank not in live  # its coordinator died as it said so
         gone = [
             one
             for one in siblings
@@ -652,9 +644,6 @@ class Run:
             # A connection repeats nothing, so what is said of repeated messages holds for the state machine alone.
             if not repeated and (why := objection(self.state, worker.rank, message)):
                 raise Violation(f"worker {worker.rank} would lose its connection for {message}: {why}")
-            if isinstance(message, messages.Leave) and worker.rank in self.state.roster.parked:
-                self._gone(worker, "it leaves")
-                return
             self._handle(message)
 
     def _handle(self, event: Any, is_planned: bool = False) -> None:
@@ -663,7 +652,6 @@ class Run:
         if self.trace is not None:
             self._say(f"{event}")
         was_over, was_returning = self.state.outcome is not None, self.state.returned is not None
-        self.promises.heard = frozenset(self.state.heard)
         state, commands = membership.transition(self.state, event)
         if not is_planned and self._is_plan_late(commands):
             self.met["held"] += 1
@@ -701,7 +689,7 @@ class Run:
                 self.promises.on_all_returned(self.state)
             judged = command.message if isinstance(command, Send) else None
             is_raised = isinstance(event, messages.Raised) or has_revived
-            is_in = isinstance(command, Evict) and command.rank in state.heard  # others go with their position
+            is_in = isinstance(command, Evict) and command.rank in state.roster.live  # others go with their position
             if isinstance(command, Evict) and is_in and is_raised and command.rank not in dismissed:
                 self.promises.on_verdict(self._raised_by(command.rank, event), EVICTED, self.state)
             elif isinstance(command, Send) and isinstance(judged, messages.Judged):
@@ -793,7 +781,7 @@ class Run:
             ends, self._paper.kept = self._paper.kept is None or self._paper.kept.over is None, written
             if ends and written is not None and written.over is not None:  # a successor knows of the end only
                 self.promises.on_end(self.state.outcome, self.state)
-            holders = {rank: self._connections[rank] for rank in self.state.heard if rank in self._connections}
+            holders = {rank: self._connections[rank] for rank in self.state.roster.ranks if rank in self._connections}
             self._paper.processes = {rank: Process(str(one.process), 0, "") for rank, one in holders.items()}
 
     def _kill_coordinator(self) -> None:
@@ -883,10 +871,6 @@ class Run:
             return
         place = self._readmission.judge(self.state, self._connections.keys(), said)
         self._say(f"{worker} returns: {place.value}")
-        kept, holder = self._paper.kept, self._paper.processes.get(worker.rank)
-        is_parked = kept is not None and worker.rank in kept.roster.parked and holder and holder.token == said.token
-        if is_parked and self.state.returned is not None and worker.rank not in self.state.heard:
-            raise Violation(f"{worker} was parked, and is turned away")
         if place in (ReturnStanding.LEFT, ReturnStanding.LOST):
             self.met[f"{place.name} returns"] += 1
             self._post(worker, STOP)
@@ -963,7 +947,11 @@ class Run:
         self.met[record.kind] += 1
         self.promises.on_record(record, self.state)
         if record.kind in ("left", "moved", "released") and record.rank is not None:
-            self._post(self._connections.pop(record.rank), STOP)
+            worker = self._connections.pop(record.rank, None)
+            if worker is not None:
+                self._post(worker, STOP)
+            elif record.kind != "released":  # the siblings of one that is lost may have yet to return
+                raise Violation(f"rank {record.rank} has {record.kind}, and nobody is there")
         if record.kind in ("left", "moved", "failure", "released"):
             self._at(self.random() * 0.3, self._fill)
 

@@ -259,7 +259,7 @@ class SimulatedWorker:
 
     @property
     def positions(self) -> Positions:
-        return Positions(self.grid, self.network.members, self.member.moved)
+        return Positions(self.grid, self.network.members)
 
     @property
     def plan(self) -> Plan:
@@ -393,9 +393,6 @@ class SimulatedWorker:
         self.network.left_in_hook(self)
         if not self.interrupted:
             self.send(messages.Broken(self.rank, self.generation, "connection reset", error.ranks))
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
-        while self.rank not in self.member.enter().roster:
-            self.network.parks(self)
             yield from self.wait(lambda: self.interrupted, interruptible=False)
         raise Dies
 
@@ -591,11 +588,6 @@ class SimulatedWorker:
         """Executor._recover."""
         announced = self.member.enter()
         unproven = announced.unproven
-        while self.member.is_parked:
-            self.network.parks(self)
-            yield from self.wait(lambda: self.interrupted, interruptible=False)
-            announced = self.member.enter()
-            unproven = max(unproven, announced.unproven)
         self.broken, self.linked = set(), frozenset()
         self.place = (self.version, "recovery")
         self.network.entered(self)

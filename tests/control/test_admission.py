@@ -10,22 +10,19 @@ from typing import Any
 import pytest
 
 from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
-from lightning_recycle.control.journal import Journal, JournaledState, Process, adopted_state, revived_state
+from lightning_recycle.control.journal import Journal, JournaledState, Process, adopted_state
 from lightning_recycle.control.options import CoordinatorOptions
-from lightning_recycle.control.protocol import membership
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import returned_events, returned_order
 from lightning_recycle.control.protocol.messages import (
     AfterStep,
-    Answer,
-    Arrive,
     EndRun,
     Leave,
     Returned,
     RunRequest,
     StopVerdict,
 )
-from lightning_recycle.control.protocol.state import Record, Resend, Roster, StopRound
+from lightning_recycle.control.protocol.state import Roster, StopRound
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
@@ -159,24 +156,3 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert has_ended(ended.pid, space)
     assert not has_ended(ended.pid, "another machine")
     assert not has_ended(os.getpid(), space)
-
-
-@pytest.mark.parametrize(("number", "is_released"), [(0, True), (1, False), (2, False)])
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "known to all"])
-def test_a_parked_worker_stays_if_it_lacks_no_answer_that_nobody_keeps(
-    number: int, is_released: bool, kept: bool
-) -> None:
-    answer = Answer(1, dict.fromkeys(range(4)), 0) if kept else None
-    there = {
-        rank: Returned(rank, 1, "", "", "", "", roster=(0, 1, 2, 3), next_collective=2, answer=answer)
-        for rank in range(4)
-    }
-    there[5] = Returned(5, 1, "", "", "", "", next_collective=number, arrival=Arrive(5, number, "set-up", None))
-    before = JournaledState(1, Roster(frozenset(range(4)), leader=0, parked={5: 0}), has_resumed=True)
-    state = revived_state(Grid(3, 1, 1), before, members=2).updated(returned=there)
-    state, commands = membership.rebuilt(state)
-    is_released = is_released or (number == 1 and not kept)
-    assert (5 not in state.roster.parked) == is_released
-    assert [one.rank for one in commands if isinstance(one, Record) and one.kind == "released"] == [5] * is_released
-    lack = (5,) if number == 1 and kept else ()
-    assert [one.ranks for one in commands if isinstance(one, Resend)] == ([lack] if kept else [])

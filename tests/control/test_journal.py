@@ -27,7 +27,6 @@ KEPT = JournaledState(
         joining=frozenset({3}),
         dismissed={2: (4, 5)},
         causes={2: "it died"},
-        parked={5: 4},
     ),
     has_resumed=True,
     faults=Faults(2, (Remembered(0, 2, 0, (5, "F(0)"), 5),), disturbances=1),

@@ -14,7 +14,7 @@ from support.waiting import PATIENCE
 
 SCRIPT = """
 import logging, sys
-from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
 {before}
 install_if_wanted()
 describe_process(lambda: {{"rank": 3, "generation": 2}})
@@ -74,7 +74,7 @@ def test_another_format_is_an_error_that_names_the_choices() -> None:
 
 
 def test_events_keep_their_logger_and_have_their_fields(plane: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
-    from lightning_recycle.control.monitoring.json_logs import JsonFormatter
+    from lightning_recycle.control.monitoring.logs import JsonFormatter
 
     with caplog.at_level("INFO", "lightning_recycle.events"):
         plane.members()

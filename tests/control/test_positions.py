@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from control_plane import ControlPlane, die
 from hypothesis import given
@@ -33,19 +31,6 @@ def test_each_rank_is_one_member_of_one_position(pipelines: int, stages: int, me
     assert all(positions.column(rank) == rank % (stages * members) for rank in range(len(places)))
 
 
-@given(st.data())
-def test_ranks_that_change_places_keep_their_column_and_leave_no_place_empty(data: st.DataObject) -> None:
-    positions = Positions(Grid(3, 2, 1), 2)
-    for _ in range(data.draw(st.integers(0, 6))):
-        rank, pipeline = data.draw(st.integers(0, 11)), data.draw(st.integers(0, 2))
-        positions = Positions(positions.grid, 2, positions.exchanged(rank, pipeline))
-        assert positions.pipeline(rank) == pipeline
-    places = {(positions.position(rank), positions.member(rank)): rank for rank in range(12)}
-    assert len(places) == 12
-    assert all(positions.rank(*place) == rank for place, rank in places.items())
-    assert all(place != rank // 4 for rank, place in positions.moved.items())
-
-
 def test_with_one_member_a_position_is_a_worker_of_the_grid() -> None:
     grid = Grid(3, 2, 1)
     positions = Positions(grid)
@@ -68,28 +53,16 @@ def running() -> s.MembershipState:
     return state
 
 
-def test_parked_workers_of_two_positions_are_put_together() -> None:
-    state, commands = feed(running(), s.Lost(1, "gone"), s.Lost(2, "gone, too"))
-    assert state.outcome is None
-    assert state.roster.ranks == (0, 3)
-    assert state.positions.position(3) == state.positions.position(0) == Worker(0, 0)
-    regroup = commands[-1].message  # type: ignore[union-attr]
-    assert (regroup.roster, dict(regroup.moved)) == ((0, 3), {1: 1, 3: 0})
-    state, commands = feed(state, report(0, 2, 1), report(3, 2, 0, reduced=True))
-    resume = commands[0].message  # type: ignore[union-attr]
-    assert (resume.decision.version, resume.decision.ahead) == (0, frozenset({0, 1}))  # the loss is not known
+def test_the_siblings_of_a_lost_member_are_released() -> None:
+    state, commands = feed(running(), s.Lost(1, "gone"))
+    assert state.roster.ranks == (2, 3)
+    assert [c.rank for c in commands if isinstance(c, s.Record) and c.kind == "released"] == [0]
 
 
-def test_a_stage_is_lost_with_one_of_its_columns() -> None:
-    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(3, "gone, too"))
-    assert state.outcome == s.StageLost(0, {1: "gone", 3: "gone, too"})
-
-
-@pytest.mark.parametrize(("behind", "shadow"), [(2, True), (1, False)])
-def test_a_stage_whose_parked_column_the_others_cannot_go_back_to_is_lost(behind: int, shadow: bool) -> None:
-    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(2, "gone, too"))
-    state, _ = feed(state, report(0, 2), report(3, 2, behind, shadow=shadow))
-    assert isinstance(state.outcome, s.StageLost)
+@pytest.mark.parametrize("other", [2, 3])
+def test_a_stage_is_lost_with_its_last_whole_position(other: int) -> None:
+    state, _ = feed(running(), s.Lost(1, "gone"), s.Lost(other, "gone, too"))
+    assert state.outcome == s.StageLost(0, {1: "gone", other: "gone, too"})
 
 
 def test_a_link_within_a_position_costs_one_of_its_members() -> None:
@@ -100,54 +73,17 @@ def test_a_link_within_a_position_costs_one_of_its_members() -> None:
 # ---------------------------------------------------------------------- the coordinator
 
 
-def test_the_coordinator_parks_the_sibling_of_a_worker_that_ends_and_the_others_go_on() -> None:
+def test_the_coordinator_releases_the_sibling_of_a_worker_that_ends_and_the_others_go_on() -> None:
     with ControlPlane(GRID, of_position=2) as plane:
         workers = plane.members()
         die(plane, workers[1])
-        halves = [workers[rank].client.member for rank in (0, 2, 3)]
-        for half in halves:
+        for rank in (2, 3):
+            half = workers[rank].client.member
             plane.until(lambda half=half: half.interrupted and half.enter().roster == (2, 3))
-        assert [half.is_parked for half in halves] == [True, False, False]
-        for half in halves[1:]:
-            workers[half.rank].client.send(report(half.rank, half.generation))
+            workers[rank].client.send(report(rank, half.generation))
         plane.until(lambda: plane.planner.asked[-1][0] == {Worker(0, 0)})
         states = [position.state.value for position in plane.coordinator.view().status.positions]
-        assert states == ["parked", "lost", "live", "live"]
-
-
-def test_a_worker_that_is_found_lost_as_it_comes_back_costs_a_generation_after_the_one_it_came_back_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All heard of the newer generation first, then of the older one, and waited in that for good."""
-
-    def broken(frame: bytes) -> None:
-        raise BrokenPipeError
-
-    with ControlPlane(Grid(3, 1, 3), of_position=2) as plane:
-        workers = plane.members()
-        die(plane, workers[0])
-        plane.until(lambda: len(plane.events("failure")) == 1)
-        die(plane, workers[2])
-        plane.until(lambda: len(plane.events("failure")) == 2)
-        workers[3].client.send(m.Confirm(3, 0))
-        plane.until(lambda: 3 in plane.coordinator._unconfirmed)
-        monkeypatch.setattr(plane.coordinator._workers.connections[3], "send_frame", broken)
-        heard: dict[int, list[m.Regroup]] = {1: [], 4: []}
-        for rank in heard:
-            of = workers[rank].client.member.receive
-
-            def receive(message: Any, rank: int = rank, of: Any = of) -> Any:
-                heard[rank] += [message] if isinstance(message, m.Regroup) else []
-                return of(message)
-
-            monkeypatch.setattr(workers[rank].client.member, "receive", receive)
-        die(plane, workers[5])
-        plane.until(lambda: len(plane.events("failure")) == 4)
-        for rank in heard:  # once they are told so, they have heard all before it
-            workers[rank].client.confirm()
-        for found in heard.values():
-            assert [each.generation for each in found] == sorted(each.generation for each in found)
-            assert found[-1].roster == (1, 4)
+        assert states == ["vacant", "lost", "live", "live"]
 
 
 # ---------------------------------------------------------------------- who is given up

@@ -45,7 +45,6 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "contributions that settle a step are not heard with the resumption": 66_400,
     "the dead arrive where nobody else does": 10_500,
     "what was on its way to the last holder is forgotten": 115_200,
-    "a parked worker applies a step with the contributions to the next one": 600_000,
 }
 MEETS = {  # what the sample must have met, or it says nothing about it
     "Crashed",
@@ -205,7 +204,7 @@ def test_every_promise_holds_when_the_run_begins_with_fewer_workers(
     assert met["rejoined"] > len(histories) / 10
 
 
-MEETS_WITH_MEMBERS = {"a stage ahead in part", "assembled", "parked", "rejoined", "released"}
+MEETS_WITH_MEMBERS = {"a stage ahead in part", "rejoined", "released"}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_every_promise_holds_where_positions_have_three_members(histories: range
     assert not {kind for kind in MEETS_WITH_MEMBERS if not met[kind]}
 
 
-MEETS_IN_HOOKS = {"assembled", "hook", "hook goes on", "left in a hook", "rejoined"}
+MEETS_IN_HOOKS = {"hook", "hook goes on", "left in a hook", "rejoined"}
 
 
 @pytest.mark.parametrize("members", [2, 3])
@@ -263,10 +262,6 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, option
 @pytest.mark.parametrize("number", [66_439, 67_235])
 def test_a_step_that_was_settled_before_a_loss_is_not_guessed_again(number: int) -> None:
     check_histories([number])
-
-
-def test_a_parked_worker_does_not_apply_a_step_with_the_contributions_to_the_next_one() -> None:
-    check_histories([600_000], members=2)
 
 
 def test_a_stage_that_still_guesses_learns_what_another_one_knows() -> None:
@@ -354,7 +349,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "self.roster.live - self.roster.joining", "self.roster.live"),
     ("the donor is anybody", membership, "_resume", "min(state.holders(state.column_of(rank)))",
      "min(state.roster.live)"),
-    ("a stage without a holder goes on", membership, "_change_roster_if_needed", "not state.holders(column)", "False"),
+    ("a stage without a holder goes on", membership, "_on_report", "not state.holders(column)", "False"),
     ("where all go on is what the fastest can reach", recovery, "committed_version",
      "min(_reachable(statuses).values())", "max(_reachable(statuses).values())"),
     ("a step without its loss is committed", recovery, "committed_version",
@@ -474,7 +469,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("nobody is told again what the loss was", membership, "_repeated", "yield Resend(lack, loss)", "pass"),
     ("the losses that were told do not count", membership, "rebuilt", "*(step + 1 for step in losses), ", ""),
     ("the answers that were given do not count", membership, "rebuilt",
-     "max(there[rank].next_collective for rank", "min(there[rank].next_collective for rank"),
+     "max(one.next_collective for one", "min(one.next_collective for one"),
     ("a commit that was answered is forgotten", membership, "rebuilt", "if known is None else", "if True else"),
     ("who joins has applied nothing", membership, "rebuilt",
      "min(newest, default=members[rank].joins_after)", "-1"),
@@ -549,39 +544,14 @@ STRAYS: list[tuple[str, Any, str, str, str]] = [
 MEMBERS: list[tuple[str, Any, str, str, str]] = [
     ("a position that lost a member stays in the roster", state.MembershipState, "without",
      "self.positions.all_members(ranks)", "frozenset(ranks)"),
-    ("no position is put together", recovery, "assemble", "if not of_column:", "if True:"),
-    ("the oldest that are parked are put together", recovery, "assemble",
-     "max(of_column, key=state.version_of)", "min(of_column, key=state.version_of)"),
-    ("workers that are put together keep their places", recovery, "assemble",
-     "moved=state.positions.exchanged(rank, pipeline)", "moved={}"),
-    ("the parked hear nothing", state.MembershipState, "heard",
-     "self.roster.live.union(parked)", "self.roster.live"),
-    ("what the parked have said does not count", membership, "_handle", "and kind in _OF_PARKED", "and False"),
-    ("the parked have not arrived anywhere", control_collectives, "forget_retracted",
-     "state.roster.live.union(state.roster.parked)", "state.roster.live"),
     ("a member of a position enters alone", step_commit, "_wanted",
      "positions.whole(ready)", "{positions.position(rank) for rank in ready}"),
-    ("a worker that missed a validation comes back", control_collectives, "_answer_if_complete",
-     "any(arrive.generation is not None for arrive in arrived.values())", "False"),
     ("a worker that is ahead leaves its sibling alone", recovery, "part_of",
      "not (done and siblings_done)", "not done"),
-    ("workers without a state go back with the others", recovery, "without_latecomers",
-     "late |= state.roster.joining", "pass"),
     ("workers without a shadow go back with the others", recovery, "decide",
      "s.version > version and not s.has_shadow", "False"),
-    ("one column of a stage is enough", membership, "_change_roster_if_needed",
-     "for column in range(state.columns):", "for column in range(0, state.columns, state.members):"),
-    ("a parked worker applies a step with the contributions to the next one", membership, "_lacks_commit",
-     "guessed or status.version < version", "guessed"),
 ]
 """As above, in histories in which positions have two members."""
-
-MEMBERS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("the parked are forgotten", journal, "revived_state", "(roster=roster", "(roster=roster.updated(parked={})"),
-    ("who moved is forgotten", journal, "revived_state", "(roster=roster", "(roster=roster.updated(moved={})"),
-    ("a parked worker that is late comes back", membership, "rebuilt", "if rank not in there", "if False"),
-]
-"""As above, and the coordinator is killed."""
 
 HOOKS: list[tuple[str, Any, str, str, str]] = [
     ("one member is enough to enter a hook", control_collectives, "on_in_hook",
@@ -594,8 +564,6 @@ HOOKS: list[tuple[str, Any, str, str, str]] = [
      "hooks.get(event.rank, -1) >= event.step", "False"),
     ("who asked survives a new generation", recovery, "begin_generation",
      "becomes=becomes)", "becomes=becomes, hooks=state.generation.hooks)"),
-    ("members in different hooks go on", membership, "_in_other_hooks",
-     "reports[sibling].hooks != reports[rank].hooks", "False"),
     ("an earlier answer counts", Member, "enter_hook",
      "(self._hook.generation, self._hook.number) == (self.generation, self.hooks)",
      "self._hook.generation == self.generation"),
@@ -604,7 +572,6 @@ HOOKS: list[tuple[str, Any, str, str, str]] = [
     ("a hook is over when a generation is announced", Member, "enter",
      "self._published.clear()", "self._published.clear(); self.in_hook = False"),
     ("hooks are not counted", Member, "enter_hook", "self.hooks += entered", "pass"),
-    ("a report says nothing of hooks", Member, "report", ", self.hooks)", ")"),
 ]
 """As above, and some hooks run collectives of their position."""
 
@@ -692,7 +659,6 @@ HUNTS: list[tuple[dict[str, Any], list[tuple[str, Any, str, str, str]]]] = [
     ({"quorum": True}, QUORUM),
     ({"strays": True}, STRAYS),
     ({"members": 2}, MEMBERS),
-    ({"members": 2, "kills": True}, MEMBERS_REVIVAL),
     ({"members": 2, "hooks": True}, HOOKS),
     ({"members": 2, "hooks": True, "kills": True}, HOOKS_REVIVAL),
 ]

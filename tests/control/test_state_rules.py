@@ -14,9 +14,8 @@ from lightning_recycle.control.protocol.messages import StepState, WorkerStatus
 from lightning_recycle.control.protocol.state import Standing
 
 BROKEN: dict[str, Callable[[s.MembershipState], s.MembershipState]] = {
-    "a parked worker is out of the roster": lambda state: state.with_roster(parked={0: 0}),
     "who waits to be let in is out of the roster": lambda state: state.with_roster(ready=frozenset({1})),
-    "who joins, leaves, ends or was put together is live": lambda state: state.with_roster(leaving=frozenset({7})),
+    "who joins, leaves or ends is live": lambda state: state.with_roster(leaving=frozenset({7})),
     "no stage is lost": lambda state: state.with_roster(live=frozenset({0, 2}), joined=frozenset()),
     "the leader is live": lambda state: state.with_roster(leader=9),
     "each column has a worker with its state": lambda state: state.with_roster(joining=frozenset({0, 2})),

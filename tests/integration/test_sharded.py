@@ -137,18 +137,16 @@ def test_a_member_that_hangs_is_told_from_its_sibling_that_waits_for_it(caplog: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [0, 2])
-def test_what_is_left_of_two_positions_is_put_together(step: int) -> None:
-    exact_fit(Ordinary(), TENSOR, KillTwo(0, 3, step=step, operation=1), losses=2)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "kill"),
-    [((1, 2, 2), Kill(3, 1, 2)), (STAGES, KillTwo(2, 6, step=1, operation=2))],
-    ids=["without peers", "one column twice"],
+    [
+        ((1, 2, 2), Kill(3, 1, 2)),
+        (STAGES, KillTwo(2, 6, step=1, operation=2)),
+        (STAGES, KillTwo(2, 7, step=1, operation=2)),
+    ],
+    ids=["without peers", "one column twice", "two columns"],
 )
-def test_a_stage_is_lost_with_the_last_holder_of_a_column(grid: tuple[int, int, int], kill: L.Callback) -> None:
+def test_a_stage_is_lost_with_its_last_whole_position(grid: tuple[int, int, int], kill: L.Callback) -> None:
     with pytest.raises(StageLostError, match="stage 1"):
         fit(Piped(), grid, kill)
 

@@ -14,8 +14,7 @@ import pytest
 from support.forked import fork_context
 from support.waiting import wait_for
 
-from lightning_recycle.control.monitoring.json_logs import JsonFormatter
-from lightning_recycle.launch.worker_payload import LogForwarding, LogSender
+from lightning_recycle.control.monitoring.logs import JsonFormatter, LogForwarding, LogSender
 
 
 class Kept(logging.Handler):

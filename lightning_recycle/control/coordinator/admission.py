@@ -349,7 +349,7 @@ class Readmission:
                 if is_free and rank in state.roster.live and returned.generation < 0
                 else ReturnStanding.LOST
             )
-        if rank in state.roster.live or rank in state.roster.parked:
+        if rank in state.roster.live:
             is_held = rank in self._written and self._written[rank].token == returned.token
             is_it = state.returned is not None and is_free and is_held
             return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST

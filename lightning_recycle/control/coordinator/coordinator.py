@@ -168,7 +168,6 @@ class Coordinator:
         self._left: set[int] = set()  # positions that are empty because their worker was asked to leave
         self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
-        self._unconfirmed: dict[int, messages.Confirm] = {}
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="recycle-coordinator", daemon=True)
 
@@ -453,7 +452,7 @@ class Coordinator:
             self._last_call = time.monotonic() + _LAST_CALL_SECONDS
         # The sign of life has the limit of the coordinator's silence.
         self._workers.connect(rank, connection, process, messages.Alive(self.options.heartbeat.coordinator_timeout))
-        if returned is not None and self._state.returned is not None and rank in self._state.heard:
+        if returned is not None and self._state.returned is not None and rank in self._state.roster.live:
             self._handle(returned)
             if self._state.returned is None:  # what they have said meanwhile
                 self._unread.extend(self._workers.connections)
@@ -550,9 +549,8 @@ class Coordinator:
         """Drops a lost worker or candidate, which must not return and write."""
         was_there = self._workers.drop(rank)
         self._watch.forget(rank)
-        self._unconfirmed.pop(rank, None)
         self._vacancies.leave_node(rank)
-        if rank in self._state.roster.live or rank in self._state.roster.parked:
+        if rank in self._state.roster.live:
             self._handle(protocol.Lost(rank, cause))
         elif was_there:
             self._lose_candidate(rank, cause)
@@ -569,10 +567,9 @@ class Coordinator:
         self._lose_worker(rank, cause)
 
     def _dismiss(self, rank: int) -> None:
-        """Dismisses a worker that leaves at a step boundary, or was parked."""
+        """Dismisses a worker that leaves at a step boundary, or with its position."""
         self._workers.dismiss(rank)
         self._watch.forget(rank)
-        self._unconfirmed.pop(rank, None)
 
     # ------------------------------------------------------------------ messages
 
@@ -613,8 +610,6 @@ class Coordinator:
                 if rank in self._state.roster.live:
                     self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
                     self._workers.lose_unreachable()
-                elif rank in self._state.roster.parked:
-                    self._unconfirmed[rank] = message
                 return
             case messages.Report():
                 self._watch.reported(rank)
@@ -669,9 +664,6 @@ class Coordinator:
         while self._to_evict:
             command = self._to_evict.pop(0)
             self._evict(command.rank, command.cause)
-        for rank in self._unconfirmed.keys() & self._state.roster.live:  # it was parked when it asked
-            if (asked := self._unconfirmed.pop(rank, None)) is not None:  # else it is lost, as one before it was
-                self._on_message(rank, asked)
         self._workers.lose_unreachable()
 
     def _send_to_all(self, message: Any) -> None:

@@ -12,7 +12,6 @@ plans.
 ``/metrics``        for Prometheus; needs the extra ``metrics``
 ``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
 ``/readyz``         200 while workers can join, not only once they have: a Kubernetes service would keep them out
-``/training``       200 once a step is committed and while the run goes on
 ==================  =================================================================================================
 
 A client can cost this process a bounded number of threads for a bounded time, and the run nothing.
@@ -31,13 +30,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from email.message import Message
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
 from lightning_recycle.control.network.connection import VERSION
@@ -133,8 +131,6 @@ class Monitor:
 _LEAST_SECONDS = 0.25  # between two views
 _SHARE = 50  # between two views, times the seconds that one takes: with 2,000 workers some 10 ms
 
-View = TypeVar("View")
-
 
 @dataclass(frozen=True)
 class RunView:
@@ -148,23 +144,23 @@ class RunView:
     timed: Callable[[], Schedule] | None
 
 
-class Views(Generic[View]):
+class Views:
     """Hands out what ``make``, called in the loop's thread alone, returns.
 
     ``wake``: lets the loop call :meth:`answer` soon; called in any thread.
     """
 
-    def __init__(self, make: Callable[[], View], wake: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[], RunView], wake: Callable[[], None]) -> None:
         self._make = make
         self._wake = wake
         self._changed = threading.Condition()
         self._wanted = False
         self._closed = False
-        self._newest: View | None = None
+        self._newest: RunView | None = None
         self._error: Exception | None = None
         self._number, self._fresh_until = 0, 0.0
 
-    def ask(self, timeout: float = 2.0) -> View:
+    def ask(self, timeout: float = 2.0) -> RunView:
         """A view at most a quarter of a second old; the last one after :meth:`close`.
 
         In any thread. Raises ControlPlaneError if the loop does not answer within ``timeout`` seconds, or could not
@@ -350,13 +346,9 @@ def _text(status: HTTPStatus, text: str) -> Answer:
     return status, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
-@cache
-def _page_content() -> bytes:
-    return (resources.files("lightning_recycle.control.monitoring") / "page.html").read_bytes()
-
-
 def _page(monitor: Monitor, headers: Message) -> Answer:
-    return HTTPStatus.OK, "text/html; charset=utf-8", _page_content()
+    page = resources.files("lightning_recycle.control.monitoring") / "page.html"
+    return HTTPStatus.OK, "text/html; charset=utf-8", page.read_bytes()
 
 
 def _status(monitor: Monitor, headers: Message) -> Answer:
@@ -399,15 +391,6 @@ def _ready(monitor: Monitor, headers: Message) -> Answer:
     return _text(HTTPStatus.OK, "Workers can join.")
 
 
-def _training(monitor: Monitor, headers: Message) -> Answer:
-    status = monitor.status()
-    if status.outcome is not None:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
-    if status.step < 0:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"No step is committed yet; {status.live} workers are in.")
-    return _text(HTTPStatus.OK, f"Step {status.step} is committed.")
-
-
 _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/": _page,
     "/status": _status,
@@ -415,7 +398,6 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/metrics": _metrics,
     "/healthz": _health,
     "/readyz": _ready,
-    "/training": _training,
 }
 
 

@@ -2,7 +2,7 @@
 
 ``recycle-status``, the page and the metrics are functions of it.
 
-Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.json_logs.plain`; ``schema`` grows when a
+Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.logs.plain`; ``schema`` grows when a
 field changes its meaning or goes, not when one is added. Times are in seconds since the epoch, durations in seconds,
 steps count from 0 (-1: none yet). Names of metrics begin with ``recycle_``, and counters count from the coordinator's
 start; unknown values have no sample. They need ``prometheus-client`` (the extra ``metrics``).
@@ -40,7 +40,6 @@ class PositionState(str, Enum):
     """A new process is set up, or is given the state of its stage."""
     SUSPECTED = "suspected"
     """Silent or stuck, and waited for."""
-    PARKED = "parked"
     """It is well, and another process of its position is lost."""
     LOST = "lost"
     """Its worker is out, and nobody has come for it."""
@@ -177,11 +176,6 @@ class Status:
     version: str = ""
     schema: int = SCHEMA
 
-    @property
-    def live(self) -> int:
-        """How many workers train, or are suspected and waited for."""
-        return sum(position.state in (PositionState.LIVE, PositionState.SUSPECTED) for position in self.positions)
-
 
 def status_of(
     now: float,
@@ -251,8 +245,6 @@ def status_of(
 
 def _state_of(rank: int, state: MembershipState, digest: Digest, candidates: frozenset[int]) -> PositionState:
     worker = state.positions.position(rank)
-    if rank in state.roster.parked:
-        return PositionState.PARKED
     if rank in state.roster.live:
         if (worker.pipeline, worker.stage) in digest.suspected:
             return PositionState.SUSPECTED

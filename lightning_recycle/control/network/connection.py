@@ -130,7 +130,7 @@ VERSION = __version__
 
 _MAGIC = b"recycle\x00"
 _GREETING = struct.Struct(">8s32s16s32s")  # magic, version, schema, random number
-_PROOF_BYTES = 32
+GREETING_BYTES, PROOF_BYTES = _GREETING.size, 32
 
 
 class Refused(ControlPlaneError):
@@ -142,7 +142,10 @@ class VersionMismatch(Refused):
 
 
 class Role(Enum):
-    """Side of a connection; part of the proof, so no side is answered with its own."""
+    """Side of a connection; part of the proof, so no side is answered with its own.
+
+    The worker proves first: the coordinator's proof shows that the connection will be used.
+    """
 
     WORKER = b"worker"
     COORDINATOR = b"coordinator"
@@ -187,14 +190,14 @@ class Handshake:
         if not self._transcript:
             if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
                 raise Refused("the other side is no lightning_recycle")
-            if len(self._received) < _GREETING.size:
+            if len(self._received) < GREETING_BYTES:
                 return answer
-            greeting, self._received = self._received[: _GREETING.size], self._received[_GREETING.size :]
+            greeting, self._received = self._received[:GREETING_BYTES], self._received[GREETING_BYTES:]
             self._meet(greeting)
             if self._role is Role.WORKER:
                 answer = self._proof(self._role)
-        if len(self._received) >= _PROOF_BYTES and not self.done:
-            proof, self.rest = self._received[:_PROOF_BYTES], self._received[_PROOF_BYTES:]
+        if len(self._received) >= PROOF_BYTES and not self.done:
+            proof, self.rest = self._received[:PROOF_BYTES], self._received[PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(self._role.other)):
                 raise Refused("the other side has another key")
             self.done = True

@@ -4,7 +4,7 @@
 cost a descriptor each: each has a bounded time for the whole handshake, and their number is bounded. An address is
 *known* if a worker has come from there, or if it is loopback; others may have a few connections in the handshake. Of
 too many in all, one from an unknown address or without a word goes, the longest waiting first: a side with the key is
-done within milliseconds. The log has a few refusals, and then their number now and then.
+done within milliseconds. The log has each reason of a host once.
 
 :class:`EventLoop` calls back for readable connections, exits of processes, and wake-ups; events about connections that
 the same round closed are dropped.
@@ -48,8 +48,7 @@ _BACKLOG = 4096  # connections that wait to be accepted; more than that, systems
 _ADDRESSES = 4096  # that are remembered as not known
 _ACCEPTS = 128  # at a time, before those that speak are heard again
 _LONGEST_SELECT = 1.0  # seconds
-_LOG_SECONDS = 10.0  # in which so many refusals are logged one by one, and the others counted:
-_LOGGED = 8
+_LOGGED = 64  # reasons of hosts
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: nothing is left of the connection
 
 
@@ -62,41 +61,6 @@ class _Stranger:
         self.handshake = handshake
         self.deadline = deadline
         self.speaks = False
-
-
-class _RefusalLog:
-    """Logs some refusals, and the number of the others."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-        self._logged = 0
-        self._uncounted = 0
-        self._newest: tuple[tuple[str, int], str] = (("", 0), "")
-
-    def add(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
-        self.tick()
-        if self._logged < _LOGGED:
-            self._logged += 1
-            log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
-        else:
-            self._uncounted += 1
-            self._newest = address, why
-
-    def tick(self) -> None:
-        """Logs the number, if it is time."""
-        now = time.monotonic()
-        if now - self._began < _LOG_SECONDS:
-            return
-        if self._uncounted:
-            address, why = self._newest
-            log.warning(
-                "The coordinator refused %d more connections in %.0f s, the newest from %s: %s.",
-                self._uncounted,
-                now - self._began,
-                shown(address),
-                why,
-            )
-        self._began, self._logged, self._uncounted = now, 0, 0
 
 
 class Listener:
@@ -116,7 +80,7 @@ class Listener:
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
         self._pending: Counter[str] = Counter()  # how many of them come from an address
         self._known: dict[str, bool] = {}  # addresses
-        self._refusals = _RefusalLog()
+        self._logged: set[tuple[str, str]] = set()  # hosts and reasons of refusals
         self._selector = selectors.DefaultSelector()
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
@@ -160,7 +124,6 @@ class Listener:
             now = time.monotonic()
             while self._strangers and now > (oldest := next(iter(self._strangers.values()))).deadline:
                 self._refuse(oldest, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
-            self._refusals.tick()
 
     def _accept(self) -> bool:
         accepted = accept(self._socket, "The coordinator")
@@ -176,7 +139,7 @@ class Listener:
         if why is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             sock.close()
-            self._refusals.add((host, port), why)
+            self._log_refusal((host, port), why)
             return True
         if len(self._strangers) >= self._max_strangers:
             goes = min(self._strangers.values(), key=lambda one: (self._knows(one.address[0]), one.speaks))
@@ -250,11 +213,16 @@ class Listener:
         self.wake()
 
     def _refuse(self, stranger: _Stranger, why: str, level: int = logging.WARNING) -> None:
-        self._refusals.add(stranger.address, why, level)
+        self._log_refusal(stranger.address, why, level)
         self._forget(stranger)
         with contextlib.suppress(OSError):
             stranger.socket.shutdown(socket.SHUT_WR)
         stranger.socket.close()
+
+    def _log_refusal(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
+        if (address[0], why) not in self._logged and len(self._logged) < _LOGGED:
+            self._logged.add((address[0], why))
+            log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
 
     def _forget(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.socket.fileno()]

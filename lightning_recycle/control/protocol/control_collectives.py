@@ -62,7 +62,6 @@ from lightning_recycle.control.protocol.state import (
     Send,
     StopRound,
     end,
-    release_parked,
 )
 
 _ON_ALL = (
@@ -85,7 +84,7 @@ def forget_retracted(state: MembershipState) -> MembershipState:
 
     Parts for one generation only, and of lost workers, which may have gone on where all others stop.
     """
-    live = state.roster.live.union(state.roster.parked)
+    live = state.roster.live
     kept = {
         number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None and rank in live}
         for number, arrived in state.collectives.open.items()
@@ -139,18 +138,15 @@ def _answer_if_complete(state: MembershipState, number: int) -> Next:
     payloads = {rank: arrived[rank].payload for rank in state.roster.ranks}
     others = {other: value for other, value in state.collectives.open.items() if other != number}
     state = state.with_collectives(open=others, next=number + 1)
-    released: tuple[Command, ...] = ()
-    if any(arrive.generation is not None for arrive in arrived.values()):  # who did not take part cannot catch up
-        state, released = release_parked(state, state.roster.parked)
     name = next(iter(arrived.values())).name
     if name == ENDED:
         return end(state, Ended())
     if name != RESULT:
         answer = messages.Answer(number, payloads, state.roster.leader, save_status(state))
-        return state, (*released, Send(state.heard, answer))
+        return state, (Send(state.roster.ranks, answer),)
     # The payloads stay here: the results are big, and only the supervisor wants them. Workers learn who delivered.
     delivered = {rank: payload is not None for rank, payload in payloads.items()}
-    delivery = Send(state.heard, messages.Answer(number, delivered, state.roster.leader, save_status(state)))
+    delivery = Send(state.roster.ranks, messages.Answer(number, delivered, state.roster.leader, save_status(state)))
     columns = {state.column_of(rank) for rank, yes in delivered.items() if yes}
     if len(columns) < state.columns:
         return state, (delivery,)  # a stage's speaker died meanwhile: the workers ask again with the new one
@@ -206,7 +202,7 @@ def _add_request(state: MembershipState, event: messages.StopWish) -> Next:
             state, own = _stop_later(state, event.point, event.rank)
             return state, earlier + own
         stop = StopRound(event.point)
-        ask = (Send(state.heard, messages.StopRequested(event.point)),)
+        ask = (Send(state.roster.ranks, messages.StopRequested(event.point)),)
     state, verdict = _settle_stop(state.with_collectives(stop_round=replace(stop, wanted=stop.wanted | {event.rank})))
     return state, ask + verdict
 
@@ -224,14 +220,13 @@ def _settle_stop(state: MembershipState) -> Next:
     stop = state.collectives.stop_round
     if stop is None or stop.is_over:
         return state, ()
-    if not stop.wanted & state.roster.live.union(state.roster.parked):
+    if not stop.wanted & state.roster.live:
         return state.with_collectives(stop_round=None), ()
     if not state.roster.live <= stop.wanted:
         return state, ()
     state = state.with_collectives(stop_round=replace(stop, is_over=True, agreed=True))
-    verdict = Send(state.heard, messages.StopVerdict(stop.point, True))
-    state, released = release_parked(state, state.roster.parked.keys() - stop.wanted)  # they would go on there
-    return state, (*released, verdict)
+    verdict = Send(state.roster.ranks, messages.StopVerdict(stop.point, True))
+    return state, (verdict,)
 
 
 def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
@@ -239,7 +234,7 @@ def _stop_later(state: MembershipState, point: int, rank: int) -> Next:
     stop = state.collectives.stop_round
     if stop is not None and stop.point <= point:
         state = state.with_collectives(stop_round=replace(stop, is_over=True))
-    commands: tuple[Command, ...] = (Send(state.heard, messages.StopVerdict(point, False)),)
+    commands: tuple[Command, ...] = (Send(state.roster.ranks, messages.StopVerdict(point, False)),)
     if state.steps.after_step is AfterStep.GO_ON:
         commands += (Record("stop_requested", state.steps.version, rank),)
         state = state.with_steps(after_step=AfterStep.STOP)

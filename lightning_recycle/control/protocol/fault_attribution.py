@@ -213,8 +213,7 @@ def compare(state: MembershipState) -> Next:
             known = {rank: one for rank, one in of_column.items() if rank not in newcomers} or of_column
             verdict = find_culprits(known)
             if isinstance(verdict, Undecided):
-                record, outcome = _nobody_knows(state, step, column // state.members, verdict)
-                return state.updated(outcome=outcome), (*commands, record, outcome)
+                return after(commands, _nobody_knows(state, step, column // state.members, verdict))
             found += verdict
             wrong = {culprit.rank for culprit in verdict}
             right = next((one.sums for rank, one in known.items() if rank not in wrong), {})
@@ -236,41 +235,40 @@ def compare(state: MembershipState) -> Next:
     return state, commands
 
 
-def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
-    """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
-    rank, what = culprit.rank, " and ".join(culprit.kinds)
-    peers = " and ".join(map(state.name, culprit.right))
-    cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
-    details = {
-        "cause": cause,
-        "kind": what,
-        "proof": "state",
-        "device": culprit.device,
-        "since": since,
-        "then": "ended" if state.checks.policy == "raise" else "evicted",
-    }
-    record = Record("corruption", step, rank, details)
-    if state.checks.policy == "raise":
-        outcome = Failed(f"Worker {state.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
-        return state.updated(outcome=outcome), (record, outcome)
+def _corrupt(
+    state: MembershipState, step: int, rank: int | None, outcome: Outcome | None, cause: str, **details: Any
+) -> Next:
+    """Records wrong bits after ``step``; evicts worker ``rank``, or ends the run with ``outcome``."""
+    then = "evicted" if outcome is None else "ended"
+    record = Record("corruption", step, rank, {"cause": cause, **details, "then": then})
+    if outcome is not None:
+        return after((record,), end(state, outcome))
+    assert rank is not None
     return state, (record, Evict(rank, cause))
 
 
-def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> tuple[Record, Outcome]:
+def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) -> Next:
+    """``culprit`` holds wrong bits after ``step``; after ``since`` it did not."""
+    rank, what, outcome = culprit.rank, " and ".join(culprit.kinds), None
+    peers = " and ".join(map(state.name, culprit.right))
+    cause = f"after step {step} its {what} differ from those of its peers {peers}, which are equal"
+    if state.checks.policy == "raise":
+        outcome = Failed(f"Worker {state.name(rank)} holds wrong bits: {cause}. {_contaminated(since, step)}")
+    return _corrupt(state, step, rank, outcome, cause, kind=what, proof="state", device=culprit.device, since=since)
+
+
+def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> Next:
     what, since = " and ".join(found.kinds), state.checks.agreed
     groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
     cause = (
         f"After step {step} workers of stage {stage} hold different bits ({what}): {groups}, in groups that agree; no"
         " group is the largest, so it is unknown which of them are right"
     )
-    details = {
-        "cause": cause, "kind": what, "proof": "undecided", "stage": stage, "since": since, "then": "ended",
-    }  # fmt: skip
-    record = Record("corruption", step, None, details)
-    if state.checks.policy == "raise":
-        return record, Failed(f"{cause}. {_contaminated(since, step)}")
     why = f"its {what} differ from its peer's, and it is unknown whose are right"
-    return record, StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
+    outcome: Outcome = StageLost(stage, {rank: why for rank in state.roster.live if state.stage_of(rank) == stage})
+    if state.checks.policy == "raise":
+        outcome = Failed(f"{cause}. {_contaminated(since, step)}")
+    return _corrupt(state, step, None, outcome, cause, kind=what, proof="undecided", stage=stage, since=since)
 
 
 def _contaminated(since: int, step: int) -> str:
@@ -375,19 +373,14 @@ def _convict_of_computing(
     others = " and ".join(map(state.name, culprit.right))
     says = f"says {others}" if culprit.right != (rank,) else "and got something else twice"
     cause = f"in step {dispute.step} it {did} {what} of micro-batch {dispute.microbatch}, {says}"
-    policy = state.checks.policy
-    details = {
-        "cause": cause, "kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1,
-        "then": "ended" if policy == "raise" else "evicted",
-    }  # fmt: skip
-    record = Record("corruption", dispute.step, rank, details)
-    if policy == "raise":
+    facts = {"kind": what, "proof": "computation", "device": culprit.device, "since": dispute.step - 1}
+    outcome = None
+    if state.checks.policy == "raise":
         outcome = Failed(
             f"Worker {state.name(rank)} computes wrong results: {cause}. That step was not committed. Its device"
             " may be broken; VerificationOptions(on_corruption='evict') goes on without it."
         )
-        return state.updated(outcome=outcome), (record, outcome)
-    return state, (record, Evict(rank, cause))
+    return _corrupt(state, dispute.step, rank, outcome, cause, **facts)
 
 
 def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
@@ -398,19 +391,12 @@ def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
         " did so again; it is unknown which of them is right"
     )
     stage = state.stage_of(dispute.recorder)
-    details = {
-        "cause": cause,
-        "kind": what,
-        "proof": "undecided",
-        "stage": stage,
-        "since": state.checks.agreed,
-        "then": "ended",
-    }
     outcome = Failed(
         f"{cause}. Steps before this one may have taken wrong gradients, too. A third pipeline would decide; the newest"
         " checkpoints are as good as the checks before them."
     )
-    return state.updated(outcome=outcome), (Record("corruption", dispute.step, None, details), outcome)
+    facts = {"kind": what, "proof": "undecided", "stage": stage, "since": state.checks.agreed}
+    return _corrupt(state, dispute.step, None, outcome, cause, **facts)
 
 
 def on_incomparable(state: MembershipState, event: messages.Incomparable) -> Next:
@@ -522,8 +508,6 @@ def on_raised(state: MembershipState, event: messages.Raised) -> Next:
     if any((past.rank, past.generation) == (event.rank, event.generation) for past in state.faults.raised):
         return state, ()  # said twice
     stage, version = state.stage_of(event.rank), state.steps.version
-    if event.rank in state.roster.parked:
-        return state, (Evict(event.rank, f"it raised {event.summary}, and was parked"),)
     if event.rank in state.roster.joining:
         verdict = Verdict.EVICT  # no stage needs it yet, and no member has met this exception
     elif not state.has_resumed:
@@ -640,7 +624,7 @@ def on_grace_elapsed(state: MembershipState, event: GraceElapsed) -> Next:
 def _choose_evictions(state: MembershipState) -> tuple[int, ...] | None:
     """Workers without which no broken pair is left; None if some pair must stay.
 
-    Whole positions are evicted. Of each the member in most broken pairs is named, which parks its siblings.
+    Whole positions are evicted. Of each the member in most broken pairs is named, as its siblings go with it.
     """
     pairs, positions = state.generation.broken_pairs, state.positions
     first = {rank: positions.rank(positions.position(rank)) for rank in state.roster.live}

@@ -193,7 +193,7 @@ class Member:
     messages that it must repeat to a new coordinator.
 
     Attributes:
-        generation: that it has entered; -1 before the first. ``roster``, ``leader``, ``moved``: of that one.
+        generation: that it has entered; -1 before the first. ``roster``, ``leader``: of that one.
         lost: for each lost rank, the newest generation that was announced without it, after one with it.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
@@ -212,7 +212,6 @@ class Member:
         self.joining = joining
         self.generation = -1
         self.roster: tuple[int, ...] = ()
-        self.moved: Mapping[int, int] = {}
         self.lost: dict[int, int] = {}
         self.leader = -1
         self.leader_applied = -1
@@ -228,7 +227,6 @@ class Member:
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._memory = MessageRecord() if returns else None
         self._announced: messages.Regroup | None = None
-        self._was_parked = False  # since it was told where to go on
         self._resume: messages.Resume | None = None
         self._hook: messages.HookEntered | None = None
         self._judged: messages.Judged | None = None
@@ -264,9 +262,8 @@ class Member:
                     assert self._announced is not None
                     message = replace(message, unproven=max(message.unproven, self._announced.unproven))
                 self._announced = message
-                self._was_parked = self._was_parked or self.rank not in message.roster
             case messages.Resume():
-                self._resume, self._was_parked, self.in_hook = message, False, False
+                self._resume, self.in_hook = message, False
                 if message.settled:
                     step = message.decision.version
                     self._committed = messages.Committed(message.generation, step, message.commits, False)
@@ -324,8 +321,7 @@ class Member:
         assert self._memory is not None, "it ends with its coordinator"
         announced, resume = self._announced, self._resume
         if announced is not None:
-            who.update(roster=announced.roster, leader=announced.leader, moved=announced.moved)
-            who.update(was_parked=self._was_parked)
+            who.update(roster=announced.roster, leader=announced.leader)
         if resume is not None:
             who.update(resumed=resume.generation, cuts=resume.cuts)
         if self._verdicts:
@@ -346,10 +342,7 @@ class Member:
         yield "a generation is announced before it is entered", self.generation <= newest
         yield "a generation is announced before all resume in it", resume is None or resume.generation <= newest
         if announced is not None and self.generation == newest:
-            yield (
-                "the roster is that of the generation",
-                (self.roster, self.moved) == (announced.roster, announced.moved),
-            )
+            yield "the roster is that of the generation", self.roster == announced.roster
         if resume is not None:
             yield "who resumes is in the roster", self.rank in resume.roster
             yield (
@@ -375,16 +368,10 @@ class Member:
         """Whether a newer generation than the one that was entered is announced."""
         return self._announced is not None and self._announced.generation > self.generation
 
-    @property
-    def is_parked(self) -> bool:
-        """Whether the generation that it has entered goes on without it, for now."""
-        return self.generation >= 0 and self.rank not in self.roster
-
     def enter(self) -> messages.Regroup:
         announced = self._announced
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
-        self.moved = announced.moved
         self._published.clear()
         self.plans.clear()
         if VALIDATES:
@@ -395,7 +382,7 @@ class Member:
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
         """Report for the entered generation: the worker's state and its part of a commit."""
-        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts, self.hooks)
+        return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
 
     def resumed(self) -> messages.Resume | None:
         """Where all go on in the generation that was entered."""

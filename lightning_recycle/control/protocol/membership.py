@@ -45,7 +45,6 @@ from lightning_recycle.control.protocol.state import (
     StartDue,
     after,
     end,
-    release_parked,
     validate,
 )
 from lightning_recycle.errors import ReCycleError
@@ -72,7 +71,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live and rank not in state.roster.parked:
+    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:
@@ -94,9 +93,8 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
             state = state.with_steps(after_step=AfterStep.END)
             state = state.with_roster(leaving=frozenset(), ending=frozenset())
         state, given_up = control_collectives.settle_saves(state)
-        state, released = recovery.release_outdated(state)
         state, pause = step_commit.pause_if_wanted(state)
-        commands += given_up + released + pause
+        commands += given_up + pause
     if VALIDATES and state.outcome is None:
         validate(before, state)
     return state, commands
@@ -106,9 +104,7 @@ def _handle(state: MembershipState, event: Any) -> Next:
     kind = type(event)
     if kind in _OF_ANY:
         return _OF_ANY[kind](state, event)
-    if event.rank in state.roster.live or (event.rank in state.roster.parked and kind in _OF_PARKED):
-        return _OF_MEMBERS[kind](state, event)
-    return state, ()
+    return _OF_MEMBERS[kind](state, event) if event.rank in state.roster.live else (state, ())
 
 
 # ---------------------------------------------------------------------- workers come and go
@@ -135,14 +131,11 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
         state = fault_attribution.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
-    state, useless = recovery.park(state, event.rank)
-    commands += useless
+    state, released = recovery.without_positions(state, {event.rank})
+    commands += released
     state = state.with_faults(disturbances=0)
     state = state.with_roster(causes={**state.roster.causes, event.rank: event.cause})
     stage = state.stage_of(event.rank)
-    if state.stage_leader(stage) is None:
-        state, useless = recovery.assemble(state, stage)
-        commands += useless
     if state.stage_leader(stage) is None:
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
@@ -151,8 +144,8 @@ def _lose(state: MembershipState, event: Lost) -> Next:
 
 
 def _drop_candidate(state: MembershipState, rank: int) -> Next:
-    """A process that was to join, with its move, or a parked one is gone."""
-    roster = state.roster.without_parked({rank})
+    """A process that was to join is gone, with its move."""
+    roster = state.roster
     moves = {other: mover for other, mover in roster.moves.items() if other != rank}
     return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
@@ -202,22 +195,10 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     joining = frozenset(rank for rank, report in reports.items() if report.status.version < 0)
     state = step_commit.forget_unproven(state).with_roster(joining=joining)
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
-    return _change_roster_if_needed(state, statuses) or _decide(state, statuses)
-
-
-def _change_roster_if_needed(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next | None:
-    """Another generation or a lost stage, if these workers cannot go on; else None."""
     for column in range(state.columns):
         if not state.holders(column):
-            stage = column // state.members
-            whole, useless = recovery.assemble(state, stage)
-            return _lose_stage(state, stage) if whole is state else after(useless, recovery.begin_generation(whole))
-    if not state.roster.assembled:
-        return None
-    if (apart := _in_other_hooks(state)) is not None:
-        return _lose_stage(state, apart)
-    rest, useless = recovery.without_latecomers(state, statuses)
-    return None if rest is state else after(useless, recovery.begin_generation(rest))
+            return _lose_stage(state, column // state.members)
+    return _decide(state, statuses)
 
 
 def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
@@ -225,24 +206,12 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
     try:
         decision = decide(statuses, state.steps.summed)
     except ReCycleError as error:
-        if state.roster.assembled:  # they were parked for too long: the others cannot go back to where they are
-            behind = min(state.roster.assembled, key=lambda rank: statuses[rank].version + statuses[rank].reduced)
-            return _lose_stage(state, state.stage_of(behind))
         return end(state, Failed(str(error)))
     for rank in state.roster.joining:
         if any(statuses[holder].version != decision.version for holder in state.holders(state.column_of(rank))):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
     commits, settled = _known_commits(state, statuses, decision.version)
-    for rank in sorted(state.roster.assembled):
-        if _lacks_commit(statuses[rank], decision.version, settled, len(commits) == state.columns):
-            return _lose_stage(state, state.stage_of(rank))  # no worker knows it any more
     return _resume(state, statuses, decision, commits, settled)
-
-
-def _lacks_commit(status: WorkerStatus, version: int, settled: bool, all_known: bool) -> bool:
-    """Whether a worker needs contributions that are not ``settled`` in ``version``."""
-    guessed = status.unsettled and status.version == version
-    return (settled and (guessed or status.version < version)) or (guessed and not all_known)
 
 
 def _resume(
@@ -260,7 +229,7 @@ def _resume(
     step = decision.version if settled else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
     state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
-    state = state.updated(has_resumed=True).with_roster(assembled=frozenset())
+    state = state.updated(has_resumed=True)
     resume = messages.Resume(
         state.generation.number,
         roster,
@@ -279,15 +248,6 @@ def _resume(
     redone = any(report.begun >= decision.version for report in reports.values())
     details = {"roster": roster, "ahead": tuple(sorted(decision.ahead)), "redone": redone}
     return state, (Send(roster, resume), Record("resumed", decision.version, None, details), *excused)
-
-
-def _in_other_hooks(state: MembershipState) -> int | None:
-    """The stage of an assembled position whose members would wait in different hooks."""
-    reports = state.generation.reports
-    for rank in sorted(state.roster.assembled):
-        if any(reports[sibling].hooks != reports[rank].hooks for sibling in state.positions.siblings(rank)):
-            return state.stage_of(rank)
-    return None
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
@@ -331,13 +291,9 @@ def rebuilt(state: MembershipState) -> Next:
     """
     assert state.returned is not None
     there = state.returned
-    late = {rank for rank in state.roster.parked if rank not in there}
-    state = state.updated(roster=state.roster.without_parked(late))  # they have missed something
-    next_collective = max(there[rank].next_collective for rank in state.heard)
-    answer = _newest_answer({rank: there[rank] for rank in state.heard}, next_collective)
-    oldest = next_collective if answer is None else answer.number  # that may still be answered
-    state, released = release_parked(state, {r for r in state.roster.parked if there[r].next_collective < oldest})
-    members, roster = {rank: there[rank] for rank in state.heard}, state.roster
+    members, roster = {rank: there[rank] for rank in state.roster.ranks}, state.roster
+    next_collective = max(one.next_collective for one in members.values())
+    answer = _newest_answer(members, next_collective)
     generation = max(state.generation.number, *(member.generation for member in members.values()))
     applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
     live = {rank: members[rank].applied for rank in roster.ranks}
@@ -375,7 +331,7 @@ def rebuilt(state: MembershipState) -> Next:
     )
     counters = losses[max(losses)].counters if losses else {}
     record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
-    return state, (record, *released, *_repeated(state, members, losses, answer))
+    return state, (record, *_repeated(state, members, losses, answer))
 
 
 def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
@@ -446,7 +402,7 @@ def _on_returned(state: MembershipState, event: messages.Returned) -> Next:
 def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages.Returned]) -> Next:
     """Begins a generation of the returned workers: no other is awaited."""
     state, commands = rebuilt(state)
-    members = [returned[rank] for rank in state.heard]
+    members = [returned[rank] for rank in state.roster.ranks]
     state = recovery.with_leader(state)
     # The words of all on one subject before any on the next: it may complete what the next is judged by.
     events = [event for member in members for event in returned_events(member)]
@@ -527,14 +483,3 @@ _OF_MEMBERS: Mapping[type[Any], _Handler] = {
     messages.Incomparable: fault_attribution.on_incomparable,
 }
 """Events that count only while their worker is live."""
-
-
-_OF_PARKED = (
-    messages.Returned,
-    messages.Restored,
-    messages.Applied,
-    messages.Arrive,
-    messages.StopWish,
-    messages.Raised,
-)
-"""Those that also count while it is parked: they are of no generation, or have to be answered."""

@@ -385,7 +385,6 @@ class Report:
 
     ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; after a step on
     a guess, that to the commit of this step. ``begun``: the newest step that it has begun. ``cuts``: its layout.
-    ``hooks``: how often it has run collectives of its position in hooks.
     """
 
     rank: int
@@ -394,7 +393,6 @@ class Report:
     commit: Payload | None = None
     begun: int = -1
     cuts: Cuts = ()
-    hooks: int = 0
 
 
 @_from_worker
@@ -709,9 +707,8 @@ class Returned:
         run: as in :class:`Enrolled`.
         incarnation, joining: as in its :class:`Assign`.
         wants: the request of its script, with the grid that it was assigned.
-        generation: the newest that was announced to it; ``roster``, ``leader`` and ``moved`` are of that one.
+        generation: the newest that was announced to it; ``roster`` and ``leader`` are of that one.
         resumed: the newest generation whose :class:`Resume` it has; ``cuts``: the layout of that one.
-        was_parked: whether it was parked since then.
         applied: the newest step that it has applied, or got with its state.
         joins_after: the step after which the newest generation gives it its state.
         restored: the steps of the checkpoint that it resumed from; 0 without one.
@@ -741,9 +738,7 @@ class Returned:
     generation: int = -1
     roster: tuple[int, ...] = ()
     leader: int = -1
-    moved: Mapping[int, int] = field(default_factory=dict)
     resumed: int = -1
-    was_parked: bool = False
     cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
@@ -886,10 +881,8 @@ class StopVerdict:
 class Regroup:
     """Stop and report: ``generation`` begins, with the live ranks ``roster``.
 
-    A worker outside of ``roster`` is parked: it stops, keeps its state, does not report, and waits for a generation
-    with it. ``leader`` speaks for the run. ``check_links``: communication broke without a death; check which workers
+    ``leader`` speaks for the run. ``check_links``: communication broke without a death; check which workers
     can be reached before connecting. ``unproven``: a step whose results may be wrong and are dropped; -1 for none.
-    ``moved``: see :class:`~lightning_recycle.planning.grid.Positions`.
     """
 
     generation: int
@@ -897,7 +890,6 @@ class Regroup:
     leader: int = -1
     check_links: bool = False
     unproven: int = -1
-    moved: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,7 @@ A version applied on a *guess* is unsettled until all contributions are known. I
 step and sends no results of it, so nothing that follows from a guess is kept. If the decision does not commit the
 guessed step it is announced again, unless all contributions were known before the loss: then these settle it.
 
-Rosters hold whole positions. Siblings of a lost member are *parked*: connected, with their state, and sent losses and
-answers. If a stage has no whole position left they are combined at once (:func:`assemble`), so a stage is lost only
-with one of its columns. A parked worker that is two steps behind, or missed a validation or the like, is released
-(:func:`release_outdated`).
+Rosters hold whole positions: the siblings of a lost member are released.
 """
 
 from __future__ import annotations
@@ -33,15 +30,13 @@ from typing import TypeAlias
 from lightning_recycle.control.protocol import control_collectives, messages
 from lightning_recycle.control.protocol.messages import Adoption, Decision, StepState, WorkerStatus
 from lightning_recycle.control.protocol.state import (
-    OUTDATED_STEPS,
     Command,
-    Evict,
     Generation,
     MembershipState,
     Next,
+    Record,
     Send,
     after,
-    release_parked,
 )
 from lightning_recycle.errors import ReCycleError
 
@@ -61,9 +56,8 @@ def begin_generation(state: MembershipState, becomes: messages.Cuts = ()) -> Nex
     )
     checks = state.faults.disturbances > 0
     unproven = state.steps.unproven if state.steps.unproven >= state.steps.summed else -1
-    roster = state.roster
-    regroup = messages.Regroup(state.generation.number, roster.ranks, roster.leader, checks, unproven, roster.moved)
-    return state, (Send(state.heard, regroup),)
+    regroup = messages.Regroup(state.generation.number, state.roster.ranks, state.roster.leader, checks, unproven)
+    return state, (Send(state.roster.ranks, regroup),)
 
 
 def begin_generation_unless_over(state: MembershipState, commands: tuple[Command, ...]) -> Next:
@@ -141,79 +135,11 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
 # ---------------------------------------------------------------------- positions that have lost a member
 
 
-def park(state: MembershipState, rank: int) -> Next:
-    """``rank`` and its siblings leave the roster; siblings with a state are parked."""
-    siblings = state.positions.siblings(rank) & state.roster.live
-    useless = siblings if state.generation.number < 0 else siblings & state.roster.joining
-    cause = f"worker {state.name(rank)}, a member of the same position, was lost before it had its state"
-    return state.without({rank}, drop=useless), tuple(Evict(sibling, cause) for sibling in sorted(useless))
-
-
-def assemble(state: MembershipState, stage: int, without: Collection[int] = ()) -> Next:
-    """Combines workers left of ``stage`` into a whole position that holds its state.
-
-    Where no live position does; changes nothing if a column has no worker with a state outside of ``without``. Of each
-    column the worker with most applied steps takes part, of these the one parked last. Workers without a state, and
-    those of ``without``, have to begin anew.
-    """
-    before, positions = state, state.positions
-    left = {rank for rank in state.roster.live if state.stage_of(rank) == stage}
-    useless = left & state.roster.joining.union(without)
-    state = state.without(left, drop=left)
-    versions = {rank: state.version_of(rank) for rank in sorted(left - useless)}
-    state = state.updated(roster=state.roster.with_parked(versions, before.roster.newcomers))
-    chosen: list[int] = []
-    for column in range(stage * state.members, (stage + 1) * state.members):
-        of_column = [rank for rank in reversed(state.roster.parked) if positions.column(rank) == column]
-        if not of_column:
-            return before, ()
-        chosen.append(max(of_column, key=state.version_of))
-    pipeline = positions.pipeline(chosen[0])
-    for rank in chosen[1:]:
-        state = state.with_roster(moved=state.positions.exchanged(rank, pipeline))
-    roster = state.roster
-    state = state.with_roster(
-        live=roster.live.union(chosen),
-        parked={rank: version for rank, version in roster.parked.items() if rank not in chosen},
-        assembled=roster.assembled.union(chosen),
-    ).with_steps(passed=0)
-    cause = "it has no state from which its stage can go on"
-    return state, tuple(Evict(rank, cause) for rank in sorted(useless))
-
-
-def without_latecomers(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Next:
-    """State without workers that joined too late to go back with assembled ones.
-
-    They have no state yet, or lack the parameters of the step that runs again. In stages without others, parked workers
-    take their places; unchanged if there are too few.
-    """
-    version = committed_version(statuses, state.steps.summed)
-    late = {rank for rank, one in statuses.items() if one.version > version and not one.has_shadow}
-    if any(one.version > version for one in statuses.values()):
-        late |= state.roster.joining
-    if not late:
-        return state, ()
-    before, commands = state, tuple[Command, ...]()
-    for stage in range(state.grid.stages):
-        if not state.holding(stage, without=late):
-            rest, useless = assemble(state, stage, without=late)
-            if rest is state:
-                return before, ()
-            state, commands = rest, commands + useless
-    if state is not before:
-        return state, commands
-    positions = state.positions.all_members(late)
-    cause = "it joined too late to run a step again"
-    return state.without(late, drop=positions), tuple(Evict(rank, cause) for rank in sorted(positions))
-
-
-def release_outdated(state: MembershipState) -> Next:
-    """Releases parked workers whose state no stage can go back to any more."""
-    return release_parked(state, {rank for rank in state.roster.parked if _is_outdated(state, rank)})
-
-
-def _is_outdated(state: MembershipState, rank: int) -> bool:
-    return state.version_of(rank) + OUTDATED_STEPS <= state.steps.version
+def without_positions(state: MembershipState, ranks: Collection[int]) -> Next:
+    """The positions of ``ranks`` leave the roster, and their siblings are released."""
+    siblings = (state.positions.all_members(ranks) & state.roster.live).difference(ranks)
+    released = tuple(Record("released", state.steps.version, rank) for rank in sorted(siblings))
+    return state.without(ranks), released
 
 
 # ---------------------------------------------------------------------- actions of a worker

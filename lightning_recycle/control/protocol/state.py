@@ -21,9 +21,6 @@ from lightning_recycle.planning.schedule import Schedule
 VALIDATES = bool(os.environ.get("RECYCLE_VALIDATE"))
 """Whether the states of coordinator and workers are checked after each event: in tests, and to find an error."""
 
-OUTDATED_STEPS = 2
-"""Steps behind the others, from which on what a parked worker holds is of no use."""
-
 MAX_DISMISSED = 2
 """Dismissals for other values, after which a position stays empty: each replacement would be dismissed, too."""
 
@@ -353,16 +350,12 @@ class Roster(_Updatable):
         joined: the ranks that said hello, before the first generation.
         leader: speaks for the run; unchanged while that worker lives.
         joining: live ranks that do not have the state of their stage yet.
-        newcomers: live or parked ranks that joined during the training -> steps applied before that.
+        newcomers: live ranks that joined during the training -> steps applied before that.
         ready: ranks of workers that wait to enter.
         leaving: live ranks that want to leave; ``ending``: those that end the run once all live ranks are among them.
         moves: rank that is to join -> live rank that leaves for it.
         dismissed: position -> steps after which newcomers were dismissed for other values.
         causes: why workers were lost, by rank.
-        parked: survivors of broken positions, not ``live`` -> the steps that they were known to have applied
-            (:mod:`~lightning_recycle.control.protocol.recovery`).
-        moved: the pipelines of ranks that hold another position than they were started for.
-        assembled: live ranks that were parked, and have not gone on with the others since.
     """
 
     live: frozenset[int]
@@ -376,9 +369,6 @@ class Roster(_Updatable):
     moves: Mapping[int, int] = field(default_factory=dict)
     dismissed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
-    parked: Mapping[int, int] = field(default_factory=dict)
-    moved: Mapping[int, int] = field(default_factory=dict)
-    assembled: frozenset[int] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -389,17 +379,6 @@ class Roster(_Updatable):
         """Positions that stay empty: their workers were wrong again and again."""
         return frozenset(rank for rank, steps in self.dismissed.items() if len(steps) >= MAX_DISMISSED)
 
-    def with_parked(self, versions: Mapping[int, int], newcomers: Mapping[int, int]) -> Roster:
-        """Roster with parked workers: steps applied, and which joined during training."""
-        parked = {rank: since for rank, since in newcomers.items() if rank in versions}
-        return self.updated(parked={**self.parked, **versions}, newcomers={**self.newcomers, **parked})
-
-    def without_parked(self, ranks: Collection[int]) -> Roster:
-        return self.updated(
-            parked={rank: version for rank, version in self.parked.items() if rank not in ranks},
-            newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
-        )
-
     def without(self, ranks: Collection[int]) -> Roster:
         return self.updated(
             live=self.live.difference(ranks),
@@ -408,7 +387,6 @@ class Roster(_Updatable):
             newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
             leaving=self.leaving.difference(ranks),
             ending=self.ending.difference(ranks),
-            assembled=self.assembled.difference(ranks),
             moves={rank: mover for rank, mover in self.moves.items() if mover not in ranks},
         )
 
@@ -575,7 +553,6 @@ class Standing(Enum):
     AWAITED = "its worker is to join before the first generation, or to return to a coordinator that was started again"
     LIVE = "its worker is in the roster, and holds the state of its stage"
     JOINING = "its worker is in the roster, and gets that state from a peer"
-    PARKED = "its position has lost a sibling; its worker keeps what it holds, out of the roster"
     READY = "a worker is set up for it, and waits to be let in at a step boundary"
     BARRED = "it is empty and stays so: its workers held other values again and again"
     VACANT = "it is empty"
@@ -637,8 +614,6 @@ class MembershipState(_Updatable):
             ):
                 return Standing.AWAITED
             return Standing.JOINING if rank in roster.joining else Standing.LIVE
-        if rank in roster.parked:
-            return Standing.PARKED
         if rank in roster.ready:
             return Standing.READY
         return Standing.BARRED if rank in self.positions.all_members(roster.barred) else Standing.VACANT
@@ -648,27 +623,13 @@ class MembershipState(_Updatable):
         """Ranks that no worker holds and none is ready to take, and that may be taken."""
         return tuple(rank for rank in range(self.num_workers) if self.standing(rank) is Standing.VACANT)
 
-    @property
-    def heard(self) -> tuple[int, ...]:
-        """Live and parked ranks in order: those that messages beyond generations reach."""
-        parked = self.roster.parked
-        return tuple(sorted(self.roster.live.union(parked))) if parked else self.roster.ranks
-
-    def without(self, ranks: Collection[int], drop: Collection[int] = ()) -> MembershipState:
-        """State without the positions of ``ranks``; parks siblings, except ``drop``."""
-        gone = self.positions.all_members(ranks)
-        siblings = (gone & self.roster.live).difference(ranks, drop)
-        versions = {rank: self.version_of(rank) for rank in sorted(siblings)}
-        return self.updated(roster=self.roster.without(gone).with_parked(versions, self.roster.newcomers))
-
-    def version_of(self, rank: int) -> int:
-        """The number of steps that a live or parked worker is known to have applied."""
-        before = self.roster.parked.get(rank, 0 if rank in self.steps.applied else self.steps.version)
-        return max(before, self.steps.applied.get(rank, -1) + 1)
+    def without(self, ranks: Collection[int]) -> MembershipState:
+        """State without the positions of ``ranks``."""
+        return self.updated(roster=self.roster.without(self.positions.all_members(ranks)))
 
     @property
     def positions(self) -> Positions:
-        return Positions(self.grid, self.members, self.roster.moved)
+        return Positions(self.grid, self.members)
 
     @property
     def num_workers(self) -> int:
@@ -723,14 +684,6 @@ def after(commands: tuple[Command, ...], then: Next) -> Next:
     return then[0], commands + then[1]
 
 
-def release_parked(state: MembershipState, ranks: Collection[int]) -> Next:
-    """Releases the parked workers ``ranks``."""
-    if not ranks:
-        return state, ()
-    commands = tuple(Record("released", state.steps.version, rank) for rank in sorted(ranks))
-    return state.updated(roster=state.roster.without_parked(ranks)), commands
-
-
 def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipState:
     """The state before any worker has joined; ``retries``: see :class:`Faults`."""
     live = frozenset(range(grid.num_workers * members))
@@ -760,16 +713,11 @@ def validate(before: MembershipState, state: MembershipState) -> None:
 def _place_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     """Rules of the roster alone."""
     roster, positions, ranks = state.roster, state.positions, range(state.num_workers)
-    yield (
-        "a rank is a member of one position",
-        len({(positions.position(r), r % state.members) for r in ranks}) == len(ranks),
-    )
-    yield "ranks are those of the grid", roster.live.union(roster.parked, roster.ready, roster.newcomers) <= set(ranks)
-    yield "a parked worker is out of the roster", roster.live.isdisjoint(roster.parked)
-    yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live.union(roster.parked))
-    of_live = roster.joined | roster.joining | roster.leaving | roster.ending | roster.assembled
-    yield "who joins, leaves, ends or was put together is live", of_live.union(roster.moves.values()) <= roster.live
-    yield "a newcomer is live or parked", roster.newcomers.keys() <= roster.live.union(roster.parked)
+    yield "ranks are those of the grid", roster.live.union(roster.ready, roster.newcomers) <= set(ranks)
+    yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live)
+    of_live = roster.joined | roster.joining | roster.leaving | roster.ending
+    yield "who joins, leaves or ends is live", of_live.union(roster.moves.values()) <= roster.live
+    yield "a newcomer is live", roster.newcomers.keys() <= roster.live
     yield "no stage is lost", set(map(positions.stage, roster.live)) == set(range(state.grid.stages))
 
 
@@ -782,8 +730,6 @@ def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         if not state.generation.regrouping:
             yield "each column has a worker with its state", all(map(state.holders, range(state.columns)))
             yield "the leader has a state", roster.leader not in roster.joining
-        outdated = {rank for rank in roster.parked if state.version_of(rank) + OUTDATED_STEPS <= state.steps.version}
-        yield "a parked worker can still be gone back to", not outdated
 
 
 def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
@@ -832,8 +778,8 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         yield "no step counts before its loss is known", steps.version <= steps.summed
         applied = {rank: steps.applied.get(rank, -1) + 1 for rank in live}
         yield "a step counts once all have applied it", not steps.applied or min(applied.values()) <= steps.version
-        least = steps.version - (state.members > 1)  # who was parked may be a step behind
-        yield "all have applied the steps that count", all(not count or count >= least for count in applied.values())
+        applied_all = all(not count or count >= steps.version for count in applied.values())
+        yield "all have applied the steps that count", applied_all
         passed = (rank for rank in range(steps.passed) if rank in live)
         yield (
             "those that are passed by have applied the newest step",
@@ -843,7 +789,6 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
 
 def _agreement_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     open_ones, stop, saves = state.collectives.open, state.collectives.stop_round, state.saves
-    heard = state.roster.live.union(state.roster.parked)
     yield "a collective that was answered is over", all(number >= state.collectives.next for number in open_ones)
     for arrived in open_ones.values():
         yield "all do the same in a collective", len({one.name for one in arrived.values()}) == 1
@@ -854,7 +799,10 @@ def _agreement_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
             not of_generation or of_generation == {state.generation.number},
         )
     if stop is not None and not stop.is_over:
-        yield "some have asked to stop, and not all", bool(stop.wanted & heard) and not state.roster.live <= stop.wanted
+        yield (
+            "some have asked to stop, and not all",
+            bool(stop.wanted & state.roster.live) and not state.roster.live <= stop.wanted,
+        )
         yield "all that ask are answered alike", not stop.agreed
     indices = set(range(len(saves.paths)))
     yield "checkpoints are those of the batch", saves.announced.keys() | saves.ended.keys() <= indices

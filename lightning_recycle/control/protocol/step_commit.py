@@ -132,7 +132,7 @@ def _sum_up(state: MembershipState, step: int) -> Next:
         check_next=check_next,
         saves=control_collectives.save_status(state),
     )
-    return state, (Send(state.heard, message),)
+    return state, (Send(state.roster.ranks, message),)
 
 
 def on_applied(state: MembershipState, event: messages.Applied) -> Next:
@@ -143,8 +143,6 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     if event.step <= state.steps.applied.get(event.rank, -1):
         return state, ()
     applied = {**state.steps.applied, event.rank: event.step}
-    if event.step < state.steps.version:  # it is parked, and the others have been compared
-        return state.with_steps(applied=applied), ()
     if state.roster.newcomers:
         reported = _with_facts(state, event)
     else:
@@ -298,7 +296,7 @@ def on_undo(state: MembershipState, event: messages.Undo) -> Next:
 
 def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     """A worker is set up and waits to be let in."""
-    if event.rank in state.roster.live or event.rank in state.roster.parked:
+    if event.rank in state.roster.live:
         return state, ()
     return state.with_roster(ready=state.roster.ready | {event.rank}), ()
 
@@ -335,7 +333,7 @@ def pause_if_wanted(state: MembershipState) -> Next:
 def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     """Workers that enter and that leave at the next step boundary.
 
-    Whole positions: siblings of a leaving worker are parked. No stage is left without a position that has its state.
+    Whole positions: siblings of a leaving worker leave, too. No stage is left without a position that has its state.
     """
     roster = state.roster
     positions = state.positions
@@ -399,8 +397,9 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
             commands.append(Record("moved", event.step, rank, {"to": state.place(moved[rank])}))
         else:
             commands.append(Record("left", event.step, rank))
-    state = _let_in(state.without(leave), enter, event.step)
-    return after(tuple(commands), recovery.begin_generation(state))
+    state, released = recovery.without_positions(state, leave)
+    state = _let_in(state, enter, event.step)
+    return after((*commands, *released), recovery.begin_generation(state))
 
 
 def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> MembershipState:

@@ -21,7 +21,7 @@ from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import OUTSIDE
 from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning.grid import Microbatch, OpKind, Positions
+from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
 from lightning_recycle.runtime.comm.communicator import receive_object, send_object
 from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
@@ -253,14 +253,8 @@ class Executor:
         return True
 
     def _lose_sibling(self, error: CommunicationError) -> NoReturn:
-        """Ends this worker in a hook whose collective broke, as a sibling is gone.
-
-        It waits like a parked worker, and ends when it is to go on.
-        """
+        """Ends this worker in a hook whose collective broke, as a sibling is gone."""
         self._await_verdict(error)
-        while self.client.rank not in self.client.enter_generation().roster:
-            self.client.doing(self.version, "parked")
-            self.client.await_announcement(None)
         self.client.resign(f"cannot go on in a hook, where a collective of its position broke ({error})")
 
     # ------------------------------------------------------------------ a failure
@@ -288,10 +282,6 @@ class Executor:
         runner = self.runner
         runner.before_recovery()
         announced = self.client.enter_generation()
-        if self.client.rank not in announced.roster:
-            self.client.doing(self.version, "parked")
-            self.client.await_announcement(None)
-            raise Interrupted
         version = -1 if self._joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
@@ -312,8 +302,10 @@ class Executor:
             runner.measure_links()
         ahead = frozenset() if runner.redoes_whole_steps else resume.decision.ahead
         runner.ahead = resume.decision.version, self._stages_in_plane(ahead)
-        siblings = self._positions.siblings(self.client.rank)
-        runner.siblings_done = all(self._positions.column(sibling) in resume.decision.ahead for sibling in siblings)
+        siblings = self.runner.positions.siblings(self.client.rank)
+        runner.siblings_done = all(
+            self.runner.positions.column(sibling) in resume.decision.ahead for sibling in siblings
+        )
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
         if runner.guesses is not None and commits:
             runner.guesses.reports = commits
@@ -332,22 +324,18 @@ class Executor:
             self._get_ready(resume)
 
     @property
-    def _positions(self) -> Positions:
-        return replace(self.runner.positions, moved=self.client.member.moved)
-
-    @property
     def _column(self) -> int:
-        return self._positions.column(self.client.rank)
+        return self.runner.positions.column(self.client.rank)
 
     def _stages_in_plane(self, columns: Collection[int]) -> frozenset[int]:
         """The stages whose column in this worker's plane is among ``columns``."""
-        members = self._positions.members
+        members = self.runner.positions.members
         plane = self._column % members
         return frozenset(column // members for column in columns if column % members == plane)
 
     def _in_plane(self, program: Program) -> Program:
         """``program`` of a position, between the members of this worker's plane."""
-        positions, plane = self._positions, self._positions.member(self.client.rank)
+        positions, plane = self.runner.positions, self.runner.positions.member(self.client.rank)
         if positions.members == 1:
             return program
         return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane), *self.communicator.parts)
@@ -364,7 +352,7 @@ class Executor:
         """Connects this worker for the generation, and follows its program."""
         program = resume.program
         assert program is not None, "the coordinator adds it"
-        positions, plane = self._positions, self._positions.member(self.client.rank)
+        positions, plane = self.runner.positions, self.runner.positions.member(self.client.rank)
         stages = {rank: positions.stage(rank) for rank in resume.roster if positions.member(rank) == plane}
         peers = [rank for rank, stage in stages.items() if stage == self.worker.stage]
         leads = positions.column_leaders(resume.roster)
