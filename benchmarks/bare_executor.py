@@ -26,7 +26,7 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.transports import Transport
 from lightning_recycle.runtime.executor.executor import Executor

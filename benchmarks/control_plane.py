@@ -37,7 +37,7 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Go, Member
 from lightning_recycle.control.protocol.messages import WorkerStatus
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 _STAGES = 8
 _MICROBATCHES = 2

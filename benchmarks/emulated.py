@@ -51,7 +51,7 @@ from lightning_recycle import (
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, plan, retime
 from lightning_recycle.planning.costs import Profile, StageProfile, load_profile, save_profile
-from lightning_recycle.planning.planning_options import Switch
+from lightning_recycle.planning.planner import Switch
 
 GRID = Grid(pipelines=3, stages=4, microbatches=6)
 DEMO_GRID = Grid(PIPELINES, STAGES, MICROBATCHES)

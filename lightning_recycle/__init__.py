@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
     from lightning_recycle.model.layers import LayerSpec
     from lightning_recycle.model.module import PipelineModule
-    from lightning_recycle.planning.planning_options import PlanningOptions
+    from lightning_recycle.planning.planner import PlanningOptions
     from lightning_recycle.runtime.comm.transports import CommunicationOptions
     from lightning_recycle.runtime.stage.deferred import defer_weight_grad
     from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, RayEngine
@@ -61,7 +61,7 @@ _LAZY = {
     "LayerSpec": "lightning_recycle.model.module",
     "MonitoringOptions": "lightning_recycle.session.configuration",
     "PipelineModule": "lightning_recycle.model.module",
-    "PlanningOptions": "lightning_recycle.planning.planning_options",
+    "PlanningOptions": "lightning_recycle.planning.planner",
     "RayEngine": "lightning_recycle.session.configuration",
     "ReCycleStrategy": "lightning_recycle.strategy",
     "RecoveryOptions": "lightning_recycle.control.options",

@@ -1,17 +1,27 @@
-"""Checks of arguments, optional dependencies, and parsers of commands.
+"""Arguments: their checks, options of components, and parsers of commands.
 
 Python's ``True`` is an integer and its NaN a number; as an argument, either is a mistake. ``owner`` is the class that
 was given the value; "" for a setting or a function. An option that needs an extra is refused when the option is made
 (:func:`require`), not when it is first used.
+
+A component's options are one frozen dataclass beside the component. A field made by :func:`option` carries the check of
+its value, and whether all workers of a run must have the same one (then it is a flag of ``recycle-coordinator``) or
+only a launching process can carry it out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
+import functools
 import importlib.util
+import inspect
 import os
 import sys
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from typing_extensions import override
 
@@ -99,3 +109,160 @@ def require(extra: str, option: str) -> None:
     module = _MODULES[extra]
     if importlib.util.find_spec(module) is None:
         raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")
+
+
+# ---------------------------------------------------------------------- options
+
+
+_Class = TypeVar("_Class", bound=type[Any])
+
+
+@dataclass(frozen=True)
+class Check:
+    """Values that an option may have.
+
+    Args:
+        accepts: whether a value is right.
+        remedy: the rest of the error for one that is not, such as "give an integer of at least 1".
+        values: all right values in words, where they can be listed.
+    """
+
+    accepts: Callable[[Any], bool]
+    remedy: str
+    values: tuple[str, ...] = ()
+
+
+def choice(*values: Any) -> Check:
+    """One of ``values``."""
+    shown = [repr(value) for value in values]
+    listed = f"{', '.join(shown[:-1])} or {shown[-1]}"
+    return Check(lambda value: value in values, f"use {listed}", tuple(map(str, values)))
+
+
+def integer(least: int, *, otherwise: str = "") -> Check:
+    """An integer of at least ``least``, or None if ``otherwise`` says what that means."""
+    remedy = f"give an integer of at least {least}{f', or None {otherwise}' if otherwise else ''}"
+    return Check(lambda value: is_integer(value, least) or (bool(otherwise) and value is None), remedy)
+
+
+SWITCH = choice("auto", True, False)
+BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", ("True", "False"))
+SECONDS = Check(lambda value: is_number(value, 0.0, above=True), "give a number of seconds, more than 0")
+SHARE = Check(lambda value: is_number(value, 0.0) and value <= 1, "give a share between 0 and 1")
+
+
+def option(default: Any, check: Check | None = None, *, shared: str = "", by_launcher: bool = False) -> Any:
+    """A field of an :class:`OptionGroup`.
+
+    Args:
+        default: its default.
+        check: the values that it may have.
+        shared: for an option that all workers of a run must agree on, its line in ``recycle-coordinator --help``.
+        by_launcher: whether only a launching process, which starts all workers itself, can carry it out.
+    """
+    return dataclasses.field(default=default, metadata={"check": check, "shared": shared, "by_launcher": by_launcher})
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Base class of the options of a component.
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check: Check | None = item.metadata.get("check")
+            if check is not None and not check.accepts(getattr(self, item.name)):
+                self._refuse(item.name, check.remedy)
+
+    def needing_launcher(self) -> list[str]:
+        """Changed options that only a launching process can carry out."""
+        return [
+            f"{type(self).__name__}({item.name}={_short(value)})"
+            for item in fields(self)
+            if item.metadata.get("by_launcher") and (value := getattr(self, item.name)) != item.default
+        ]
+
+    _owner = ""  # of the arguments, where it is not the dataclass
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        raise ConfigurationError(f"{self._owner or type(self).__name__}({name}={getattr(self, name)!r}): {remedy}.")
+
+
+def shared_options(group: type[Any]) -> tuple[Field[Any], ...]:
+    """The fields of ``group`` that all workers of a run must agree on."""
+    return tuple(item for item in fields(group) if item.metadata.get("shared"))
+
+
+def suggests_options(cls: _Class) -> _Class:
+    """Class decorator: an unknown argument is an error that names the nearest option.
+
+    An argument that belongs to an option group among the class's arguments is answered with that group. A class whose
+    arguments are the options of another one names it as ``options_type``; remedies for names of other libraries are its
+    ``other_names``, with ``{}`` for the value.
+
+    Raises:
+        ConfigurationError: by the decorated class, for an argument that does not exist.
+    """
+    initialize = cls.__init__
+
+    @functools.wraps(initialize)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = list(inspect.signature(initialize).parameters.values())[1:]
+        names = [parameter.name for parameter in known]
+        for name, value in kwargs.items():
+            if name not in names:
+                groups = {parameter.name: type(parameter.default) for parameter in known}
+                raise ConfigurationError(_answer(cls, name, value, names, groups))
+        initialize(self, *args, **kwargs)
+
+    cls.__init__ = checked
+    return cls
+
+
+def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups: Mapping[str, type[Any]]) -> str:
+    """The error for the unknown argument ``name`` of ``cls``."""
+    homes = {
+        item.name: (argument, group)
+        for argument, group in groups.items()
+        if issubclass(group, OptionGroup)
+        for item in fields(group)
+    }
+    given = f"{cls.__name__}({name}={_short(value)})"
+    if (remedy := getattr(cls, "other_names", {}).get(name)) is not None:
+        return f"{given}: there is no such option. {remedy.format(_short(value))}."
+    if name in homes:
+        return f"{given}: write {_in_group(*homes[name], name, value)}."
+    fitting = [each for each in homes if _accepts(homes[each][1], each, value)]
+    near = difflib.get_close_matches(name, [*(each for each in names if _accepts(cls, each, value)), *fitting], n=1)
+    if not near:
+        return f"{given}: there is no such option. There are {', '.join(names)}."
+    right = f"{near[0]}={_short(value)}" if near[0] in names else _in_group(*homes[near[0]], near[0], value)
+    return f"{given}: there is no such option. Did you mean {right}?"
+
+
+def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+    options = getattr(cls, "options_type", cls)
+    check = next((item.metadata.get("check") for item in fields(options) if item.name == name), None)
+    return check is None or bool(check.accepts(value))
+
+
+def _in_group(argument: str, group: type[Any], name: str, value: Any) -> str:
+    return f"{argument}={group.__name__}({name}={_short(value)})"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else "..."
+
+
+def shown_options(options: Any, name: str) -> str:
+    """``options`` as the call of ``name``, with those that differ from their defaults."""
+    changed = [
+        f"{item.name}={shown_options(value, type(value).__name__) if isinstance(value, OptionGroup) else repr(value)}"
+        for item in fields(options)
+        if (value := getattr(options, item.name)) is not item.default and value != item.default
+    ]
+    return f"{name}({', '.join(changed)})"

@@ -289,7 +289,7 @@ def content_of(cell: CellType) -> tuple[Any, ...]:
 
 
 def _empty_cell() -> CellType:
-    return CellType()
+    return CellType()  # pickle finds no class of that name
 
 
 def _fill_cells(function: Any, state: tuple[Any, Any, list[tuple[Any, ...]]]) -> None:

@@ -14,8 +14,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.callbacks import fault_effects
-from lightning_recycle.callbacks.faults import KINDS_AT_TIMES, Agenda, Fault, random_faults, trace_faults
+from lightning_recycle.callbacks.faults import (
+    EFFECTS,
+    KINDS_AT_TIMES,
+    Agenda,
+    Fault,
+    WrongArithmetic,
+    flip,
+    flip_in_next_output,
+    flipped,
+    random_faults,
+    trace_faults,
+)
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Op, OpKind, Positions, Worker
@@ -176,9 +186,9 @@ class _Injector:
         self._agenda = agenda
         self._strategy = strategy
         self._rank = rank
-        self._slowdowns: list[fault_effects.Slowdown] = []
+        self._slowdowns: list[tuple[Fault, int]] = []  # with the step in which they began
         self._waited = 0.0  # for siblings, before the operation that runs
-        self._arithmetic: fault_effects.WrongArithmetic | None = None
+        self._arithmetic: WrongArithmetic | None = None
         self._errs = False  # in the operation that runs
 
     def watch_operations(self) -> None:
@@ -221,8 +231,9 @@ class _Injector:
         """
         executor = self._strategy.executor
         own = seconds - (executor.communicator.seconds_for_siblings - self._waited)
-        for slowdown in self._slowdowns:
-            slowdown.sleep_after(executor.version, max(0.0, own))
+        for fault, first in self._slowdowns:
+            if first <= executor.version < first + (fault.steps or 0):
+                time.sleep(((fault.factor or 1.0) - 1) * max(0.0, own))
 
     def after_operation(self, step: int, op: Op) -> None:
         self._err(False)
@@ -252,32 +263,30 @@ class _Injector:
             case "exception":
                 raise InjectedFaultError(f"Injected: {fault}")  # counts as a failure of the infrastructure
             case "slow":
-                assert fault.factor is not None
-                assert fault.steps is not None
-                self._slowdowns.append(fault_effects.Slowdown(fault.factor, step, fault.steps))
+                self._slowdowns.append((fault, step))
             case "bitflip":
                 self._flip(fault, executor)
             case kind:
-                getattr(fault_effects, kind)()
+                EFFECTS[kind]()
 
     def _flip(self, fault: Fault, executor: Executor) -> None:
         draw = random.Random(str(fault))
         match fault.target:
             case "parameter":
-                fault_effects.flip(self._strategy.lightning_module.parameters(), fault.bit, draw)
+                flip(self._strategy.lightning_module.parameters(), fault.bit, draw)
             case "optimizer":
                 states = (state for optimizer in self._strategy.optimizers for state in optimizer.state.values())
-                fault_effects.flip([t for state in states for t in state.values() if _is_moment(t)], fault.bit, draw)
+                flip([t for state in states for t in state.values() if _is_moment(t)], fault.bit, draw)
             case "activation":
                 leaves = [m for m in self._strategy.lightning_module.modules() if not any(m.children())]
-                fault_effects.flip_in_next_output(leaves, fault.bit, draw)
+                flip_in_next_output(leaves, fault.bit, draw)
             case "gradient":
-                fault_effects.flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
+                flip([p.grad for p in self._strategy.lightning_module.parameters()], fault.bit, draw)
             case "message":
-                executor.communicator.alter_next = lambda value: fault_effects.flipped(value, fault.bit, draw)
+                executor.communicator.alter_next = lambda value: flipped(value, fault.bit, draw)
             case "matmul":
                 assert fault.every is not None
-                self._arithmetic = fault_effects.WrongArithmetic(fault.every, fault.bit, draw)
+                self._arithmetic = WrongArithmetic(fault.every, fault.bit, draw)
 
 
 def _is_moment(value: Any) -> bool:

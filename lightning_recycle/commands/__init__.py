@@ -7,13 +7,19 @@ anything else is a bug and is shown in full.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.errors import (
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
@@ -108,8 +114,12 @@ def _line(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
         return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
-        known = ", ".join(sorted(str(name) for name in cause.parent_node if not str(name).startswith("_")))
-        return f"unknown setting {cause.full_key!r}: choose one of {known}."
+        known = sorted(str(name) for name in cause.parent_node if not str(name).startswith("_") and name != "hydra")
+        near = difflib.get_close_matches(str(cause.full_key).rpartition(".")[2], known, n=1)
+        meant = f"did you mean {near[0]!r}? C" if near else "c"
+        return f"unknown setting {cause.full_key!r}: {meant}hoose one of {', '.join(known)}."
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: check its brackets and quotes, as in 'failures=[[1,2],[0,1]]'."
     text = _flat(str(error))
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"

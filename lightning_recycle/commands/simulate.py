@@ -5,7 +5,7 @@
     recycle-simulate failures=trace failures.trace=gcp-a100 policy=auto
     recycle-simulate experiment=paper output=results
 
-Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` and a timeline there.
+Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` there.
 ``recycle-report`` turns a folder of results into a page. The configuration is ``conf/simulation/``, explained in
 docs/simulation.md.
 
@@ -21,7 +21,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -163,29 +163,22 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
     }
 
 
+_OF_MODEL = (
+    "name", "gpus", "pipelines", "stages", "global_batch", "microbatch",
+    "efficiency", "network_bandwidth", "recompute",
+)  # fmt: skip
+
+
 def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
     model, cluster = scenario.model, scenario.cluster
     return {
         "model": {
-            "name": model.name,
+            **{name: getattr(model, name) for name in _OF_MODEL},
             "parameters": model.transformer.parameters,
-            "gpus": model.gpus,
             "gpu": model.device.name,
-            "pipelines": model.grid.pipelines,
-            "stages": model.grid.stages,
             "microbatches": model.grid.microbatches,
-            "global_batch": model.global_batch,
-            "microbatch": model.microbatch,
-            "efficiency": model.efficiency,
-            "network_bandwidth": model.network_bandwidth,
-            "recompute": model.recompute,
         },
-        "cluster": {
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "gpus": cluster.gpus,
-            "price": cluster.price,
-        },
+        "cluster": {**asdict(cluster), "gpus": cluster.gpus},
         "policy": _described(scenario.policy),
         "failures": _described(scenario.failures),
         "duration": scenario.duration,
@@ -193,10 +186,11 @@ def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
 
 
 def _described(instance: Any) -> dict[str, Any]:
-    """Name and settings; ``changed`` names those that differ from the defaults."""
+    """Name and settings; ``changed`` names those that differ from the defaults, ``durations`` those in seconds."""
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
-    return {"name": type(instance).__name__, "settings": settings, "changed": changed}
+    durations = [item.name for item in fields(instance) if "Duration" in str(item.type)]
+    return {"name": type(instance).__name__, "settings": settings, "changed": changed, "durations": durations}
 
 
 def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
@@ -241,26 +235,22 @@ def simulate_and_show(config: DictConfig) -> float:
         console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(Group(_summary(result), "", _losses(result), "", _gpu_time(result)))
-        if written:
-            console.print(f"\nwrote {', '.join(written)}", soft_wrap=True, highlight=False, markup=False)
+        if written is not None:
+            console.print(f"\nwrote {written}", soft_wrap=True, highlight=False, markup=False)
     _sweep.append(result)
     return float(result["throughput"])
 
 
-def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, list[str]]:
+def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, Path | None]:
+    """The result, and the file that it was written to."""
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    writes_timeline = switch("timeline", settings["timeline"])
     result = result_of(scenario_from(settings), shlex.join([_NAME, *overrides]))
     if settings["output"] is None:
-        return result, []
+        return result, None
     file = folder / "result.json"
     with refusing(f"write to {folder}"):
         write_atomically(file, json.dumps(result, indent=1) + "\n")
-        written = [file]
-        if writes_timeline:
-            written.append(folder / "timeline.json")
-            write_atomically(written[-1], json.dumps(_timeline(result)))
-    return result, list(map(str, written))
+    return result, file
 
 
 def main() -> None:
@@ -310,7 +300,7 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
     with refusing(f"write to {folder}"):
         write_json(folder / records.EXPERIMENT_FILE, {"results": len(points)})
     for number, point in enumerate(points):
-        config = hydra.compose(_CONFIG, overrides=[*point.overrides, "timeline=false", "output=."])
+        config = hydra.compose(_CONFIG, overrides=[*point.overrides, "output=."])
         result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")
         progress = f"{number + 1:>4}/{len(points)}  {point.name:<10} {_line(result)}"
         console.print(progress, soft_wrap=True, highlight=False, markup=False)
@@ -318,44 +308,6 @@ def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Pat
     command = f"recycle-report {shlex.quote(str(folder))} -o report.html"
     console.print(f"To see them as a page: {command}", soft_wrap=True, highlight=False, markup=False)
     return float(len(points))
-
-
-# -- the timeline ------------------------------------------------------------------------------------------------------
-
-
-def _timeline(result: Result) -> dict[str, Any]:
-    """The first run in Google's "Trace Event Format", times in microseconds."""
-
-    def event(phase: str, name: str, at: float, process: int = 0, thread: int = 0, **more: Any) -> dict[str, Any]:
-        return {"ph": phase, "name": name, "ts": at * 1e6, "pid": process, "tid": thread, **more}
-
-    rows = ((0, "process_name", "run"), (1, "process_name", "nodes that are down"), (0, "thread_name", "what happens"))
-    events = [event("M", kind, 0.0, process, args={"name": name}) for process, kind, name in rows]
-    for each in result["timeline"]["intervals"]:
-        begin, length = each["begin"], (each["end"] - each["begin"]) * 1e6
-        args = {name: each[name] for name in ("state", "gpus", "live_gpus")}
-        events.append(event("X", each["label"], begin, cat=each["state"], dur=length, args=args))
-        for name, unit, key in (("available", "GPUs", "live_gpus"), ("throughput", "samples/s", "throughput")):
-            events.append(event("C", name, begin, args={unit: each[key]}))
-    for each in result["timeline"]["events"]:
-        events.append(event("i", each["kind"], each["time"], s="p", args={"nodes": list(each["nodes"])}))
-    for node, begin, end in _outages(result):
-        length = (end - begin) * 1e6
-        events.append(event("X", "down", begin, 1, node, cat="failed", dur=length, args={"node": node}))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _outages(result: Result) -> Iterator[tuple[int, float, float]]:
-    """(node, begin, end) of each outage; one that lasts ends with the run."""
-    since: dict[int, float] = {}
-    for event in result["timeline"]["events"]:
-        for node in event["nodes"]:
-            if event["kind"] == "failure":
-                since[node] = event["time"]
-            elif event["kind"] == "repair":
-                yield node, since.pop(node), event["time"]
-    for node, begin in since.items():
-        yield node, begin, result["duration"]
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

@@ -13,14 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from lightning_recycle.arguments import whole
-from lightning_recycle.control.plans.drift import DriftOptions
-from lightning_recycle.control.plans.layout_choice import Rebalance
-from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
-from lightning_recycle.control.protocol.state import POLICIES
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.option_table import (
+from lightning_recycle.arguments import (
     BOOLEAN,
     SECONDS,
     SHARE,
@@ -31,9 +24,16 @@ from lightning_recycle.option_table import (
     option,
     shared_options,
     suggests_options,
+    whole,
 )
+from lightning_recycle.control.plans.drift import DriftOptions
+from lightning_recycle.control.plans.layout_choice import Rebalance
+from lightning_recycle.control.plans.plan_provider import PlanProvider
+from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
+from lightning_recycle.control.protocol.state import POLICIES
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 MachineErrors: TypeAlias = Sequence[type[BaseException] | str] | Callable[[BaseException], bool]
 """Exceptions that are suspected besides the usual ones, as classes or their dotted names; or a predicate of

@@ -38,8 +38,9 @@ def sliced(batch: Any, number: int, count: int) -> Any:
     for leaf in tree_leaves(batch):
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.ndim):
             raise ConfigurationError(
-                f"A batch that is given as a whole holds a {type(leaf).__name__}, so it cannot be divided into"
-                f" num_microbatches={count} parts. Use num_microbatches=1, or a DataLoader that batches samples."
+                f"A batch that is given as a whole holds an object of type {type(leaf).__name__}, so it cannot"
+                f" be divided into num_microbatches={count} parts."
+                " Use num_microbatches=1, or a DataLoader that batches samples."
             )
     lengths = {len(leaf) for leaf in tree_leaves(batch) if leaf is not None}
     if len(lengths) != 1 or next(iter(lengths)) % count:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
@@ -29,38 +29,17 @@ from lightning_recycle.processes import die_with_parent
 _SIGNALS = range(1, 65)
 
 
-@dataclass(frozen=True)
-class RestartLimits:
-    """Limits of the restarts of a process.
-
-    Args:
-        max_restarts: for each process, over the whole run.
-        quick: seconds; a process that lasted less than this died at once.
-        most_quick: so many such ends in a row, and it is given up.
-        first_pause, longest_pause: seconds before the second start after quick ends, and at most; the pause doubles.
-    """
-
-    max_restarts: int = 100
-    quick: float = 20.0
-    most_quick: int = 5
-    first_pause: float = 1.0
-    longest_pause: float = 30.0
+_QUICK_SECONDS = 20.0  # a process that lasted less died at once
+_MOST_QUICK = 5  # such ends in a row, and it is given up
 
 
 @dataclass(frozen=True)
 class RestartRecord:
-    """Number of restarts of a process, and of quick ends in a row."""
+    """Restarts of a process, quick ends in a row, and seconds before its next start."""
 
     restarts: int = 0
     quick: int = 0
-
-
-@dataclass(frozen=True)
-class RestartAfter:
-    """The process starts again after ``pause`` seconds."""
-
-    slot: RestartRecord
-    pause: float
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,18 +51,20 @@ class FinalStatus:
 
 
 def ended(
-    slot: RestartRecord, status: int, lasted: float, is_ending: bool, policy: RestartLimits
-) -> RestartAfter | FinalStatus:
-    """Decision after the end of a process that ran for ``lasted`` seconds."""
+    slot: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
+) -> RestartRecord | FinalStatus:
+    """Decision after the end of a process that ran for ``lasted`` seconds.
+
+    The pause before its next start doubles with each quick end after the first.
+    """
     if is_ending or not is_lost(status):
         return FinalStatus(status)
-    quick = slot.quick + 1 if lasted < policy.quick else 0
-    if slot.restarts >= policy.max_restarts:
+    quick = slot.quick + 1 if lasted < _QUICK_SECONDS else 0
+    if slot.restarts >= max_restarts:
         return FinalStatus(status, f"it was restarted {slot.restarts} times (--max-restarts)")
-    if quick >= policy.most_quick:
-        return FinalStatus(status, f"it ended {quick} times in a row within {policy.quick:g} s")
-    pause = min(policy.longest_pause, policy.first_pause * 2 ** (quick - 2)) if quick > 1 else 0.0
-    return RestartAfter(replace(slot, restarts=slot.restarts + 1, quick=quick), pause)
+    if quick >= _MOST_QUICK:
+        return FinalStatus(status, f"it ended {quick} times in a row within {_QUICK_SECONDS:g} s")
+    return RestartRecord(slot.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)
 
 
 def is_lost(status: int) -> bool:
@@ -285,16 +266,16 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    ``grace``: seconds for processes to end after a signal; None if the sender signals and awaits all processes: then
-    this agent kills none, and passes on no signal. ``pipes``: output goes through ``printer``. ``another`` makes the
-    command of a further process by its number. ``on_finish`` is called when the first process has finished; ``heard``:
-    signals so far.
+    ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
+    None if the sender signals and awaits all processes: then this agent kills none, and passes on no signal.
+    ``pipes``: output goes through ``printer``. ``another`` makes the command of a further process by its number.
+    ``on_finish`` is called when the first process has finished; ``heard``: signals so far.
     """
 
     def __init__(
         self,
         tasks: Sequence[ProcessCommand],
-        policy: RestartLimits,
+        max_restarts: int,
         printer: Printer,
         grace: float | None,
         coordinator: ProcessCommand | None = None,
@@ -303,7 +284,7 @@ class Agent:
     ) -> None:
         self._running = {task.name: _Running(task) for task in tasks}
         self._another = another
-        self._policy = policy
+        self._max_restarts = max_restarts
         self._printer = printer
         self._output = printer if pipes else None
         self._grace = grace
@@ -364,9 +345,13 @@ class Agent:
         status = verdict(ends, self._asked, self._finished)
         return status if self._failure is None or status == 0 else self._failure
 
+    def _every(self) -> list[_Running]:
+        """The coordinator, if it is hosted here, and all tasks."""
+        return [*([self._hosted] if self._hosted else []), *self._running.values()]
+
     def _start_due(self) -> None:
         now = time.monotonic()
-        for running in [*([self._hosted] if self._hosted else []), *self._running.values()]:
+        for running in self._every():
             if running.child is not None or running.final is not None or running.start_at > now:
                 continue
             try:
@@ -377,8 +362,7 @@ class Agent:
                 self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
-        every = [*([self._hosted] if self._hosted else []), *self._running.values()]
-        waits = [running.start_at for running in every if not running.child and not running.final]
+        waits = [running.start_at for running in self._every() if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
@@ -399,11 +383,11 @@ class Agent:
             del self._running[running.task.name]
             self._printer.say(f"{running.task.name} {_end_text(status)}.")
             return
-        decision = ended(running.slot, status, lasted, self._is_ending, self._policy)
+        decision = ended(running.slot, status, lasted, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
             return
-        running.slot, running.start_at = decision.slot, time.monotonic() + decision.pause
+        running.slot, running.start_at = decision, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
         self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
 
@@ -497,9 +481,9 @@ class Agent:
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._policy)
-        if isinstance(lost, RestartAfter):
-            hosted.slot, hosted.start_at = lost.slot, time.monotonic() + lost.pause
+        lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
+        if isinstance(lost, RestartRecord):
+            hosted.slot, hosted.start_at = lost, time.monotonic() + lost.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
             return
         hosted.final = lost

@@ -26,17 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
-from lightning_recycle.control.network.addresses import (
-    AGENT,
-    address_from,
-    connect_to,
-    free_port,
-    key_from_environment,
-    listen_here,
-    shown,
-    sockets,
-)
-from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand, RestartLimits
+from lightning_recycle.control.network import addresses
+from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
 
@@ -85,16 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
-        address = address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
-        return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
+        address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
+        return _RunAddress(address, addresses.key_from_environment(environ).decode(), hosts_it=False)
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
-    key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
+    key = addresses.key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
     return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
     """The coordinator's address, and the command by which another machine joins."""
-    listens = f"the coordinator listens at {shown(place.address)}"
+    listens = f"the coordinator listens at {addresses.shown(place.address)}"
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
         return (
@@ -103,20 +94,20 @@ def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
         )
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
-        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={shown(place.address)} {key}={value} recycle-run"
-        " --nproc-per-node N PROGRAM"
+        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value}"
+        " recycle-run --nproc-per-node N PROGRAM"
     )
 
 
 def _own_address(given: str | None) -> tuple[str, int]:
     """This process's coordinator's address; the port is known before it listens."""
-    host, port = (_HOST, 0) if given is None else address_from(given, "--coordinator")
+    host, port = (_HOST, 0) if given is None else addresses.address_from(given, "--coordinator")
     if host in ("0.0.0.0", "::"):
         raise ConfigurationError(
             f"--coordinator {given}: workers need a single address: give one that all machines reach."
         )
     try:
-        return host, port or free_port(host)
+        return host, port or addresses.free_port(host)
     except OSError as error:
         raise ConfigurationError(f"--coordinator {given}: {error.strerror or error}.") from error
 
@@ -133,8 +124,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    limits = RestartLimits(max_restarts=options.max_restarts)
-    return Agent(tasks, limits, Printer(names), grace, coordinator, pipes=names, another=worker)
+    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names, another=worker)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -170,15 +160,16 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
 
 
 def _scale(count: int, words: Sequence[str]) -> int:
-    found = [path for path in sockets(AGENT) if not words or path.name.partition("-")[0] == words[0]]
+    agents = addresses.sockets(addresses.AGENT)
+    found = [path for path in agents if not words or path.name.partition("-")[0] == words[0]]
     if len(found) != 1:
-        others = ", ".join(path.name.partition("-")[0] for path in sockets(AGENT)) or "none"
+        others = ", ".join(path.name.partition("-")[0] for path in agents) or "none"
         raise ConfigurationError(
             f"--scale {count}: which recycle-run of this user on this machine? There are {others}: give its process id,"
             f" recycle-run --scale {count} PROCESS."
         )
     try:
-        with connect_to(found[0]) as agent:
+        with addresses.connect_to(found[0]) as agent:
             agent.sendall(f"{count}\n".encode())
             answer = agent.makefile().readline().strip()
     except OSError as error:
@@ -193,7 +184,7 @@ def _scalable(agent: Agent, least: int) -> Iterator[None]:
     """Within the block :func:`_scale` finds ``agent``, of which ``least`` must stay."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # there is no folder for its socket, so it cannot be scaled
-            listener = stack.enter_context(listen_here(AGENT))
+            listener = stack.enter_context(addresses.listen_here(addresses.AGENT))
             threading.Thread(target=_serve_scale, args=(listener, agent, least), daemon=True).start()
         yield
 
@@ -221,7 +212,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     the coordinator is needed until they have saved.
     """
     shows = ["--terminal"] if sys.stderr.isatty() else []
-    command = (sys.executable, "-c", _PROGRAM, "--listen", shown(place.address), "--obey", *shows)
+    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *shows)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 
@@ -229,8 +220,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
     """The environment that :func:`.worker_environment.discover` reads in a worker."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    engine = "recycle-run" if place.task is None else "slurm"
-    own |= {"RECYCLE_COORDINATOR": shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_ENGINE": engine}
+    own |= {"RECYCLE_COORDINATOR": addresses.shown(place.address), "RECYCLE_KEY": place.key}
     if device is not None:
         own["LOCAL_RANK"] = str(device)
     if place.task is not None:
@@ -291,7 +281,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="set the number of workers of the recycle-run on this machine; no program",
     )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers on this machine (default 1)")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="workers on this machine (default 1)"
+    )
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
     parser.add_argument(
         "--max-restarts", type=int, default=100, metavar="K", help="restarts of each worker (default 100)"

@@ -16,16 +16,12 @@ from dataclasses import dataclass, field
 from lightning_recycle.control.network.addresses import address_at, address_from, key_from_environment, machine_name
 from lightning_recycle.errors import ConfigurationError
 
-BY_HAND = "hand"
-"""The engine of a worker without ``RECYCLE_ENGINE``."""
-
 
 @dataclass(frozen=True)
 class Discovered:
     """A worker's run, machine and device, from its environment.
 
     Args:
-        engine: the name of its starter, for logs (``RECYCLE_ENGINE``).
         coordinator: (host, port) of the coordinator (``RECYCLE_COORDINATOR``).
         key: the secret of the run (``RECYCLE_KEY``, or the content of ``RECYCLE_KEY_FILE``).
         node: the name of its machine (``RECYCLE_NODE``).
@@ -35,7 +31,6 @@ class Discovered:
             the coordinator reaches.
     """
 
-    engine: str
     coordinator: tuple[str, int]
     key: bytes = field(repr=False)
     node: str
@@ -63,7 +58,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
         return None
     device, device_from = _device(environ)
     return Discovered(
-        engine=environ.get("RECYCLE_ENGINE") or BY_HAND,
         coordinator=address_from(where, "RECYCLE_COORDINATOR"),
         key=key_from_environment(environ),
         node=machine_name(environ),

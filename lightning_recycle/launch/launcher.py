@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
+import pickle
 import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,20 +24,33 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recycle.control.monitoring.history import Event, summary
-from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.logs import (
+    install_if_wanted,
+)
+from lightning_recycle.control.protocol import state as outcomes
+from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
 from lightning_recycle.engines.worker_environment import check_copies, discover
-from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.launch.outcome import error_of
+from lightning_recycle.errors import (
+    ConfigurationError,
+    ReCycleError,
+    StageLostError,
+    UnsupportedFeatureError,
+    WorkerStartError,
+)
 from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results
-from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning
+from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning, is_internal
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import exit_if_importing
+from lightning_recycle.planning.grid import Positions
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.session.lightning_internals import mark_saved, saves_on_exception
+from lightning_recycle.session.lightning_internals import (
+    mark_saved,
+    saves_on_exception,
+)
 from lightning_recycle.session.reporting import show_cursor
 
 log = logging.getLogger(__name__)
@@ -244,3 +258,69 @@ def _folder_for_results() -> Iterator[str | None]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)  # usually it was not needed
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
+    """The exception for ``outcome``, with the remedy ``then`` for a lost stage."""
+    if isinstance(outcome, outcomes.StageLost):
+        causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
+        if not any(event.kind in ("step", "resumed") for event in history):
+            return WorkerStartError(
+                f"The workers of stage {outcome.stage} ended before training began ({causes}). See their output above;"
+                " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
+                " import it is a common reason."
+            )
+        if then is None:
+            then = (
+                "Start again from the newest checkpoint, as a run with a ModelCheckpoint does by itself unless"
+                " RecoveryOptions(on_stage_lost='raise'), and use more pipelines (more devices, or a smaller"
+                " pipeline_parallel_size) to survive more failures"
+            )
+        return StageLostError(
+            f"All {positions.grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters"
+            f" exist nowhere else. {then[0].upper()}{then[1:]}."
+        )
+    if isinstance(outcome, outcomes.Crashed):
+        return _exception_from(outcome.crash, positions)
+    if isinstance(outcome, outcomes.Failed):
+        return ReCycleError(outcome.reason)
+    return ReCycleError(f"The run ended in an unknown way: {outcome!r}.")
+
+
+class WorkerTraceback(Exception):
+    """A worker's traceback, shown as the cause of the same exception raised here."""
+
+    __module__ = "builtins"  # so Python shows its name without that of a module
+
+    def __init__(self, worker: str, text: str) -> None:
+        self.text = f"In worker {worker}:\n\n{text}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _exception_from(crash: Crash, positions: Positions) -> BaseException:
+    error: BaseException | None = None
+    if crash.exception is not None:
+        try:
+            error = pickle.loads(crash.exception)
+        except Exception as reason:  # a class whose pickle does not load: only its text is left
+            log.debug("The worker's exception could not be loaded: %s", reason)
+    has_remedy = isinstance(error, (ConfigurationError, UnsupportedFeatureError))  # its message is enough
+    if isinstance(error, SystemExit):
+        worker = positions.name(crash.rank)
+        if not error.code:  # this process would report success, without a result
+            error = ReCycleError(
+                f"Worker {worker} called sys.exit({'' if error.code is None else error.code}) before the run was over,"
+                " so there is no result. To end training early, set trainer.should_stop = True."
+            )
+        else:  # it ends this process with that status, as it would on one device, and shows no traceback
+            log.error("Worker %s called sys.exit(%r):\n%s", worker, error.code, crash.traceback)
+    if error is None:
+        error = ReCycleError(crash.summary)
+    if not (has_remedy and is_internal(crash.traceback)):
+        error.__cause__ = WorkerTraceback(positions.name(crash.rank), crash.traceback)
+    return error

@@ -225,7 +225,7 @@ class TrainerActor:
         for variable in ("RECYCLE_LISTEN", "RECYCLE_KEY_FILE"):
             os.environ.pop(variable, None)  # of another run; an actor is replaced, and never joins again
         host = node_address()
-        own = {"RECYCLE_NODE": self.node(), "RECYCLE_HOST": host, "RECYCLE_ENGINE": "ray", "LOCAL_RANK": "0"}
+        own = {"RECYCLE_NODE": self.node(), "RECYCLE_HOST": host, "LOCAL_RANK": "0"}
         os.environ.update({**environment, **own})
         place = replace(argument.place, device=0, host=host)
         try:

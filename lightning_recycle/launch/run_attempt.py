@@ -22,12 +22,7 @@ from lightning_recycle.control.client import pack
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor, served
-from lightning_recycle.control.network.addresses import (
-    address_from,
-    http_address,
-    http_address_from_environment,
-    key_from_environment,
-)
+from lightning_recycle.control.network import addresses
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
@@ -145,11 +140,12 @@ class RunAttempt:
 
     def _planner(self) -> PlanProvider:
         planning = self._run.options.planning
+        folder = planning.plan_library
         return PlanProvider(
             self._setup.grid,
             replace(planning, staggered=self._setup.staggered),
             costs=None if self._profile is None else self._profile.costs(),
-            library=_library(planning.plan_library, planning.planner),
+            library=None if folder is None else PlanLibrary(folder, planning.planner),
             chooses_split=self._run.call.fits,
         )
 
@@ -182,14 +178,14 @@ class RunAttempt:
         listens = self._setup.outsiders
         host, port = self._group.host, 0
         if listens:
-            host, port = address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN")
+            host, port = addresses.address_from(os.environ["RECYCLE_LISTEN"], "RECYCLE_LISTEN")
         return Coordinator(
             self._setup.grid,
             planner,
             self._coordinator_options(),
             host=host,
             port=port,
-            authkey=key_from_environment() if listens else None,
+            authkey=addresses.key_from_environment() if listens else None,
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),
@@ -265,12 +261,8 @@ def _needs(run: PreparedRun) -> dict[str, float]:
 def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
     """Whether the run is shown on this machine, and its address for others."""
     if isinstance(status, str):
-        return True, http_address(status, "MonitoringOptions(status)")
-    return status, http_address_from_environment() if status else None
-
-
-def _library(library: Any, planner: Any) -> PlanLibrary | None:
-    return library if library is None or isinstance(library, PlanLibrary) else PlanLibrary(library, planner)
+        return True, addresses.http_address(status, "MonitoringOptions(status)")
+    return status, addresses.http_address_from_environment() if status else None
 
 
 def _write_profile(path: Path | None, profile: Profile) -> None:

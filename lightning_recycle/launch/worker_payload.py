@@ -1,13 +1,11 @@
-"""Payload of a worker: environment, settings, pickled Trainer; its log records.
+"""Payload of a worker: environment, settings, pickled Trainer; exceptions back.
 
 The fork server has the environment of the first run, so each run's variables travel with every worker, before it
 imports the user's script. Global settings (dtype, precision, determinism, OmegaConf's resolvers, warning filters, log
 levels) made under the script's main guard reach the launching process alone. The Trainer and its function are pickled
 once, in a file in memory whose descriptor workers inherit.
 
-Log handlers configured under the main guard exist in the launching process alone, so they write the workers' records,
-too. A record is one message of a shared socket: it arrives whole or not at all, whenever its sender is killed. While
-the socket is full, records are dropped and counted.
+An exception comes back as a pickle, and its traceback as text from the user's code on.
 """
 
 from __future__ import annotations
@@ -15,34 +13,37 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import logging
 import mmap
 import os
 import pickle
-import select
-import socket
+import re
 import sys
-import threading
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
-from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
+from pathlib import Path
+from traceback import StackSummary, TracebackException
 from types import FunctionType
 from typing import IO, Any
 
 import cloudpickle
+import lightning.fabric
+import lightning.pytorch
 import torch
 from omegaconf.basecontainer import BaseContainer
 from torch import Tensor
 
-from lightning_recycle.control.monitoring.json_logs import describe_process, plain
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.control.monitoring.logs import LogForwarding, LogSender
+from lightning_recycle.errors import (
+    ConfigurationError,
+    ReCycleError,
+)
 from lightning_recycle.lightning_names import name_here
-from lightning_recycle.pickling import MainModule, MainPickler, enter_main
+from lightning_recycle.pickling import MainModule, MainPickler, dumps, enter_main
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
+from lightning_recycle.session.object_attributes import slots_of
 
 log = logging.getLogger(__name__)
 
@@ -328,120 +329,124 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", member
 
 
-_BUFFER_BYTES = 1 << 20  # wanted; Linux's default limit is 208 KiB
-_RECORD_BYTES = 100_000  # fit into any buffer; longer texts are cut
-_PATIENCE_MILLISECONDS = 100  # for room in a full socket, once until there is some
-_CLOSE_SECONDS = 5.0  # for handlers to write what has arrived
+# ---------------------------------------------------------------------- exceptions on their way home
 
 
-class LogForwarding:
-    """The launching process's side; pickled, it arrives as :class:`LogSender`."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not built into Python
 
-    def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        self._handled = threading.local()
-        describe_process(lambda: getattr(self._handled, "origin", {}))
-        self._thread = threading.Thread(target=self._receive, name="recycle-log-records", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Waits until the records of workers, which have ended, are written."""
-        with contextlib.suppress(OSError):
-            self._sender.shutdown(socket.SHUT_WR)
-        self._thread.join(_CLOSE_SECONDS)
-        self._sender.close()
-        self._receiver.close()
+def dump_exception(error: BaseException) -> bytes | None:
+    """Pickle of ``error`` without unpicklable attributes; None for such a class.
+
+    Python's own pickles of exceptions call the class with ``args`` again, which fails for an ``__init__`` with other
+    arguments. So a class with an ``__init__`` is rebuilt without calling it, unless it defines its own pickling.
+    """
+    with contextlib.suppress(Exception):
+        return _dumps(error)
+    args = tuple(value if _can_be_sent(value) else repr(value) for value in error.args)
+    state = {name: value for name, value in _state(error).items() if _can_be_sent(value)}
+    with contextlib.suppress(Exception):
+        return _dumps(_Reduced(type(error), args, state))
+    return None
+
+
+class _ExceptionPickler(MainPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException) and _has_own_init(type(value)):
+            return _Reduced(type(value), value.args, _state(value)).__reduce__()
+        return super().reducer_override(value)
+
+
+class _Reduced:
+    """Stands in a pickle for an exception of ``kind``."""
+
+    def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
+        self._parts = kind, args, state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LogSender, (reduction.DupFd(self._sender.fileno()),)
-
-    def _receive(self) -> None:
-        while True:
-            try:
-                data = self._receiver.recv(1 << 20)
-            except OSError:
-                return  # closed while a handler took too long
-            if not data:
-                return
-            try:
-                self._handle(**json.loads(data))
-            except Exception:  # of a user's filter, for example; as `logging` treats errors of handlers
-                traceback.print_exc()
-
-    def _handle(self, fields: dict[str, Any], origin: Mapping[str, int], dropped: int) -> None:
-        self._handled.origin = origin
-        if dropped:
-            log.warning(
-                "%d log records of process %s are missing: the handlers of this process took too long.",
-                dropped,
-                fields["process"],
-            )
-        if fields["exc_text"] is not None:  # some formatters and handlers look at `exc_info` only
-            error = RemoteTraceback(fields["exc_text"])
-            fields["exc_info"] = (RemoteTraceback, error, None)
-        logging.getLogger(name_here(fields["name"])).handle(logging.makeLogRecord(fields))
+        kind, args, state = self._parts
+        return _new, (kind, args), state, None, None, _set_state
 
 
-class LogSender:
-    """A worker's side; ``descriptor``: the socket."""
-
-    def __init__(self, descriptor: Any) -> None:
-        self._descriptor = descriptor
-
-    def install(self, origin: Callable[[], Mapping[str, int]]) -> None:
-        """Replaces the handlers of this process; may be called once.
-
-        ``origin`` returns the worker's rank and generation, for lines of JSON.
-        """
-        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-            if isinstance(logger, logging.Logger):  # otherwise it is a place for a logger
-                logger.handlers.clear()
-                logger.propagate = True
-        logging.root.addHandler(_Sender(socket.socket(fileno=self._descriptor.detach()), origin))
+def _has_own_init(kind: type[BaseException]) -> bool:
+    own_pickles = isinstance(kind.__reduce__, FunctionType) or isinstance(kind.__reduce_ex__, FunctionType)
+    return isinstance(kind.__init__, FunctionType) and not own_pickles
 
 
-class _Sender(logging.Handler):
-    def __init__(self, connection: socket.socket, origin: Callable[[], Mapping[str, int]]) -> None:
-        super().__init__()
-        self._connection, self._origin = connection, origin
-        self._room = select.poll()
-        self._room.register(connection, select.POLLOUT)
-        self._dropped = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            message = {"fields": _plain_fields(record), "origin": dict(self._origin()), "dropped": self._dropped}
-            data = json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")
-        except Exception:
-            self.handleError(record)
-            return
-        self._dropped = 0 if self._send(data) else self._dropped + 1
-
-    def _send(self, data: bytes) -> bool:
-        while True:
-            try:
-                self._connection.send(data, socket.MSG_DONTWAIT)
-                return True
-            except BlockingIOError:
-                if self._dropped or not self._room.poll(_PATIENCE_MILLISECONDS):
-                    return False
-            except OSError:  # the run is over, or what came with the record as `extra` is too large
-                return False
+def _state(error: BaseException) -> dict[str, Any]:
+    slots = {name: getattr(error, name) for name in slots_of(type(error)) if hasattr(error, name)}
+    if isinstance(error, OSError | ImportError):  # kept outside of both
+        kept = ("filename", "filename2", "name", "path")
+        slots |= {name: getattr(error, name) for name in kept if getattr(error, name, None) is not None}
+    return {**slots, **vars(error)}
 
 
-def _plain_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The attributes of ``record`` as JSON, with arguments merged into the message."""
-    text = record.exc_text
-    if record.exc_info and not text:
-        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-    texts = {"msg": record.getMessage(), "exc_text": text, "stack_info": record.stack_info}
-    most = _RECORD_BYTES // 4 // len(texts)  # characters; in UTF-8 each has up to 4 bytes
-    cut = {name: _cut(value, most) for name, value in texts.items()}
-    return {**{name: plain(value) for name, value in vars(record).items()}, **cut, "args": None, "exc_info": None}
+def _new(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    builtin: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    error: BaseException = builtin.__new__(kind, *args)
+    with contextlib.suppress(TypeError):  # of other arguments than the built-in class takes
+        builtin.__init__(error, *args)  # fills what it keeps besides args
+    object.__setattr__(error, "args", args)  # a frozen dataclass refuses its own
+    return error
 
 
-def _cut(text: str | None, most: int) -> str | None:
-    if text is None or len(text) <= most:
-        return text
-    return f"{text[:most]} [... {len(text) - most:,} more characters]"
+def _set_state(error: BaseException, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        object.__setattr__(error, name, value)
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickles ``value`` and tries to load it."""
+    data = dumps(value, _ExceptionPickler)
+    pickle.loads(data)
+    return data
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        _dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- tracebacks
+
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGES = (lightning.fabric, lightning.pytorch, torch)
+_LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
+_STAGE = f"{_PACKAGE}{os.sep.join(('runtime', 'stage', 'stage.py'))}"
+_FILES = re.compile(r'^  File "(.+?)", line', re.MULTILINE)
+_INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
+
+
+def from_users_code(error: BaseException) -> str:
+    """The formatted traceback of ``error`` and its causes, from the user's code on."""
+    shown = TracebackException.from_exception(error)
+    links: list[TracebackException | None] = [shown]
+    while links:
+        link = links.pop()
+        if link is not None:  # a chain that has a loop is cut by the standard library
+            kind = link.exc_type
+            has_remedy = isinstance(kind, type) and issubclass(kind, ReCycleError)
+            link.stack = _from_users_code(link.stack, has_remedy)
+            links += [link.__cause__, link.__context__, *(getattr(link, "exceptions", None) or ())]
+    return "".join(shown.format())
+
+
+def is_internal(traceback: str) -> bool:
+    """Whether a formatted traceback shows no code but this package's."""
+    return all(file.startswith(_PACKAGE) for file in _FILES.findall(traceback))
+
+
+def _from_users_code(stack: StackSummary, has_remedy: bool = False) -> StackSummary:
+    users = (index for index, frame in enumerate(stack) if not frame.filename.startswith(_INTERNAL))
+    first = next(users, None)
+    if first is None and has_remedy:
+        return StackSummary.from_list(stack[-1:])
+    if first is None:  # what a layer of torch raises, or a defect
+        runs = [index for index, frame in enumerate(stack) if frame.filename == _STAGE and frame.name == "_run"]
+        return StackSummary.from_list(stack[runs[-1] + 1 :]) if runs and stack[-1].filename != _STAGE else stack
+    *called, raised = stack[first:]
+    return StackSummary.from_list([*(frame for frame in called if not frame.filename.startswith(_PACKAGE)), raised])

@@ -20,24 +20,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_recycle.callbacks import PlanMonitor
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_RAISED, ControlClient, in_words, unpack
-from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
 from lightning_recycle.control.network.addresses import machine_name, shown
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
 from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
-from lightning_recycle.launch import run_results
-from lightning_recycle.launch.outcome import dump_exception, from_users_code
+from lightning_recycle.launch import run_results, worker_payload
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall
-from lightning_recycle.launch.worker_payload import ignore_untrue_warnings, set_num_threads
 from lightning_recycle.model.layers import weights_of
-from lightning_recycle.processes import set_title
+from lightning_recycle.processes import name_process
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
@@ -81,9 +78,9 @@ def worker_main(start: WorkerStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     worker = start.setup.positions.position(start.place.rank)
-    set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
+    name_process(f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
-        ignore_untrue_warnings()  # the script is imported now, too; its filters come with the settings
+        worker_payload.ignore_untrue_warnings()  # the script is imported now, too; its filters come with the settings
         call, settings = start.payload.load()
         settings.restore()
         describe_process(partial(log_fields, client))
@@ -106,8 +103,8 @@ def run_worker(
     ``continues``: as a launching process afterwards; ``reports``: to one that wants the result.
     """
     trainer = call.trainer
-    set_num_threads(setup.positions.num_workers)
-    ignore_untrue_warnings()
+    worker_payload.set_num_threads(setup.positions.num_workers)
+    worker_payload.ignore_untrue_warnings()
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     session = Session(WorkerContext(strategy.options, setup, place, client, trainer))
     strategy.enter(session)
@@ -159,8 +156,8 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
         with readers_may_die():  # otherwise the process could end without a word
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
-            summary, text = in_words(error, from_users_code(error))
-            data = dump_exception(error)  # without one, the summary and the traceback must do
+            summary, text = in_words(error, worker_payload.from_users_code(error))
+            data = worker_payload.dump_exception(error)  # without one, the summary and the traceback must do
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RAISED
             if shows:  # first, as the end of the run may end this process at any moment from now on
                 print(text, file=sys.stderr, end="", flush=True)

@@ -386,39 +386,26 @@ def watch(layer: nn.Module, path: str, index: int, last: bool) -> tuple[Removabl
 
 
 class _Elsewhere(dict[str, Any]):
-    """The parameters or buffers of an absent module: shown only within a step.
+    """Parameters, buffers or children of an absent module: shown only within a step.
 
-    A loop over all parameters meets an error there, instead of computing with a part of them.
+    A loop over all parameters meets an error there, instead of computing with a part of them; a search for modules of a
+    kind finds their side values.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.entries = entries
 
     @override
     def items(self) -> Any:
         if _tracer is None:
             return super().items()
-        return [(name, RemoteTensor.of(name, tensor)) for name, tensor in self.tensors.items()]
-
-
-class _AbsentModules(dict[str, Any]):
-    """The children of an absent module: shown only within a step.
-
-    A search for modules of a kind finds their side values there.
-    """
-
-    def __init__(self, parts: dict[str, AbsentPart | None]) -> None:
-        super().__init__()
-        self.parts = parts
-
-    @override
-    def items(self) -> Any:
-        return super().items() if _tracer is None else self.parts.items()
+        shown = {n: RemoteTensor.of(n, e) if isinstance(e, Tensor) else e for n, e in self.entries.items()}
+        return shown.items()
 
     @override
     def values(self) -> Any:
-        return super().values() if _tracer is None else self.parts.values()
+        return dict(self.items()).values()
 
 
 class AbsentPart(AbsentLayer):
@@ -439,7 +426,7 @@ class AbsentPart(AbsentLayer):
         )
         self.__dict__["_parameters"] = _Elsewhere(_emptied(path, parameters_of(original)))
         self.__dict__["_buffers"] = _Elsewhere(_emptied(path, buffers_of(original)))
-        self.__dict__["_modules"] = _AbsentModules(
+        self.__dict__["_modules"] = _Elsewhere(
             {
                 name: None if child is None else AbsentPart(f"{path}.{name}", child)
                 for name, child in modules_of(original).items()
@@ -448,13 +435,13 @@ class AbsentPart(AbsentLayer):
 
     @override
     def _apply(self, fn: Any, recurse: bool = True) -> AbsentPart:
-        for kind in (self._parameters, self._buffers):
-            assert isinstance(kind, _Elsewhere)
-            kind.tensors = {name: fn(tensor) for name, tensor in kind.tensors.items()}
-        assert isinstance(self._modules, _AbsentModules)
-        for part in self._modules.parts.values():
-            if part is not None:
-                part._apply(fn)
+        for table in (self._parameters, self._buffers, self._modules):
+            assert isinstance(table, _Elsewhere)
+            for name, entry in table.entries.items():
+                if isinstance(entry, AbsentPart):
+                    entry._apply(fn)
+                elif entry is not None:
+                    table.entries[name] = fn(entry)
         return self
 
     @property  # type: ignore[misc]
@@ -468,9 +455,9 @@ class AbsentPart(AbsentLayer):
         if name in own.get("_plain", ()):
             return own["_plain"][name]
         children = own.get("_modules")
-        if isinstance(children, _AbsentModules) and name in children.parts:
+        if isinstance(children, _Elsewhere) and name in children.entries:
             if _tracer is not None:
-                return children.parts[name]
+                return children.entries[name]
         elif name not in own.get("_missing", ()):
             return super().__getattr__(name)
         if _tracer is not None:  # no AttributeError, which hasattr() would take for an answer

@@ -31,7 +31,7 @@ from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights,
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, Run
 from lightning_recycle.model.recording import StepRecorder, WholeStep, redirect_forward, restore_forward
-from lightning_recycle.planning.planning_options import Partition
+from lightning_recycle.planning.planner import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
 
@@ -233,10 +233,7 @@ class ChainParts(ModelParts):
                 empty = torch.empty_like(found[same], device=self.module.device)
                 found[same] = nn.Parameter(empty, found[same].requires_grad)
             parameters_of(module)[name] = found[same]
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if name in state:
-                tensor.data = tensor.data.to(state[name].dtype)
-        set_weights(self.module, state)
+        set_weights(self.module, state, with_dtypes=True)
 
 
 class _StageShare:

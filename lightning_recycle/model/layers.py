@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.partition import even_cuts, held_ranges
-from lightning_recycle.planning.planning_options import Partition
+from lightning_recycle.planning.planner import Partition
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.tensor_memory import part_like
 from lightning_recycle.torch_internals import parameters_of
@@ -146,8 +146,14 @@ def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
             part.register_buffer(attribute, tensor.clone(), persistent=False)
 
 
-def set_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copies the weights of :func:`weights_of` into a module of the same form."""
+def set_weights(module: nn.Module, weights: Mapping[str, Any], with_dtypes: bool = False) -> None:
+    """Copies the weights of :func:`weights_of` into a module of the same form.
+
+    ``with_dtypes``: which gets their dtypes, too.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()] if with_dtypes else ():
+        if name in weights:
+            tensor.data = tensor.data.to(weights[name].dtype)
     nn.Module.load_state_dict(module, own_parts(module, weights))
 
 
@@ -168,7 +174,7 @@ class LayerSpec:
     """
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if not callable(cls):
+        if not callable(cls) or isinstance(cls, nn.Module):
             raise ConfigurationError(
                 f"LayerSpec expects a class or a callable that builds a layer, got {cls!r}."
                 " Write LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))."
@@ -191,7 +197,9 @@ class LayerSpec:
                     " Check the arguments in configure_pipeline()."
                 ) from error
         if not isinstance(layer, nn.Module):
-            raise ConfigurationError(f"Layer {index}, {self!r}, built a {type(layer).__name__}, not an nn.Module.")
+            raise ConfigurationError(
+                f"Layer {index}, {self!r}, built an object of type {type(layer).__name__}, not an nn.Module."
+            )
         return layer
 
     def build_without_storage(self, index: int) -> nn.Module:

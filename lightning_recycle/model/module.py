@@ -100,7 +100,7 @@ class PipelineModule(RecordedModule):
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             return batch[0], batch[1]
         raise ConfigurationError(
-            f"{type(self).__name__}.split_batch() got a {type(batch).__name__}"
+            f"{type(self).__name__}.split_batch() got an object of type {type(batch).__name__}"
             f"{f' of length {len(batch)}' if isinstance(batch, (tuple, list)) else ''} and expects (input, target)."
             " Override split_batch(batch) to return the two."
         )
@@ -207,7 +207,7 @@ class PipelineModule(RecordedModule):
             raise
         if not isinstance(described, (nn.Sequential, nn.ModuleList, list, tuple)):
             raise ConfigurationError(
-                f"{type(self).__name__}.configure_pipeline() returned a {type(described).__name__};"
+                f"{type(self).__name__}.configure_pipeline() returned an object of type {type(described).__name__};"
                 " return an nn.Sequential, or a list of nn.Module and LayerSpec."
             )
         entries = list(described)
@@ -265,10 +265,7 @@ class PipelineModule(RecordedModule):
         training = self.training
         modules_of(self).pop("layers", None)
         self.materialize()
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if name in state:
-                tensor.data = tensor.data.to(state[name].dtype)
-        set_weights(self, state)
+        set_weights(self, state, with_dtypes=True)
         self.train(training)
 
     def keep_layers(self, indices: range) -> None:

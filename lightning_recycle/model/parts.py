@@ -27,7 +27,7 @@ from lightning_recycle.model.call_trace import seeing_one_stage
 from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.recording import BatchPlace, RecordedStep, StepRecorder, call_at
-from lightning_recycle.planning.planning_options import Partition
+from lightning_recycle.planning.planner import Partition
 
 Run: TypeAlias = Literal["training", "evaluation", "forward"]
 """A training step's F, an evaluation, or a call outside of steps."""

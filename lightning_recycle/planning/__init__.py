@@ -15,9 +15,10 @@ from lightning_recycle.planning.costs import (
     load_profile,
     save_profile,
 )
+from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
-from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, plan_layout
+from lightning_recycle.planning.layouts import FailureRecord, LayoutPlan, plan_layout
 from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import (
     distribution_of,
@@ -28,7 +29,6 @@ from lightning_recycle.planning.normalization import (
 )
 from lightning_recycle.planning.partition import LayerCosts, even_cuts
 from lightning_recycle.planning.plan_library import (
-    PLAN_SCHEMA,
     PlanLibrary,
     load_plan,
     plan_to_json,
@@ -36,7 +36,6 @@ from lightning_recycle.planning.plan_library import (
     save_plan,
 )
 from lightning_recycle.planning.planner import (
-    ExactPlanner,
     Planner,
     available_planners,
     get_planner,
@@ -51,8 +50,6 @@ from lightning_recycle.planning.timing import retime
 from lightning_recycle.planning.validation import InvalidScheduleError, validate
 
 __all__ = [
-    "PLAN_SCHEMA",
-    "Candidate",
     "Costs",
     "ExactPlanner",
     "FailureRecord",

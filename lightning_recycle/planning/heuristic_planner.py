@@ -18,7 +18,7 @@ from lightning_recycle.arguments import whole
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.list_scheduling import one_f_one_b, zero_bubble
+from lightning_recycle.planning.list_scheduling import fixed_pattern, one_f_one_b
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.routing import (
     COMPACT_FROM,
@@ -218,10 +218,9 @@ def _zero_bubble_start(codes: Codes) -> list[list[int]]:
     if not problem.stays_home or codes.fused:
         return []
     try:
-        limit = problem.counted().in_flight_limit or (problem.grid.microbatches,) * codes.stages
+        order = fixed_pattern(codes, problem.counted().in_flight_limit)
     except PlanningError:  # it splits every backward, for which there is no memory
         return []
-    order = zero_bubble(codes, limit)
     return [order] if _fits(codes, order) else []
 
 

@@ -22,7 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from lightning_recycle.arguments import at_least, whole
@@ -36,7 +36,6 @@ from lightning_recycle.planning.partition import (
     are_whole,
     check_cuts,
     fastest_cut,
-    held_ranges,
     rounded,
     shared_layers,
     traffic,
@@ -220,7 +219,6 @@ def _shown(seconds: float) -> str:
 
 
 _TRIED = 4  # cuts that are planned, with layers that stages share and without
-_SLACKS = (0.0, 0.02, 0.05)  # of the least bottleneck: a slightly larger load may move far less
 _SHARED_SLACK = 0.005  # of the least bottleneck: with a slightly larger load, stages may share fewer layers
 _SHARING_GAIN = 0.1  # of the least gain of a layout, for which more layers are shared
 _ONE = 0.0  # room for one micro-batch alone, relative to 1F1B
@@ -312,19 +310,11 @@ class _LayoutSearch:
         return self.best(list(rivals))
 
     def fast_cuts(self, spare: float) -> Iterator[Bounds]:
-        """The fastest cuts with shared layers and without.
-
-        Also cuts of whole layers that move the fewest bytes, or are the most even, near the least bottleneck.
-        """
+        """The fastest cuts with shared layers and without."""
         whole, sharing = self.stages(spare), self.stages(spare, shares_layers=True)
         best = fastest_cut(whole)
         if best is not None:
             yield best.cuts
-            prices = (self.copied, lambda stage, begin, end: whole.load(stage, begin, end) ** 2)
-            for slack, price in product(_SLACKS, prices):
-                found = whole.within(best.bottleneck * (1 + slack), price)
-                if found is not None:
-                    yield found.cuts
         best = fastest_cut(sharing) if self.shares_layers else None
         if best is not None:
             found = sharing.within(best.bottleneck * (1 + _SHARED_SLACK))
@@ -437,12 +427,6 @@ class _LayoutSearch:
             return needed <= limit * (1 + 1e-9)
 
         return fits
-
-    def copied(self, stage: int, begin: float, end: float) -> float:
-        """Bytes that the workers of a stage get for these whole layers."""
-        held = held_ranges(self.cuts)[stage]
-        lacking = (self.layers.state_bytes[n] for n in range(int(begin), int(end)) if n not in held)
-        return self.live[stage] * sum(lacking)
 
 
 def _is_better(one: Candidate, other: Candidate, sharing_gain: float) -> bool:

@@ -295,56 +295,41 @@ def one_f_one_b(problem: Problem) -> Schedule:
     if problem.grid.lanes != problem.grid.pipelines:
         raise PlanningError(f"1F1B runs each pipeline on a lane of its own, not {problem.grid}: use 'heuristic'.")
     problem = replace(problem, technique=replace(problem.technique, split_backward=False))
-    grid = problem.grid
-    codes = Codes(problem, reroute(grid, ()), fused=True)
-    programs: dict[int, list[int]] = {}
-    limit = problem.counted().in_flight_limit
-    warmup = grid.microbatches
-    for stage in range(grid.stages):
-        warmup = min(warmup, grid.stages - stage)
-        if limit is not None:
-            warmup = min(warmup, limit[stage])
-        for pipeline in range(grid.pipelines):
-            first = pipeline * grid.microbatches
-            forwards = [codes.code(FORWARD, stage, first + m) for m in range(grid.microbatches)]
-            backwards = [codes.code(BACKWARD, stage, first + m) for m in range(grid.microbatches)]
-            program = forwards[:warmup]
-            for m, backward in enumerate(backwards):
-                program.append(backward)
-                program += forwards[warmup + m : warmup + m + 1]
-            programs[pipeline * grid.stages + stage] = program
-    sequence = interleave(codes, programs)
+    codes = Codes(problem, reroute(problem.grid, ()), fused=True)
+    sequence = fixed_pattern(codes, problem.counted().in_flight_limit)
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def zero_bubble(codes: Codes, held: Sequence[int]) -> list[int]:
-    """The operations of ZB-H1 in an order that respects their dependencies.
+def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
+    """The operations of 1F1B, or of ZB-H1 where backwards are split.
 
-    ``held``: the most micro-batches of a worker, per stage.
+    In an order that respects their dependencies. ``held``: the most micro-batches of a worker, per stage.
     """
     grid = codes.problem.grid
+    held = held or (grid.microbatches,) * grid.stages
     programs: dict[int, list[int]] = {}
     most = grid.microbatches
     for stage in range(grid.stages):
         most = min(most, grid.stages - stage, held[stage])  # no further than the stage before, which would deadlock
-        order = _pattern(grid.microbatches, most, held[stage])
+        order = _pattern(grid.microbatches, most, None if codes.fused else held[stage])
         for pipeline in range(grid.pipelines):
             first = pipeline * grid.microbatches
             programs[pipeline * grid.stages + stage] = [codes.code(kind, stage, first + m) for kind, m in order]
     return interleave(codes, programs)
 
 
-def _pattern(microbatches: int, warmup: int, held: int) -> list[tuple[int, int]]:
-    """(kind, micro-batch) in the order of one stage."""
+def _pattern(microbatches: int, warmup: int, held: int | None) -> list[tuple[int, int]]:
+    """(kind, micro-batch) in the order of one stage; ``held``: None for fused backwards."""
     order = [(FORWARD, m) for m in range(warmup)]
     forwards, weights = warmup, 0
     for m in range(microbatches):
         order.append((BACKWARD, m))
-        if weights <= m and (forwards - weights == held or forwards == microbatches):
+        if held is not None and weights <= m and (forwards - weights == held or forwards == microbatches):
             order.append((WEIGHT, weights))
             weights += 1
         if forwards < microbatches:
             order.append((FORWARD, forwards))
             forwards += 1
-    order += [(WEIGHT, m) for m in range(weights, microbatches)]
+    if held is not None:
+        order += [(WEIGHT, m) for m in range(weights, microbatches)]
     return order

@@ -2,8 +2,7 @@
 
 The length T of the iteration (with the staggered optimizer: its period) is fixed: "is there a schedule of length T?"
 Asking for one T at a time, between the lower bound and the best plan known, gives every operation a window, which keeps
-models small; an infeasible T is a proof. Large models are first asked for a plan in a *corridor*: the routes of the
-best plan, and starts within some slots of its own. That is no proof.
+models small; an infeasible T is a proof.
 
 Sets          f, g, w, t: families of m[f] micro-batches; their routes; workers; slots
               o: the operations k of route g at stage s, on worker w(o), with duration p[o] and source a(o)
@@ -32,9 +31,8 @@ from typing import Any
 
 import mip
 
-from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.planner import SolverTask
-from lightning_recycle.planning.time_indexed_problem import Placement, Step, TimeIndexedProblem, placements
+from lightning_recycle.planning.child_process import Reporter, UnavailableError
+from lightning_recycle.planning.exact_planner import Placement, SolverTask, StageOp, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
@@ -44,109 +42,60 @@ _REMEDIES = {
     "gurobi": "install Gurobi and set GUROBI_HOME",
 }
 _FIRST_SHARE = 0.5  # of the remaining time for one length; if undecided then, the search turns to longer ones
-_SMALL = 2_500  # variables of a model that is usually decided in seconds
-_GOOD = 1.25  # times the lower bound: plans up to this length are worth looking around
-_REACH = 2  # mean operations: the first corridor around the known plan; each next one is wider by a half
-_CORRIDOR_SECONDS = 25.0  # at most, for one length
 
 
 class _InfeasibleError(Exception):
     """A constraint without variables is violated."""
 
 
-def solve(task: SolverTask, report: Report) -> None:
+def solve(task: SolverTask, report: Reporter) -> None:
     """Find a shorter period; solutions and bounds are reported as they are found."""
-    deadline = time.monotonic() + task.time_limit
+    deadline = time.monotonic() + task.planner.time_limit
     problem, search = task.problem, _MilpSearch(task, report)
-    length, known = search.shorten(problem, task.lower, task.upper, placements(task.schedule), deadline)
+    length = search.shorten(problem, task.lower, task.upper, deadline)
     if length is not None and problem.exact and problem.staggered and problem.stages > 1 and length > task.lower:
         fine = problem.refined()  # periods can be fractions of a slot
-        search.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, known, deadline)
+        search.shorten(fine, (length - 1) * fine.parts + 1, length * fine.parts, deadline)
 
 
 @dataclass
 class _MilpSearch:
     task: SolverTask
-    report: Report
+    report: Reporter
 
-    def shorten(
-        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
-    ) -> tuple[int | None, list[Placement]]:
-        """Decides lengths from the bottom up, at first near a good plan; length and plan."""
-        good = high <= _GOOD * low and problem.parts == 1  # fractions of a slot are for the proof alone
-        if good and problem.variables(low) <= _SMALL:
-            half = (time.monotonic() + deadline) / 2
-            length, low, high, known = self._prove(problem, low, high, known, half)
-            if length is not None:
-                return length, known
-        if good:
-            high, known = self._descend(problem, low, high, known, deadline)
-        length, _, _, known = self._prove(problem, low, high, known, deadline)
-        return length, known
+    def shorten(self, problem: TimeIndexedProblem, low: int, high: int, deadline: float) -> int | None:
+        """Decides lengths from ``low`` to below ``high``; the smallest feasible one.
 
-    def _prove(
-        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
-    ) -> tuple[int | None, int, int, list[Placement]]:
-        """Decides lengths from ``low`` to below ``high``.
-
-        Returns the smallest feasible length (``high``: none; None: undecided), the smallest one not excluded, and the
-        length and plan of the best.
+        ``high``: there is none; None: undecided.
         """
-        proven, undecided = low, False  # no length below ``proven`` has a schedule
-        length, step = low, 1
+        undecided, length, step = False, low, 1
         while length < high:
             remaining = deadline - time.monotonic()
-            if remaining <= 0.1 or problem.variables(length) > self.task.max_variables:
-                return None, proven, high, known
+            if remaining <= 0.1 or problem.variables(length) > self.task.planner.max_variables:
+                return None
             share = remaining if length == high - 1 else max(_FIRST_SHARE * remaining, min(5.0, remaining))
             found = self._ask(problem, length, time.monotonic() + share)
             if found:
-                high, known, step = length, found, 1
+                high, step = length, 1
             elif found is None:
                 low, undecided = length + 1, True
             else:  # then no shorter length has a schedule either
-                proven = low = length + 1
-                undecided = False
-                self.report("bound", problem.bound(proven))
+                low, undecided = length + 1, False
+                self.report("bound", problem.bound(low))
             # From the bottom, where bounds are usually tight, in growing steps: longer lengths have larger models.
             length, step = min(low + step - 1, max(low, high - 1)), 2 * step
-        return None if undecided else proven, proven, high, known
+        return None if undecided else low
 
-    def _descend(
-        self, problem: TimeIndexedProblem, low: int, high: int, known: list[Placement], deadline: float
-    ) -> tuple[int, list[Placement]]:
-        """Looks for shorter plans in corridors around the best one; its length and plan."""
-        reach = float(_REACH * problem.mean_duration)
-        while high > low and reach <= high:
-            until = min(time.monotonic() + _CORRIDOR_SECONDS, deadline)
-            found = self._ask(problem, high - 1, until, known, int(reach))
-            if found:
-                high, known = high - 1, found
-            elif found is None:
-                break
-            else:
-                reach *= 1.5
-        return high, known
-
-    def _ask(
-        self,
-        problem: TimeIndexedProblem,
-        length: int,
-        deadline: float,
-        known: list[Placement] | None = None,
-        reach: int = 0,
-    ) -> list[Placement] | None:
-        """A plan of this length; empty if there is none, None if time is up."""
+    def _ask(self, problem: TimeIndexedProblem, length: int, deadline: float) -> bool | None:
+        """Whether there is a plan of this length, which is reported; None if time is up."""
         try:
-            model = _MilpModel(problem, length, self.task, known, reach)
+            model = _MilpModel(problem, length, self.task)
         except _InfeasibleError:
-            return []
+            return False
         feasible = self._optimize(model, deadline)
-        if not feasible:
-            return None if feasible is None else []
-        found = model.placements()
-        self.report("solution", found)
-        return found
+        if feasible:
+            self.report("solution", model.placements())
+        return feasible
 
     def _optimize(self, model: _MilpModel, deadline: float) -> bool | None:
         """Whether the model has a solution; None when time is up."""
@@ -168,16 +117,18 @@ def _empty_model(task: SolverTask) -> Any:
     gc.disable()
     gc.collect()
     try:
-        model = mip.Model(solver_name=_NAMES[task.backend])
+        model = mip.Model(solver_name=_NAMES[task.planner.backend])
     except (ImportError, OSError, mip.exceptions.MipBaseException) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        found = ", ".join(f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.backend == "highs")
-        remedy = _REMEDIES[task.backend]
+        found = ", ".join(
+            f"{name} {_version(name)}" for name in ("highsbox", "highspy") if task.planner.backend == "highs"
+        )
+        remedy = _REMEDIES[task.planner.backend]
         raise UnavailableError(
             f"python-mip {_version('mip')} cannot load it ({reason}{found and '; '}{found}): {remedy}"
         ) from error
     model.verbose = 0
-    model.threads = task.threads
+    model.threads = task.planner.threads
     model.seed = 0
     return model
 
@@ -193,24 +144,20 @@ def _version(package: str) -> str:
 class _MilpModel:
     """The model for one length.
 
-    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on. With a plan ``known`` it is a corridor: that
-    plan's routes, and the k-th start of each operation up to ``reach`` slots away.
+    ``counts[g][k, s]`` is N[o,t] from the first slot of its window on.
     """
 
     problem: TimeIndexedProblem
     length: int
     task: SolverTask
-    known: list[Placement] | None = None
-    reach: int = 0
     mip: Any = field(init=False)
     sizes: list[Any] = field(init=False)
-    counts: list[dict[Step, list[Any]]] = field(init=False)
+    counts: list[dict[StageOp, list[Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mip = _empty_model(self.task)
         self.routes = self.problem.routes()
         self.windows = [self.problem.windows(route, self.length) for route in self.routes]
-        self.near = None if self.known is None else self._starts_of(self.known)
         self._routing()
         self.counts = [self._counts(g) for g in range(len(self.routes))]
         self._time_and_dependencies()
@@ -219,18 +166,7 @@ class _MilpModel:
         if self.problem.staggered:
             self._stages()
 
-    def _starts_of(self, known: list[Placement]) -> list[dict[Step, list[int]]]:
-        rows = self.problem.in_whole_slots(known)
-        host = {(number, stage): rank for _, stage, number, rank, _ in rows}
-        found: list[dict[Step, list[int]]] = [{step: [] for step in self.problem.steps} for _ in self.routes]
-        place = {(route.family, route.hosts): starts for route, starts in zip(self.routes, found, strict=True)}
-        family = {number: f for f, each in enumerate(self.problem.families) for number in each.microbatches}
-        for kind, stage, number, _, start in rows:
-            hosts = tuple(host[number, s] for s in range(self.problem.stages))
-            place[family[number], hosts][kind, stage].append(start)
-        return found
-
-    def _duration(self, g: int, step: Step) -> int:
+    def _duration(self, g: int, step: StageOp) -> int:
         return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
 
     def _count(self, g: int) -> int:
@@ -245,9 +181,7 @@ class _MilpModel:
             for step, (first, last) in self.windows[g].items():
                 lasts = self._duration(g, step)
                 most = max(0, min(most, (last - first) // lasts + 1 if lasts else most if last >= first else 0))
-            size = None if self.near is None else len(self.near[g][FORWARD, 0])
-            if size is None and self.problem.families[self.routes[g].family].one_route:
-                size = self._count(g)
+            size = self._count(g) if self.problem.families[self.routes[g].family].one_route else None
             if size is not None and size > most:
                 raise _InfeasibleError
             self.sizes.append(self.mip.add_var(lb=0, ub=most, var_type=mip.INTEGER) if size is None else size)
@@ -256,9 +190,9 @@ class _MilpModel:
             if not isinstance(sizes[0], int):
                 self.mip.add_constr(mip.xsum(sizes) == len(family.microbatches))
 
-    def _counts(self, g: int) -> dict[Step, list[Any]]:
+    def _counts(self, g: int) -> dict[StageOp, list[Any]]:
         """N[o,t] of a route."""
-        found: dict[Step, list[Any]] = {}
+        found: dict[StageOp, list[Any]] = {}
         known = isinstance(self.sizes[g], int)
         count = self.sizes[g] if known else self._count(g)
         for step, (first, last) in self.windows[g].items():
@@ -267,15 +201,12 @@ class _MilpModel:
             for t in range(first, last):
                 most = min(count, (t - first) // lasts + 1) if lasts else count
                 least = max(0, count + (t - last) // lasts) if lasts and known else 0
-                if self.near is not None:
-                    most = min(most, sum(start - self.reach <= t for start in self.near[g][step]))
-                    least = max(least, sum(start + self.reach <= t for start in self.near[g][step]))
                 if least > most:
                     raise _InfeasibleError
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
         return found
 
-    def _started(self, g: int, step: Step, t: int) -> Any:
+    def _started(self, g: int, step: StageOp, t: int) -> Any:
         """N[o,t]."""
         first, last = self.windows[g][step]
         if t < first:
@@ -326,7 +257,7 @@ class _MilpModel:
                 )
                 self._at_most(forwards - released, problem.most_held(rank))
 
-    def _running(self, ops: list[tuple[int, Step, int]], t: int, since: int = 0) -> Any:
+    def _running(self, ops: list[tuple[int, StageOp, int]], t: int, since: int = 0) -> Any:
         """Operations that run during slot t and have started by ``t - since``."""
         return mip.xsum(
             _minus(self._started(g, step, t - since), self._started(g, step, t - lasts))
@@ -370,7 +301,7 @@ class _MilpModel:
             ]
         return found
 
-    def _starts(self, g: int, step: Step) -> list[int]:
+    def _starts(self, g: int, step: StageOp) -> list[int]:
         times: list[int] = []
         first, last = self.windows[g][step]
         for t in range(first, max(first, last) + 1):

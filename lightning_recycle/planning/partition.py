@@ -10,7 +10,7 @@ bound lies within a layer, each holder takes its part in the mean.
 *Search*: a stage has the load ``micro-batches of its busiest worker x seconds of its layers for one micro-batch +
 seconds of REDUCE and STEP``; the slowest stage decides the period. For a limit on the load, dynamic programming over
 stages and bounds finds whether there is a cut; bisection finds the least limit. Within it the cut with the fewest
-shared layers is taken, then the least price, e.g. in bytes to move.
+shared layers is taken.
 
 *Transfers*: workers copy further layers from live holders at the same time. Each link sends and receives at once, so
 the busiest direction of a link decides.
@@ -157,10 +157,6 @@ class Cut:
     bottleneck: float
 
 
-Price: TypeAlias = Callable[[int, float, float], float]
-"""Price of a stage between two bounds: (stage, begin, end)."""
-
-
 @dataclass(frozen=True)
 class Stages:
     """Possible stages of a cut.
@@ -203,23 +199,22 @@ class Stages:
             work -= self.work[last - 1] * (last - end)
         return self.busiest[stage] * work + of_steps[last] - of_steps[first]
 
-    def within(self, limit: float, price: Price | None = None) -> Cut | None:
-        """The best cut with no load above ``limit``, in the module's order; else None."""
+    def within(self, limit: float) -> Cut | None:
+        """The cut with the fewest shared layers and no load above ``limit``; None if none."""
         limit *= 1 + 1e-12  # sums are not exact
         count, stages = len(self.work), len(self.busiest)
         room = list(accumulate((limit / share for share in self.busiest[::-1]), initial=0.0))
-        reached: dict[float, tuple[int, float]] = {0: (0, 0.0)}
+        reached: dict[float, int] = {0: 0}  # by bound, the fewest shared layers before it
         back: list[dict[float, float]] = []
         for stage in range(stages):
-            after: dict[float, tuple[int, float]] = {}
+            after: dict[float, int] = {}
             chosen: dict[float, float] = {}
             behind = room[stages - stage - 1] * (1 + 1e-9)  # what the later stages can take
-            for begin, (shared, paid) in reached.items():
+            for begin, shared in reached.items():
                 for end in self._ends(stage, begin, limit):
                     if self._before[0][count] - self._before[0][math.ceil(end)] > behind:
                         continue
-                    cost = paid + (price(stage, begin, end) if price is not None else 0.0)
-                    found = shared + (end != math.floor(end)), cost
+                    found = shared + (end != math.floor(end))
                     if end not in after or found < after[end]:
                         after[end], chosen[end] = found, begin
             reached = _useful(after)
@@ -254,16 +249,16 @@ class Stages:
         return Cut(tuple(cuts), max(self.load(stage, *ends) for stage, ends in enumerate(pairwise(cuts))))
 
 
-def _useful(reached: dict[float, tuple[int, float]]) -> dict[float, tuple[int, float]]:
+def _useful(reached: dict[float, int]) -> dict[float, int]:
     """Of the bounds within each layer, those that share fewer layers than later ones."""
-    kept: dict[float, tuple[int, float]] = {}
+    kept: dict[float, int] = {}
     fewest: dict[int, int] = {}  # shared layers, by the layer in which the bound lies
     for end in sorted(reached, reverse=True):
         layer = math.floor(end)
         if end != layer:
-            if reached[end][0] >= fewest.get(layer, math.inf):
+            if reached[end] >= fewest.get(layer, math.inf):
                 continue
-            fewest[layer] = reached[end][0]
+            fewest[layer] = reached[end]
         kept[end] = reached[end]
     return kept
 

@@ -454,28 +454,16 @@ def _columns(problem: Problem) -> list[list[float]]:
 
 
 def _pipelines(old: Problem, new: Problem) -> list[int]:
-    """By pipeline of ``old``, the one of ``new`` whose marked workers fit best."""
-    marks_of_old, marks_of_new = _marks(old), _marks(new)
-    free = dict.fromkeys(range(old.grid.lanes))
-    chosen: dict[int, int] = {}
-    # Those with the most marks are the hardest to place; there are few with any.
-    for pipeline, marks in sorted(marks_of_old.items(), key=lambda item: (-len(item[1]), item[0])):
-        candidates = [other for other in marks_of_new if other in free]
-        best = max(
-            candidates,
-            key=lambda other: (len(marks & marks_of_new[other]), -len(marks ^ marks_of_new[other]), other == pipeline),
-            default=None,
-        )
-        if best is not None and marks & marks_of_new[best]:
-            chosen[pipeline] = best
-            del free[best]
-    left = [pipeline for pipeline in range(old.grid.lanes) if pipeline not in chosen]
-    for pipeline in left:
-        if pipeline in free:
-            chosen[pipeline] = pipeline
-            del free[pipeline]
-    rest = iter(free)
-    return [chosen[pipeline] if pipeline in chosen else next(rest) for pipeline in range(old.grid.lanes)]
+    """By pipeline of ``old``, the one of ``new`` that takes its part: itself, or one with as many marked workers."""
+    marks = _marks(old), _marks(new)
+    changed = [d for d in range(old.grid.lanes) if marks[0].get(d) != marks[1].get(d)]
+    befores, afters = (
+        sorted(changed, key=lambda d: (-len(own.get(d, ())), sorted(own.get(d, ())), d)) for own in marks
+    )
+    chosen = list(range(old.grid.lanes))
+    for before, after in zip(befores, afters, strict=True):
+        chosen[before] = after
+    return chosen
 
 
 def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:

@@ -10,23 +10,24 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal
 
-from lightning_recycle.arguments import is_number, require
-from lightning_recycle.control.network.addresses import http_address
-from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.model.chains import LayerPaths
-from lightning_recycle.option_table import (
+from lightning_recycle.arguments import (
     SECONDS,
     SWITCH,
     Check,
     OptionGroup,
     choice,
     integer,
+    is_number,
     option,
+    require,
     suggests_options,
 )
+from lightning_recycle.control.network.addresses import http_address
+from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
+from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
 
@@ -156,6 +157,15 @@ OTHER_NAMES = {
         ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches"),
         "Give the Trainer accumulate_grad_batches={}",
     ),
+    **dict.fromkeys(
+        ("micro_batch_size", "microbatch_size"), "Write num_microbatches=N, for micro-batches of batch_size / N samples"
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "Parameters without a gradient need no option here"),
+    **dict.fromkeys(
+        ("process_group_backend", "backend"), "Write communication=CommunicationOptions(transport='gloo' or 'nccl')"
+    ),
+    "precision": "Give the Trainer precision={}",
+    "heartbeat": "Give the Trainer callbacks=[HeartbeatCallback(...)]",
 }
 """Names that people give to options of the strategy, each with its remedy."""
 

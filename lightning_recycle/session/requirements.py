@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_recycle.data.dataloaders import check_combination, check_dataloader
@@ -106,6 +107,16 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
         "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }
+    module = trainer.lightning_module
+    builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
+    if not is_overridden("configure_model", module, builds_layers):
+        sizes = {"tensor_parallel_size": options.tensor_parallel_size, "fsdp_size": options.fsdp_size}
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ConfigurationError(
+            f"With {given}, {type(module).__name__} needs a configure_model() that divides its layers"
+            " over self.device_mesh, or the processes of a position would do the same work: call parallelize_module()"
+            " or fully_shard() there, or leave the option out."
+        )
     for what in (name for name, is_used in refused.items() if is_used):
         raise UnsupportedFeatureError(
             f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"

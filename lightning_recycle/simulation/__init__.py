@@ -30,10 +30,9 @@ from lightning_recycle.simulation.policies import (
 )
 from lightning_recycle.simulation.policy import Policy
 from lightning_recycle.simulation.published import Bamboo, Oobleck, Varuna
-from lightning_recycle.simulation.results import Accounting, Cause, Interval, SimulatedEvent, SimulationResult, State
-from lightning_recycle.simulation.simulated_run import Repetitions, repeat, simulate
+from lightning_recycle.simulation.results import Cause, SimulationResult, State
+from lightning_recycle.simulation.simulated_run import repeat, simulate
 from lightning_recycle.simulation.training_model import (
-    GPUS,
     Cluster,
     Gpu,
     MeasuredModel,
@@ -44,8 +43,6 @@ from lightning_recycle.simulation.training_model import (
 )
 
 __all__ = [
-    "GPUS",
-    "Accounting",
     "Auto",
     "Bamboo",
     "Cause",
@@ -57,7 +54,6 @@ __all__ = [
     "FailureSource",
     "FaultFree",
     "Gpu",
-    "Interval",
     "MeasuredModel",
     "Merge",
     "Oobleck",
@@ -66,10 +62,8 @@ __all__ = [
     "Policy",
     "Recycle",
     "Regular",
-    "Repetitions",
     "Restart",
     "Scripted",
-    "SimulatedEvent",
     "SimulationResult",
     "Spares",
     "State",

@@ -30,7 +30,6 @@ from lightning_recycle.planning import (
 )
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.planning.partition import Bounds, held_ranges
-from lightning_recycle.planning.problem import lower_bound
 from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
@@ -45,9 +44,6 @@ from lightning_recycle.simulation.policy import (
     unmovable,
 )
 from lightning_recycle.simulation.training_model import TrainingModel
-
-_DEAREST = 600.0  # seconds: no change of layout costs more, with its risk, so re-routing that loses more is not planned
-_LAYOUT_SHARE = 4  # layouts are compared with this part of the planner's effort
 
 Range = tuple[int, int]  # first layer, last + 1
 
@@ -128,7 +124,7 @@ class Auto(Policy):
         best: tuple[float, _Way | None, dict[int, int], float] = (-math.inf, None, {}, 0.0)
         if not broken and before.way is not None:
             best = (until / before.way.step.period, None, {}, 0.0)  # the others wait
-        for way in self._ways(context, state, alive, workers, until):
+        for way in self._ways(context, state, alive, workers):
             assigned, copying = _assigned(context.model, alive, way, workers)
             trained = (until - standing - copying - way.step.fill) / way.step.period
             if trained > best[0]:
@@ -149,9 +145,8 @@ class Auto(Policy):
         state: _PolicyState,
         alive: Mapping[int, Range],
         workers: Sequence[int],
-        until: float = math.inf,
     ) -> Iterator[_Way]:
-        """The ways to go on for ``until`` seconds that may be the best."""
+        """The ways to go on that may be the best."""
         model, way = context.model, state.way
         full = model.pipelines * model.stages
         free = len(workers) - len(alive)
@@ -165,15 +160,11 @@ class Auto(Policy):
             counts = _filled((0,) * model.stages, len(workers), model.pipelines)
         if min(counts) < 1:
             return
-        goal = math.inf
         for found in _moving(model, self.technique, self.effort, len(workers)):
-            goal = min(goal, found.step.period)
             moved = ("layers", "reroute") if found.counts == counts else ("both", "workers")
             stays = found.cuts == cuts or (found.cuts == _even(model) and len(workers) == full)
             yield replace(found, choice=moved[stays])
-        least = _least_staying(model, self.technique, cuts, counts)
-        if (1 - goal / least) * until <= _DEAREST:
-            yield from _staying(model, self.technique, self.effort, cuts, counts)
+        yield from _staying(model, self.technique, self.effort, cuts, counts)
 
     def _fresh(self, context: Context, state: _PolicyState, workers: Sequence[int]) -> Configuration:
         """The way with the shortest step, everything loaded."""
@@ -225,12 +216,6 @@ def _problem(model: TrainingModel, technique: Technique, cuts: Bounds, counts: t
 
 
 @lru_cache(maxsize=16384)
-def _least_staying(model: TrainingModel, technique: Technique, cuts: Bounds, counts: tuple[int, ...]) -> float:
-    """Lower bound of the seconds of a step with re-routing."""
-    return lower_bound(_problem(model, technique, cuts, counts))
-
-
-@lru_cache(maxsize=16384)
 def _staying(
     model: TrainingModel, technique: Technique, effort: int, cuts: Bounds, counts: tuple[int, ...]
 ) -> tuple[_Way, ...]:
@@ -265,7 +250,7 @@ def _planned(
             cuts,
             next_change=1e12,
             fixed=fixed,
-            judge=lambda other, variation: step_judgement(other, variation, effort // _LAYOUT_SHARE),
+            judge=lambda other, variation: step_judgement(other, variation, effort),
         )
     except PlanningError:
         return ()
@@ -277,14 +262,6 @@ def _planned(
             # As ranks are numbered, so that the workers of a node belong to different stages.
             slots = tuple(held for d in range(model.pipelines) for held, count in stages if d < count)
             found.append(_Way(candidate.way, slots, candidate.judgement, candidate.cuts, counts))
-    best = min(range(len(found)), key=lambda number: found[number].step.period)
-    for number in {0, best}:
-        chosen = found[number]
-        problem = _problem(model, technique, chosen.cuts, chosen.counts)
-        exact = replace(problem, memory=costs.memory(chosen.cuts))
-        variation = costs.variation(chosen.cuts, model.grid, split_backward=technique.split_backward)
-        step = step_judgement(exact, variation, effort)
-        found[number] = replace(chosen, step=min(chosen.step, step, key=lambda each: each.period))
     return tuple(found)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.failures import (
@@ -54,7 +53,7 @@ class _Pending:
     tick: int
 
 
-class Run:
+class SimulatedRun:
     """A training run under a policy, played until tick ``end``."""
 
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
@@ -310,7 +309,7 @@ def simulate(
         )
     changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
     mtbf = None if policy.ignores_failures else mean_time_between_failures(failures, cluster, seconds)
-    run = Run(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
+    run = SimulatedRun(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
     run.play()
     return SimulationResult(
         model=model.name,
@@ -334,14 +333,6 @@ def mean_time_between_failures(failures: FailureSource, cluster: Cluster, durati
 
     An operator's knowledge from the past: the mean of eight runs with other seeds, where the source is random.
     """
-    try:
-        return _counted(failures, cluster, duration)  # type: ignore[arg-type]
-    except TypeError:  # a source that cannot be hashed
-        return _counted.__wrapped__(failures, cluster, duration)
-
-
-@lru_cache(maxsize=1024)
-def _counted(failures: FailureSource, cluster: Cluster, duration: float) -> float | None:
     count = sum(
         bool(change.down) and change.tick > 0
         for seed in range(_SAMPLES)

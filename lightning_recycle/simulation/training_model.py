@@ -213,8 +213,7 @@ class TrainingModel:
     @property
     def useful_gpu_seconds(self) -> float:
         """GPU-seconds of F, B and W of one global batch: the least a step needs."""
-        rate = self.device.peak_flops * self.efficiency
-        return self.global_batch * sum(self.transformer.flops()) / rate
+        return self.global_batch * sum(self.sample_seconds) - self.recomputed_gpu_seconds
 
     @property
     def recomputed_gpu_seconds(self) -> float:
@@ -348,12 +347,6 @@ class MeasuredModel(TrainingModel):
             sum(part) / self.microbatch for part in (costs.forward, costs.backward_input, costs.backward_weight)
         )
         return forward, backward, weight
-
-    @property
-    def useful_gpu_seconds(self) -> float:
-        """GPU-seconds of F, B and W of one global batch, without repeated forwards."""
-        again = self.sample_seconds[0] if self.recompute else 0.0
-        return self.global_batch * (sum(self.sample_seconds) - again)
 
     def costs(self, units: Sequence[int] | None = None, pipelines: int | None = None) -> Costs:
         """The measured durations, for any number of ``pipelines``.

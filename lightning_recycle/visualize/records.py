@@ -22,79 +22,26 @@ _Key = TypeVar("_Key", bound=Hashable)
 RESULT_SCHEMA = 1
 EXPERIMENT_FILE = "experiment.json"
 """In the folder of an experiment, with the number of results it is to have."""
-_PARTS = (
-    "command", "model", "cluster", "policy", "failures", "duration", "throughput", "fault_free_throughput", "ratio",
-    "ratio_per_gpu", "deviation", "fraction_of_ideal", "goodput", "ettr", "mfu", "cost", "node_failures", "note",
-    "losses", "fractions", "gpu_seconds", "runs", "timeline",
-)  # fmt: skip
-_MARKERS = {
-    "Recycle": "circle",
-    "Auto": "down",
-    "Elastic": "triangle",
-    "Oobleck": "square",
-    "Bamboo": "triangle",
-    "Merge": "square",
-    "Spares": "down",
-    "DropReplica": "cross",
-    "Varuna": "triangle",
-    "Restart": "square",
-    "FaultFree": "diamond",
+POLICIES = {
+    "Recycle": ("ReCycle", "circle"),
+    "Auto": ("Auto", "down"),
+    "Elastic": ("Elastic", "triangle"),
+    "Oobleck": ("Oobleck", "square"),
+    "Bamboo": ("Bamboo", "triangle"),
+    "Spares": ("Spares", "down"),
+    "Merge": ("Merge", "square"),
+    "DropReplica": ("Drop replica", "cross"),
+    "Varuna": ("Varuna", "triangle"),
+    "Restart": ("Restart", "square"),
+    "FaultFree": ("Fault-free", "diamond"),
 }
+"""Names and markers by class name, in display order."""
 LEAST_RUNS = 10
 """Fewer runs give an interval of the mean that is wider than what it is to show."""
-_QUANTILES = dict(
-    enumerate(
-        (2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06,
-         2.05, 2.05, 2.05), LEAST_RUNS,
-    )
-)  # fmt: skip
-"""By the number of runs: Student's 97.5 % quantile."""
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
-POLICIES = {
-    "Recycle": "ReCycle",
-    "Auto": "Auto",
-    "Elastic": "Elastic",
-    "Oobleck": "Oobleck",
-    "Bamboo": "Bamboo",
-    "Spares": "Spares",
-    "Merge": "Merge",
-    "DropReplica": "Drop replica",
-    "Varuna": "Varuna",
-    "Restart": "Restart",
-    "FaultFree": "Fault-free",
-}
-"""By class name, in display order."""
-
-MODELS = {
-    "gpt3_medium": "GPT-3 Medium",
-    "gpt3_3_35b": "GPT-3 3.35B",
-    "gpt3_6_7b": "GPT-3 6.7B",
-    "megatron_18_4b": "Megatron 18.4B",
-    "megatron_39_1b": "Megatron 39.1B",
-    "megatron_76_1b": "Megatron 76.1B",
-    "megatron_145_6b": "Megatron 145.6B",
-}
-
-_DURATIONS = frozenset(
-    [
-        "agreement",
-        "checkpoint_every",
-        "connect",
-        "detection",
-        "interval",
-        "lookup",
-        "mtbf",
-        "node_start",
-        "regroup",
-        "rejoin",
-        "repair",
-        "restart",
-        "start",
-    ]
-)
 _VALUES = {
     ("fault_free", "1f1b"): "1F1B first",
     ("fault_free", "planned"): "planned",
@@ -102,7 +49,6 @@ _VALUES = {
     ("schedule", "planned"): "planned",
     ("schedule", "zero_bubble"): "zero-bubble",
 }
-_RATES = {"Llama 3's rate": 419 / (54 * 16384), "RSC-1's rate": 6.5 / 8000}
 
 
 def duration_text(seconds: float) -> str:
@@ -120,13 +66,8 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "\N{MINUS SIGN}") if float(text.replace(",", "")) else text.lstrip("-")
 
 
-def model_text(name: str) -> str:
-    """A model's name."""
-    return MODELS.get(name, name)
-
-
-def setting_text(name: str, value: Any) -> str:
-    """A setting of a policy, e.g. ``restart 1 min``."""
+def setting_text(name: str, value: Any, durations: Sequence[str] = ()) -> str:
+    """A setting of a policy, e.g. ``restart 1 min``; ``durations`` are those in seconds."""
     if (name, value) in _VALUES:
         return _VALUES[name, value]
     shown = str(value)
@@ -134,7 +75,7 @@ def setting_text(name: str, value: Any) -> str:
         return f"planner effort {value:,}" if value else "plans without a search"
     if isinstance(value, bool):
         return f"{'with' if value else 'without'} {name.replace('_', ' ')}"
-    if name in _DURATIONS and isinstance(value, (int, float)):
+    if name in durations and isinstance(value, (int, float)):
         shown = duration_text(value)
     elif isinstance(value, float):
         shown = f"{value:g}"
@@ -155,8 +96,10 @@ def policy_text(result: Record, settings: Iterable[str] | None = None, *, with_s
             first.append("fault_free")
         shown = [*first, *(name for name in shown if name not in first)]
     own = policy["name"].lower()  # "Restart (1 min)", not "Restart (restart 1 min)"
-    details = ", ".join(setting_text(name, policy["settings"][name]).removeprefix(f"{own} ") for name in shown)
-    name = POLICIES.get(policy["name"], policy["name"])
+    details = ", ".join(
+        setting_text(name, policy["settings"][name], policy["durations"]).removeprefix(f"{own} ") for name in shown
+    )
+    name, _ = POLICIES.get(policy["name"], (policy["name"], ""))
     return f"{name} ({details})" if details else name
 
 
@@ -169,7 +112,7 @@ def failures_text(result: Record) -> str:
     if source == "Regular":
         return f"one failure after each {duration_text(settings['interval'])}{back}"
     if source == "FailureRate":
-        return f"{_rate(settings['rate'])}{back}"
+        return f"{settings['rate']:.3g} failures per GPU and day{back}"
     if source == "TraceReplay":
         return f"trace {settings['trace']}"
     if source == "FailedFraction":
@@ -203,14 +146,6 @@ def cost_of(result: Record) -> float | None:
     return 1000 * float(result["cost"]) / samples if result["cost"] and samples else None
 
 
-def _rate(rate: float) -> str:
-    for name, known in _RATES.items():
-        factor = rate / known
-        if math.isclose(factor, round(factor, 3), rel_tol=1e-9):
-            return name if math.isclose(factor, 1.0) else f"{factor:g} x {name}"
-    return f"{rate:.3g} failures per GPU and day"
-
-
 # -- loaded, grouped, drawn --------------------------------------------------------------------------------------------
 
 
@@ -241,8 +176,6 @@ def _load(file: Path) -> Record:
         raise ConfigurationError(f"cannot read {file}: {error}.") from error
     if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
         raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}).")
-    if missing := [part for part in _PARTS if part not in record]:
-        raise ConfigurationError(f"{file} is incomplete ({', '.join(missing)} missing): run recycle-simulate again.")
     return record
 
 
@@ -275,7 +208,10 @@ def models_of(records: Iterable[Record]) -> list[str]:
 def error(record: Record) -> float:
     """Half of the 95 % interval of the mean ratio; 0 for few runs."""
     runs = len(record["runs"])
-    return _QUANTILES.get(runs, 1.96) * float(record["deviation"]) / math.sqrt(runs) if runs >= LEAST_RUNS else 0.0
+    if runs < LEAST_RUNS:
+        return 0.0
+    quantile = 1.96 + 2.37 / (runs - 1) + 2.82 / (runs - 1) ** 2  # Student's 97.5 %, within 0.005
+    return quantile * float(record["deviation"]) / math.sqrt(runs)
 
 
 def protocol_text(records: Sequence[Record]) -> str:
@@ -338,6 +274,6 @@ class Variants:
             name=policy_text(record, self._differ[name], with_schedule=self._with_schedule),
             key=f"{name.lower()}{place}" if place else name.lower(),
             color=f"p-{name.lower()}",
-            marker=_MARKERS.get(name, "circle"),
+            marker=POLICIES.get(name, ("", "circle"))[1],
             dashed=place % 2 == 1,
         )

@@ -32,7 +32,6 @@ from lightning_recycle.visualize.records import (
     duration_text,
     error,
     failures_text,
-    model_text,
     models_of,
     number,
     policy_text,
@@ -149,7 +148,7 @@ class _Scene(NamedTuple):
     def title(self) -> str:
         """The picture's title."""
         schedule = f", {setting_text('schedule', self.schedule)}" if self.schedule else ""
-        return f"{model_text(self.model)}, batch {self.batch:,}{schedule}"
+        return f"{self.model}, batch {self.batch:,}{schedule}"
 
 
 def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[Record]]]:
@@ -163,7 +162,7 @@ def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[R
 
 
 def _assumed(records: Iterable[Record]) -> str:
-    texts = sorted({f"{model_text(r['model']['name'])}: {assumptions_text(r)}" for r in records})
+    texts = sorted({f"{r['model']['name']}: {assumptions_text(r)}" for r in records})
     return ". ".join(texts) + "."
 
 
@@ -284,11 +283,11 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
                 segments += [Segment(_CAUSES[cause], begin, begin + part, tip)] if part > 0 else []
                 begin += part
             shown.append((series.name, segments))
-            row: list[Cell | str] = [model_text(model), f"{batch:,}", failures, series.name]
+            row: list[Cell | str] = [model, f"{batch:,}", failures, series.name]
             row += [_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES]
             rows.append([*row, _num(sum(run["gpu_seconds"].values()) / 3600, 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
-        title = f"{model_text(model)}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
+        title = f"{model}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
     columns = ["model", "batch", "failures", "policy", *_CAUSES, "GPU-hours"]
     parts: list[Part] = [
@@ -360,7 +359,7 @@ def _costs(records: Sequence[Record]) -> Section | None:
 def _priced(record: Record) -> str:
     model, cluster = record["model"], record["cluster"]
     grid = f"{model['pipelines']} x {model['stages']}, batch {model['global_batch']:,}"
-    return f"{model_text(model['name'])}, {grid}, {cluster['gpus']} GPUs at {cluster['price']:g}"
+    return f"{model['name']}, {grid}, {cluster['gpus']} GPUs at {cluster['price']:g}"
 
 
 def _replayed(title: str, runs: dict[str, Record], variants: Variants) -> Picture:
@@ -401,7 +400,7 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
     for record in records:
         rows.append(
             [
-                model_text(record["model"]["name"]),
+                record["model"]["name"],
                 policy_text(record),
                 failures_text(record),
                 duration_text(record["duration"]),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback, fault_effects, injection
+from lightning_recycle.callbacks import Fault, FaultInjectionCallback, faults, injection
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, Positions, Worker
@@ -222,7 +222,7 @@ EFFECTS = ("kill", "exit", "hang", "deadlock", "partition", "preempt")
 def test_each_kind_fails_in_its_own_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for name in EFFECTS:
-        monkeypatch.setattr(fault_effects, name, lambda name=name: called.append(name))
+        monkeypatch.setitem(faults.EFFECTS, name, lambda name=name: called.append(name))
     worker(Fault(kind, 0, 1, 0)).executor.run()
     assert called == [kind]
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from chaos.scenario import LateFault
-from lightning_recycle.callbacks import fault_effects
+from lightning_recycle.callbacks.faults import EFFECTS
 from lightning_recycle.errors import InjectedFaultError
 from lightning_recycle.planning.grid import Op, Worker
 
@@ -19,14 +19,7 @@ def _raise() -> None:
     raise InjectedFaultError("Injected into a replacement.")
 
 
-_FAIL: dict[str, Callable[[], None]] = {
-    "kill": fault_effects.kill,
-    "exit": fault_effects.exit,
-    "exception": _raise,
-    "hang": fault_effects.hang,
-    "partition": fault_effects.partition,
-    "preempt": fault_effects.preempt,
-}
+_FAIL: dict[str, Callable[[], None]] = {**EFFECTS, "exception": _raise}
 
 
 class LateFaults(pl.Callback):

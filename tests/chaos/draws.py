@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from chaos.scenario import EPOCH, FAMILIES, SAMPLES, STEPS_IF_STOPPED, Crowd, LateFault, Recipe, Scenario, Trouble
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planning_options import Switch
+from lightning_recycle.planning.planner import Switch
 
 _GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (2, 3), (3, 1), (3, 2), (3, 2), (3, 3), (3, 3))
 _OPERATIONS = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")

@@ -8,7 +8,7 @@ in :class:`~lightning_recycle.errors.StageLostError`, or start again from a chec
 from dataclasses import dataclass
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.planning_options import Switch
+from lightning_recycle.planning.planner import Switch
 
 GLOBAL_MICROBATCHES = 6
 """D * M of every scenario, on which the dropout depends."""

@@ -241,7 +241,7 @@ BAD = [
     (["format=xml"], "format='xml': give json or csv"),
     (["format=csv"], "format=csv is for a file"),
     (["format=csv", "failures=1", "output=plan.csv"], "binds each stage to one rank"),
-    (["failures=["], "input"),
+    (["failures=["], "check its brackets and quotes"),
 ]
 
 

@@ -13,7 +13,7 @@ from lightning_recycle.control.coordinator import failure_detector
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
     [
         ("somewhere", "give host:port"),
         (":5", "give host:port"),
-        ("host:70000", "give host:port"),
+        ("host:70000", "the port must be one of 0 to 65535"),
         ("::1:5", r"brackets, as in X=\[::1\]:5"),
     ],
 )

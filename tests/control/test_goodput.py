@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.control.monitoring.goodput import PARTS, Goodput, Phase
+from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.simulation import Cause
 from lightning_recycle.simulation.failures import as_ticks
 from lightning_recycle.simulation.policy import Configuration, stopped
@@ -32,7 +33,7 @@ class Run:
         self.live = POSITIONS
 
     def at(self, time: float, kind: str, joining: bool = False, **fields: Any) -> None:
-        self.account.happened(kind, 100.0 + time, self.live, joining=joining, **fields)
+        self.account.happened(Event(kind, 100.0 + time, 0, 0, **fields), self.live, joining)
 
     def steps(self, begin: float, end: float, seconds: float) -> None:
         for number in range(1, round((end - begin) / seconds) + 1):

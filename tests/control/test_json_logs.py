@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane
+from support.scripts import COORDINATOR
 from support.waiting import PATIENCE
 
 SCRIPT = """
 import logging, sys
-from lightning_recycle.control.monitoring.json_logs import describe_process, install_if_wanted
+from lightning_recycle.control.monitoring.logs import describe_process, install_if_wanted
 {before}
 install_if_wanted()
 describe_process(lambda: {{"rank": 3, "generation": 2}})
@@ -64,7 +65,7 @@ def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path: Any) -> None:
 def test_another_format_is_an_error_that_names_the_choices() -> None:
     environment = {**os.environ, "RECYCLE_LOG": "xml"}
     arguments = ["--listen", "127.0.0.1:0", "--pipelines", "1", "--stages", "1", "--microbatches", "1"]
-    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *arguments]
+    command = [*COORDINATOR, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (
         2,
@@ -73,7 +74,7 @@ def test_another_format_is_an_error_that_names_the_choices() -> None:
 
 
 def test_events_keep_their_logger_and_have_their_fields(plane: ControlPlane, caplog: pytest.LogCaptureFixture) -> None:
-    from lightning_recycle.control.monitoring.json_logs import JsonFormatter
+    from lightning_recycle.control.monitoring.logs import JsonFormatter
 
     with caplog.at_level("INFO", "lightning_recycle.events"):
         plane.members()

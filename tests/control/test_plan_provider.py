@@ -27,8 +27,8 @@ from lightning_recycle.planning import (
     heuristic,
     validate,
 )
+from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.normalization import contingencies, usual_limit
-from lightning_recycle.planning.planner import ExactPlanner
 from lightning_recycle.planning.schedule import PlanResult, proven
 from lightning_recycle.planning.timing import best_timing, operations_of
 

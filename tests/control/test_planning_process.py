@@ -22,7 +22,7 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider, make_pla
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import Costs, Grid, HeuristicPlanner, Problem, Worker, child_process, solve
 from lightning_recycle.planning.child_process import Cancelled, PlanningProcess, ProcessLostError, UnexpectedError
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 LARGE = Problem(Grid(4, 4, 8), Costs.uniform(4), frozenset({Worker(1, 2)}))
 

@@ -29,7 +29,7 @@ from lightning_recycle.planning import (
     plan,
 )
 from lightning_recycle.planning.child_process import Cancelled, UnexpectedError, cancelled_by, check_cancelled
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 PATIENCE = 30.0  # seconds
 PROBLEM = Problem(Grid(3, 2, 4), Costs.uniform(2))

@@ -10,6 +10,7 @@ from control_plane import KEY, PATIENCE, listening, together
 from support.thread_client import ThreadClient
 from support.waiting import wait_for
 
+from lightning_recycle.arguments import shared_options
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.options import (
     GROUPS,
@@ -22,7 +23,6 @@ from lightning_recycle.control.options import (
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.option_table import shared_options
 from lightning_recycle.planning.grid import Grid
 
 WANTS = RunRequest("fit", Grid(2, 2, 6), microbatches_given=True)

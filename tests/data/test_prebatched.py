@@ -65,7 +65,9 @@ def test_what_cannot_be_divided_is_told_with_the_remedy() -> None:
     source = loader(Grid(2, 1, 3), batch_sampler=Pairs(range(7), 2, True))
     with pytest.raises(ConfigurationError, match=r"Pairs composed a batch of 2 .*num_microbatches=3.*multiple of 3"):
         source.fetch(next(iter(source)), Microbatch(0, 0))
-    with pytest.raises(ConfigurationError, match=r"holds a str.*num_microbatches=2.*num_microbatches=1"):
+    with pytest.raises(
+        ConfigurationError, match=r"holds an object of type str.*num_microbatches=2.*num_microbatches=1"
+    ):
         sliced({"x": torch.ones(4), "name": "a"}, 0, 2)
     with pytest.raises(ConfigurationError, match=r"lengths \[3, 4\]"):
         sliced([torch.ones(4), torch.ones(3)], 0, 1 + 1)

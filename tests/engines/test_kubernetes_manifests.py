@@ -68,7 +68,7 @@ def test_a_worker_finds_its_run_in_the_environment_of_its_container() -> None:
     assert found is not None
     (service,) = of_kind("Service")
     assert found.coordinator == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
-    assert (found.node, found.host, found.device, found.engine) == ("node-7", "10.1.2.3", 0, "kubernetes")
+    assert (found.node, found.host, found.device) == ("node-7", "10.1.2.3", 0)
     assert found.key == KEY.encode()
 
 

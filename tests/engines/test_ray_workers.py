@@ -229,6 +229,6 @@ def test_who_waits_for_room_is_given_up_when_the_run_ends(imitate: Any) -> None:
     _, group = imitate(a=2, b=2)
     workers = [start(group, rank) for rank in range(4)]
     workers[1].kill()
-    threading.Timer(0.1, group.end, (0.0,)).start()
+    threading.Timer(0.1, group.end).start()
     with pytest.raises(WorkerStartError, match="The run is over"):
         start(group, 1, joining=True)

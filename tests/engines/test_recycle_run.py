@@ -53,10 +53,10 @@ def shell(text: str) -> list[str]:
 
 
 def test_every_worker_finds_what_it_needs_in_its_environment() -> None:
-    said = 'echo "$LOCAL_RANK $RECYCLE_COORDINATOR $RECYCLE_ENGINE ${RECYCLE_KEY_FILE-none}"'
+    said = 'echo "$LOCAL_RANK $RECYCLE_COORDINATOR ${RECYCLE_KEY_FILE-none}"'
     status, output, _ = run("--nproc-per-node", "2", *shell(said), env={"RECYCLE_KEY_FILE": "/nowhere"})
     assert status == 0
-    assert sorted(output.splitlines()) == [f"[worker{n}] {n} 127.0.0.1:9 recycle-run none" for n in (0, 1)]
+    assert sorted(output.splitlines()) == [f"[worker{n}] {n} 127.0.0.1:9 none" for n in (0, 1)]
 
 
 def test_python_is_the_one_that_runs_the_command() -> None:

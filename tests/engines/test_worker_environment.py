@@ -26,10 +26,10 @@ def test_a_process_without_a_coordinator_takes_part_in_nobodys_run() -> None:
 
 
 def test_everything_is_found() -> None:
-    places = {"RECYCLE_NODE": "n7", "RECYCLE_HOST": "10.0.0.7", "LOCAL_RANK": "3", "RECYCLE_ENGINE": "slurm"}
+    places = {"RECYCLE_NODE": "n7", "RECYCLE_HOST": "10.0.0.7", "LOCAL_RANK": "3"}
     found = discover({**MINIMAL, **places, "SLURM_LOCALID": "1"})
     assert found is not None
-    assert (found.engine, found.coordinator, found.key) == ("slurm", ("10.0.0.1", 29400), KEY.encode())
+    assert (found.coordinator, found.key) == (("10.0.0.1", 29400), KEY.encode())
     assert (found.node, found.host, found.device, found.device_from) == ("n7", "10.0.0.7", 3, "LOCAL_RANK")
     assert KEY not in repr(found)
 
@@ -37,7 +37,7 @@ def test_everything_is_found() -> None:
 def test_what_nobody_said_has_a_default() -> None:
     found = discover(MINIMAL)
     assert found is not None
-    assert (found.engine, found.node, found.host, found.device) == ("hand", machine_name({}), None, 0)
+    assert (found.node, found.host, found.device) == (machine_name({}), None, 0)
     slurm = discover({**MINIMAL, "SLURM_LOCALID": "2"})
     assert slurm is not None
     assert slurm.device == 2

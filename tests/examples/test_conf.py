@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from support.sampling import sampled
 
-from lightning_recycle.option_table import OptionGroup
+from lightning_recycle.arguments import OptionGroup
 from lightning_recycle.planning import ExactPlanner, Grid, Worker
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.configuration import Options

@@ -17,6 +17,11 @@ from lightning_recycle.session.checkpoint_files import damage
 
 LENGTH, EVERY = 10, 2
 FORMATS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+FILE, FOLDER = (
+    pytest.mark.parametrize("sharded", [first, pytest.param(not first, marks=pytest.mark.long)])
+    for first in (False, True)
+)
+"""Both, of which one is tested in the ordinary run."""
 
 
 def saves(

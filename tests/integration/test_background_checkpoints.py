@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from saving import EVERY, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
+from saving import EVERY, FILE, FOLDER, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
 from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
@@ -66,7 +66,7 @@ def test_files_records_and_weights_are_those_of_saves_that_all_wait_for_and_a_ru
     saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "True" / "step=8.ckpt")
 
 
-@FORMATS
+@FILE
 @pytest.mark.parametrize(
     "place", [(0, 1), *(pytest.param(place, marks=pytest.mark.long) for place in ((1, 1), (0, 0)))], ids=str
 )
@@ -102,7 +102,7 @@ def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: P
     assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
 
 
-@FORMATS
+@FOLDER
 def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded: bool, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     run = saves((2, 2), [saving, CompleteOnly()], [WRITER_DIES], sharded, background=False)

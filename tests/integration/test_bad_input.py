@@ -53,6 +53,11 @@ class WrongSpec(Regression):
         return [nn.Linear(8, 8), nn.Tanh(), LayerSpec(nn.Linear, 8), nn.Linear(8, 1)]
 
 
+class BuiltSpec(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [nn.Linear(8, 8), LayerSpec(nn.Linear(8, 1))]
+
+
 class NoPipeline(PipelineModule):
     pass
 
@@ -119,6 +124,8 @@ class Stream(IterableDataset[Tensor]):
         ({"planner": "gurobbi"}, 4, ["gurobbi", "heuristic"]),
         ({"pipeline_parallel_size": 7}, 7, ["6 layers", "pipeline_parallel_size=7", "configure_pipeline"]),
         ({"pipeline_parallel_size": 2, "num_microbatches": 5}, 4, ["batch_size=12", "num_microbatches=5", "[1, 2, 3"]),
+        ({"tensor_parallel_size": 2}, 4, ["With tensor_parallel_size=2, Regression needs a configure_model()"]),
+        ({"fsdp_size": 2}, 4, ["With fsdp_size=2, Regression needs a configure_model()"]),
     ],
 )
 def test_wrong_grids_are_refused_before_anything_starts(
@@ -141,6 +148,7 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (EmptyStage, ["Stage 1", "no parameters", "pipeline_parallel_size"]),
         (NothingTrains, ["NothingTrains", "requires_grad"]),
         (WrongSpec, ["Layer 2", "LayerSpec(Linear, 8)", "configure_pipeline()"]),
+        (BuiltSpec, ["LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))"]),
         (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
         (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
         (Outside, ["head.weight", "configure_pipeline()"]),

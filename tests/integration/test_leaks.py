@@ -13,7 +13,7 @@ from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import exact_fit
 
-from lightning_recycle.callbacks import fault_effects
+from lightning_recycle.callbacks import faults
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +33,7 @@ class DieAgain(L.Callback):
         if trainer.strategy.grid_rank == self._rank and strategy.incarnation < self._times:
             self._steps += 1
             if self._steps == LAST_STEP:
-                fault_effects.kill()
+                faults.kill()
 
 
 class Census(L.Callback):

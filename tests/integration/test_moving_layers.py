@@ -205,7 +205,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "rank", "moment"), sampled(MOMENTS, 3))
+@pytest.mark.parametrize(("kind", "rank", "moment"), sampled(MOMENTS, 2))
 def test_a_worker_may_be_killed_at_any_moment_of_a_move(kind: str, rank: int, moment: int) -> None:
     wanted, _ = LAYOUTS[kind]
     run = exact_fit(

@@ -103,7 +103,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]
     return of
 
 
-@pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 6, seed=5))
+@pytest.mark.parametrize(("grid", "sharded", "point", "number", "seed"), sampled(CASES, 4, seed=5))
 def test_files_are_those_that_callbacks_remember_whenever_a_writer_dies(
     grid: tuple[int, int], sharded: bool, point: str, number: int, seed: int, known: Any, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recycle.launch.outcome import dump_exception, from_users_code
+from lightning_recycle.launch.worker_payload import dump_exception, from_users_code
 from lightning_recycle.launch.worker_process import patiently
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage.stage import Stage

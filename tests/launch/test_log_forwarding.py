@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,12 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.forked import fork_context
 from support.waiting import wait_for
 
-from lightning_recycle.control.monitoring.json_logs import JsonFormatter
-from lightning_recycle.launch.worker_payload import LogForwarding, LogSender
-
-CONTEXT = multiprocessing.get_context("spawn")
+from lightning_recycle.control.monitoring.logs import JsonFormatter, LogForwarding, LogSender
 
 
 class Kept(logging.Handler):
@@ -54,7 +51,7 @@ def kept() -> Iterator[Kept]:
 def run(target: Any, *arguments: Any) -> None:
     """Runs ``target`` in a worker process, and waits for the end of both."""
     logs = LogForwarding()
-    process = CONTEXT.Process(target=target, args=(logs, *arguments))
+    process = fork_context().Process(target=target, args=(logs, *arguments))
     process.start()
     process.join(100)
     logs.close()
@@ -106,7 +103,8 @@ def test_a_handler_that_hangs_holds_up_no_worker_and_lost_records_are_counted(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.may_write.clear()
-    is_through, is_written, count = CONTEXT.Event(), CONTEXT.Event(), 20_000
+    context = fork_context()
+    is_through, is_written, count = context.Event(), context.Event(), 20_000
 
     def go_on() -> None:
         if is_through.wait(100):
@@ -135,13 +133,13 @@ def log_until_killed(logs: Any) -> None:
 
 
 def test_a_worker_that_is_killed_leaves_whole_records_and_others_go_on(kept: Kept) -> None:
-    logs = LogForwarding()
-    workers = [CONTEXT.Process(target=log_until_killed, args=(logs,)) for _ in range(2)]
+    logs, context = LogForwarding(), fork_context()
+    workers = [context.Process(target=log_until_killed, args=(logs,)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(100)
-    after = CONTEXT.Process(target=log_one_of_each, args=(logs,))
+    after = context.Process(target=log_one_of_each, args=(logs,))
     after.start()
     after.join(100)
     logs.close()

@@ -46,15 +46,14 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                        "_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
-    "launch/worker_group.py _watch_fork_server": BOUNDED,
     "launch/worker_group.py _run_worker": BOUNDED,
     "launch/worker_group.py describe_exit": ("a process, for a time", "test_how_a_worker_ended_is_known_also_if_others"
                                               "_ask_about_all_processes"),
     "launch/worker_group.py _describe_exit": BOUNDED,
-    "launch/worker_payload.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
+    "control/monitoring/logs.py _receive": ("workers that log", "test_a_worker_that_is_killed_leaves_whole_records_and"
                                           "_others_go_on"),
-    "launch/worker_payload.py __init__": BOUNDED,
-    "launch/worker_payload.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
+    "control/monitoring/logs.py __init__": BOUNDED,
+    "control/monitoring/logs.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
                                        "_and_lost_records_are_counted"),
     "launch/worker_process.py run_outside": BOUNDED,
     "launch/worker_process.py patiently": ("the coordinator, for a time", "test_after_the_deadline_the_newest_error_is"
@@ -80,7 +79,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
 def waits() -> set[str]:
     """The functions of launcher and workers that block."""
     found = set()
-    for path in (*PACKAGE.glob("launch/*.py"), *PACKAGE.glob("session/*.py"), PACKAGE / "control" / "client.py"):
+    control = (PACKAGE / "control" / name for name in ("client.py", "monitoring/logs.py"))
+    for path in (*PACKAGE.glob("launch/*.py"), *PACKAGE.glob("session/*.py"), *control):
         for function in ast.walk(ast.parse(path.read_text())):
             calls = ast.walk(function) if isinstance(function, ast.FunctionDef) else ()
             names = (call.func for call in calls if isinstance(call, ast.Call))

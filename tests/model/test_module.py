@@ -200,7 +200,7 @@ def test_a_recipe_follows_the_precision_of_the_module() -> None:
     [
         (LayerSpec(nn.Linear, 4), r"Layer 1, LayerSpec\(Linear, 4\), cannot be built: TypeError"),
         (LayerSpec(nn.Linear, 4, out_features=-1), r"Layer 1, LayerSpec\(Linear, 4, out_features=-1\)"),
-        (LayerSpec(dict, a=1), "built a dict, not an nn.Module"),
+        (LayerSpec(dict, a=1), "built an object of type dict, not an nn.Module"),
     ],
 )
 def test_a_recipe_that_cannot_be_built_is_an_error_that_names_layer_and_arguments(
@@ -230,8 +230,8 @@ def test_an_absent_layer_cannot_be_run_by_mistake() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "configure_pipeline.. returned a NoneType; return an nn.Sequential"),
-        (nn.Linear(2, 2), "returned a Linear"),
+        (None, "configure_pipeline.. returned an object of type NoneType; return an nn.Sequential"),
+        (nn.Linear(2, 2), "returned an object of type Linear"),
         ([], "returned no layers"),
         (nn.Sequential(), "returned no layers"),
         ([nn.Linear(2, 2), torch.tanh], "as layer 1; every layer must"),

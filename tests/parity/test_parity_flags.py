@@ -83,45 +83,17 @@ CASES: dict[str, Case] = {
     "limit_val_batches=0": Case((), fits(limit_val_batches=0), lambda run: calls(run, "on_validation_start") == 0),
     "no validation": Case((), fits(validates=False), lambda run: calls(run, "on_validation_start") == 0),
 }
-ALWAYS = [
-    "limit_train_batches and limit_val_batches as fractions",
-    "limit_test_batches",
-    "val_check_interval",
-    "overfit_batches",
-    "fast_dev_run",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "min_steps",
-    "detect_anomaly",
-    "plugins",
-    "use_distributed_sampler",
-    "reload_dataloaders_every_n_epochs",
-    "BasePredictionWriter",
-    "OnExceptionCheckpoint",
-    "profiler",
-    "a data module",
-    "runs of one Trainer",
-    "self.log in steps and hooks",
-    "TensorBoardLogger with the graph",
-    "batches that are dicts",
-]
+ALWAYS = ["limit_test_batches", "val_check_interval", "overfit_batches", "gradient_clip_algorithm", "plugins"]
+ALWAYS += ["use_distributed_sampler", "reload_dataloaders_every_n_epochs", "BasePredictionWriter", "a data module"]
+ALWAYS += ["runs of one Trainer", "batches that are dicts"]
 LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "runs of one Trainer, by steps", "resuming"]
-VARIATIONS = [
-    "no training",
-    "no validation",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_val_batches=0",
-    "num_sanity_val_steps",
-    "check_val_every_n_epoch",
-    "val_check_interval as a fraction",
-    "max_steps",
-    "min_epochs",
-    "deterministic and benchmark",
-    "benchmark",
-    "outputs collected in attributes",
-    "batches that are dicts, read by a process",
-]
+LONG += ["limit_train_batches and limit_val_batches as fractions", "fast_dev_run", "gradient_clip_val", "min_steps"]
+LONG += ["detect_anomaly", "OnExceptionCheckpoint", "profiler", "self.log in steps and hooks"]
+LONG += ["TensorBoardLogger with the graph"]
+VARIATIONS = ["no training", "no validation", "limit_train_batches", "limit_val_batches", "limit_val_batches=0"]
+VARIATIONS += ["num_sanity_val_steps", "check_val_every_n_epoch", "val_check_interval as a fraction", "max_steps"]
+VARIATIONS += ["min_epochs", "deterministic and benchmark", "benchmark", "outputs collected in attributes"]
+VARIATIONS += ["batches that are dicts, read by a process"]
 
 
 @pytest.mark.parametrize(

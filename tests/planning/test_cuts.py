@@ -150,30 +150,6 @@ def test_the_bottleneck_is_the_least_of_all_partitions(case: tuple[Stages, list[
     assert found.cuts in {cuts for _, cuts in all_of_them}
 
 
-@settings(max_examples=60, deadline=None)
-@given(whole_stages(), st.randoms(use_true_random=False))
-def test_the_price_is_the_least_of_all_cuts_within_the_limit(case: tuple[Stages, list[int]], random: Any) -> None:
-    stages, rooms = case
-    best = fastest_cut(stages)
-    if best is None:
-        return
-    prices: dict[tuple, float] = {}
-
-    def price(*key: float) -> float:
-        return prices.setdefault(key, random.randint(0, 5))
-
-    limit = best.bottleneck * 1.2 + CLOSE
-    found = stages.within(limit, price)
-    least = min(
-        sum(price(s, i, j) for s, (i, j) in enumerate(pairwise(cuts)))
-        for bottleneck, cuts in every_whole_cut(stages, rooms)
-        if bottleneck <= limit
-    )
-    assert found is not None
-    assert found.bottleneck <= limit * (1 + CLOSE)
-    assert sum(price(s, i, j) for s, (i, j) in enumerate(pairwise(found.cuts))) == least
-
-
 @given(st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=4))
 def test_the_least_maximum_is_that_of_the_best_distribution(microbatches: int, factors: list[float]) -> None:
     least = min(

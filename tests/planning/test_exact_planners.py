@@ -23,9 +23,9 @@ from test_running_example import TABLE as ONE_DEAD
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import planner as exact_module
+from lightning_recycle.planning import exact_planner as exact_module
+from lightning_recycle.planning.exact_planner import common_slot, discretize
 from lightning_recycle.planning.schedule import best_of
-from lightning_recycle.planning.time_indexed_problem import common_slot, discretize
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing
 
 BACKENDS = ["cbc", "highs"]
@@ -240,19 +240,17 @@ FAKES = """
             file.write(str(os.getpid()))
         time.sleep(600)
 
+    def placements(problem, start):
+        for family in problem.families:
+            for number in family.microbatches:
+                for at, (kind, stage) in enumerate(problem.steps):
+                    yield kind, stage, number, family.hosts[stage][0], start(at)
+
     def nonsense(task, report):
-        from lightning_recycle.planning.time_indexed_problem import placements
-        report("solution", [(*row[:4], 0.0) for row in placements(task.schedule)])
+        report("solution", list(placements(task.problem, lambda at: 0.0)))
 
     def backwards(task, report):
-        from lightning_recycle.planning.time_indexed_problem import placements
-        report("solution", [(*row[:4], -row[4]) for row in placements(task.schedule)])
-
-    def corridors_alone(task, report):
-        from lightning_recycle.planning import milp
-        milp._SMALL = 0
-        milp._MilpSearch._prove = lambda self, problem, low, high, known, deadline: (None, low, high, known)
-        milp.solve(task, report)
+        report("solution", list(placements(task.problem, lambda at: -at)))
 
     def good_then_crash(task, report):
         from lightning_recycle.planning.milp import solve
@@ -372,15 +370,6 @@ def test_what_a_solver_found_before_it_crashed_counts(fake) -> None:
     assert (result.schedule.period, result.status) == (28, "optimal")
     assert result.warning is not None
     assert "signal 9" in result.warning
-
-
-@pytest.mark.long
-def test_a_solver_finds_a_shorter_plan_around_the_known_one(fake) -> None:
-    start = p.heuristic(example(SPLIT, 2, 4), 0)
-    assert start.period == 30
-    result = fake("corridors_alone").improve(start)
-    p.validate(result.schedule)
-    assert (result.schedule.period, result.found_by, result.warning) == (29, "highs", None)
 
 
 def test_a_solver_does_not_outlive_the_process_that_asked(fake, tmp_path: Path) -> None:

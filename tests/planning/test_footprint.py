@@ -5,7 +5,7 @@ import pytest
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Worker
 from lightning_recycle.planning.costs import Footprint, MemoryLimit, is_memory_limit, memory_of
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import PlanningOptions
 
 GRID = Grid(2, 2, 3)
 

@@ -24,7 +24,7 @@ import torch
 from support.imitated_transport import imitated
 from support.waiting import PATIENCE
 
-from lightning_recycle.callbacks.fault_effects import flipped
+from lightning_recycle.callbacks.faults import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.runtime.comm import communicator as communicator_module

@@ -14,7 +14,7 @@ from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Program, Task, WorkerChecks
 from lightning_recycle.runtime import verification
 from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.runtime.verification import MicrobatchRecord, Recomputation, Verifier
+from lightning_recycle.runtime.verification import MicrobatchRecord, Recomputation, Verifier, _is_finite, is_sound
 
 KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}
 ORDERS = [
@@ -136,3 +136,17 @@ def test_a_wrong_weight_gradient_of_any_micro_batch_differs() -> None:
         assert worker.record is not None
         sums = Worker((), None).recompute(worker.record)
         assert [name for name in sums if sums[name] != worker.record.sums[name]] == ["weight gradient"]
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_that_is_large_is_finite_and_one_wrong_number_is_found(dtype: torch.dtype) -> None:
+    values = torch.full((100,), 1000.0, dtype=dtype)
+    assert _is_finite(values)
+    assert is_sound([values])
+    for wrong in (float("nan"), float("inf")):
+        values[7] = wrong
+        assert not _is_finite(values)
+        assert not is_sound([values])

@@ -7,14 +7,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
+def fork_context() -> Any:
+    """A context of multiprocessing, whose fork server runs."""
+    from lightning_recycle.launch import worker_group  # not for the tests of what needs no torch
+
+    context = worker_group.process_context()
+    worker_group._ensure_fork_server()
+    return context
+
+
 class ForkedProcess:
     """A process that runs ``target(*args)``, used like a ``subprocess.Popen`` whose output is a pipe of text."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        from lightning_recycle.launch import worker_group  # not for the tests of what needs no torch
-
-        context: Any = worker_group.process_context()
-        worker_group._ensure_fork_server()
+        context = fork_context()
         reader, writer = context.Pipe(duplex=False)
         self.args = (target.__name__, *args)
         self._process = context.Process(target=_run, args=(writer, target, args))

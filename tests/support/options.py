@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_recycle import ReCycleStrategy
-from lightning_recycle.option_table import OptionGroup
+from lightning_recycle.arguments import OptionGroup
 from lightning_recycle.planning import HeuristicPlanner
 from lightning_recycle.session.configuration import Options
 

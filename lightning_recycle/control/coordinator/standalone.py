@@ -26,12 +26,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_recycle.arguments import command_parser
+from lightning_recycle.arguments import Check, command_parser, shared_options
 from lightning_recycle.control.coordinator.admission import Reception, describe
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, adopted_state, default_path
 from lightning_recycle.control.monitoring.history import summary
-from lightning_recycle.control.monitoring.json_logs import install_if_wanted
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
 from lightning_recycle.control.network.addresses import (
     address_from,
@@ -46,7 +46,6 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, Stop, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.option_table import Check, shared_options
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent, has_ended
 

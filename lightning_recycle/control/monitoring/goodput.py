@@ -23,7 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_recycle.control.monitoring.history import Event
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "useful": ("training",),
@@ -92,23 +95,10 @@ class Goodput:
         self._add("bubble", "training", self._training - useful - again)
         self._training, self._steps = 0.0, 0
 
-    def happened(
-        self,
-        kind: str,
-        time: float,
-        live: int,
-        *,
-        joining: bool = False,
-        worker: tuple[int, int] | None = None,
-        seconds: float | None = None,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Takes in an entry of the record, an :class:`.Event`.
-
-        ``live``: the number of workers from now on; ``joining``: whether some of them still get their state.
-        """
-        details = details or {}
-        match kind:
+    def happened(self, event: Event, live: int, joining: bool) -> None:
+        """Takes in an event; ``live`` workers are in, some perhaps still ``joining``."""
+        time, worker, details, seconds = event.time, event.worker, event.details, event.seconds or 0.0
+        match event.kind:
             case "step":
                 self._pass(time)
                 self._steps += 1
@@ -117,12 +107,12 @@ class Goodput:
             case "cleared":
                 self._silent_since.pop(worker, None)
                 if self.phase is Phase.TRAINING:  # all have waited for it
-                    self._pass(time - (seconds or 0.0))
+                    self._pass(time - seconds)
                     self.phase = Phase.RECOVERING
                     self._pass(time)
                     self.phase = Phase.TRAINING
             case "failure":
-                died = min(time - (seconds or 0.0), self._silent_since.pop(worker, time))
+                died = min(time - seconds, self._silent_since.pop(worker, time))
                 self._interrupt(died)
                 self._live = live
                 self._pass(time)

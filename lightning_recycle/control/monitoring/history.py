@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recycle.control.monitoring.goodput import Goodput, Phase
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
 from lightning_recycle.planning.grid import Grid, Positions
@@ -378,15 +378,7 @@ class Digest:
         """Adds an event up; ``live`` workers are in, some perhaps still ``joining``."""
         self.counts[event.kind] += 1
         details: Mapping[str, object] = event.details
-        self.goodput.happened(
-            event.kind,
-            event.time,
-            live,
-            joining=joining,
-            worker=event.worker,
-            seconds=event.seconds,
-            details=event.details,
-        )
+        self.goodput.happened(event, live, joining)
         if event.kind == "step":
             loss = details.get("loss")
             self.step, self.loss = event.step, loss if isinstance(loss, float) else None
@@ -416,9 +408,6 @@ class Digest:
 # ---------------------------------------------------------------------- summary
 
 
-_CAUSES_SHOWN = 5
-
-
 def summary(history: Sequence[Event], positions: Positions) -> list[str]:
     """Summary lines of a run with this record; none if it made no step."""
     steps = [event for event in history if event.kind == "step"]
@@ -434,13 +423,8 @@ def summary(history: Sequence[Event], positions: Positions) -> list[str]:
         for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
         if (number := sum(event.kind == kind for event in history))
     ]
-    lost = sorted(_lost(history).items(), key=lambda entry: -entry[1])
-    if counts or lost:
-        total = sum(seconds for _, seconds in lost)
-        lines.append(f"{', '.join(counts) or 'No failures'}; {total:.1f} s lost{':' if lost else '.'}")
-    lines += [f"  {seconds:.1f} s: {cause}" for cause, seconds in lost[:_CAUSES_SHOWN]]
-    if others := lost[_CAUSES_SHOWN:]:
-        lines.append(f"  {sum(seconds for _, seconds in others):.1f} s: {_count(len(others), 'other cause')}")
+    if (lost := _lost_seconds(history)) or counts:
+        lines.append(f"{', '.join(counts) or 'No failures'}; {lost:.1f} s lost.")
     return lines + _backwards(history)
 
 
@@ -482,30 +466,15 @@ def _backwards(history: Sequence[Event]) -> list[str]:
     return [f"The backward pass is split in two, for {cost:.1f} % more computing time and {wins:.1f} % shorter steps."]
 
 
-def _lost(history: Sequence[Event]) -> dict[str, float]:
-    """Seconds by cause."""
-    lost: dict[str, float] = {}
-    causes: list[str] = []  # of failures that are not recovered from
+def _lost_seconds(history: Sequence[Event]) -> float:
+    """Seconds of recoveries, joins and waits, and from the loss of a stage to the next step."""
+    lost = sum(event.seconds or 0.0 for event in history if event.kind in ("recovered", "rejoined", "cleared"))
     stage_lost: Event | None = None
-
-    def add(cause: str, seconds: float) -> None:
-        lost[cause] = lost.get(cause, 0.0) + seconds
-
     for event in history:
-        seconds = event.seconds or 0.0
-        if event.kind == "failure":
-            causes.append(f"worker {event.worker}: {event.details['cause']}")
-        elif event.kind == "recovered" and causes:
-            add("; ".join(causes), seconds)
-            causes = []
-        elif event.kind == "rejoined":
-            add("replacements were given their state", seconds)
-        elif event.kind == "cleared":
-            add(f"worker {event.worker} was silent or stuck, and came back", seconds)
-        elif event.kind == "stage_lost":
-            stage_lost, causes = event, []
+        if event.kind == "stage_lost":
+            stage_lost = event
         elif event.kind == "step" and stage_lost is not None:
-            add(f"stage lost at step {stage_lost.step}, and started again", event.time - stage_lost.time)
+            lost += event.time - stage_lost.time
             stage_lost = None
     return lost
 

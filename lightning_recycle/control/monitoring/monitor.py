@@ -12,7 +12,6 @@ plans.
 ``/metrics``        for Prometheus; needs the extra ``metrics``
 ``/healthz``        200 while the coordinator answers, or waits for its next run: otherwise it should be restarted
 ``/readyz``         200 while workers can join, not only once they have: a Kubernetes service would keep them out
-``/training``       200 once a step is committed and while the run goes on
 ==================  =================================================================================================
 
 A client can cost this process a bounded number of threads for a bounded time, and the run nothing.
@@ -24,20 +23,22 @@ import contextlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from email.message import Message
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from lightning_recycle.control.monitoring.json_logs import plain
+from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
 from lightning_recycle.control.network.connection import VERSION
@@ -133,8 +134,6 @@ class Monitor:
 _LEAST_SECONDS = 0.25  # between two views
 _SHARE = 50  # between two views, times the seconds that one takes: with 2,000 workers some 10 ms
 
-View = TypeVar("View")
-
 
 @dataclass(frozen=True)
 class RunView:
@@ -148,63 +147,61 @@ class RunView:
     timed: Callable[[], Schedule] | None
 
 
-class Views(Generic[View]):
+class Views:
     """Hands out what ``make``, called in the loop's thread alone, returns.
 
     ``wake``: lets the loop call :meth:`answer` soon; called in any thread.
     """
 
-    def __init__(self, make: Callable[[], View], wake: Callable[[], None]) -> None:
-        self._make = make
-        self._wake = wake
-        self._changed = threading.Condition()
-        self._wanted = False
-        self._closed = False
-        self._newest: View | None = None
-        self._error: Exception | None = None
-        self._number, self._fresh_until = 0, 0.0
+    def __init__(self, make: Callable[[], RunView], wake: Callable[[], None]) -> None:
+        self._make, self._wake = make, wake
+        self._lock = threading.RLock()
+        self._wanted: Future[RunView] | None = None
+        self._newest: Future[RunView] | None = None
+        self._fresh_until = 0.0
 
-    def ask(self, timeout: float = 2.0) -> View:
+    def ask(self, timeout: float = 2.0) -> RunView:
         """A view at most a quarter of a second old; the last one after :meth:`close`.
 
         In any thread. Raises ControlPlaneError if the loop does not answer within ``timeout`` seconds, or could not
         make a view.
         """
-        with self._changed:
-            if not self._closed and time.monotonic() >= self._fresh_until:
-                number, wanted, self._wanted = self._number, self._wanted, True
-                if not wanted:
+        with self._lock:
+            asked = self._newest
+            if asked is None or time.monotonic() >= self._fresh_until:
+                asked, is_asked = self._wanted or Future(), self._wanted is not None
+                self._wanted = asked
+                if not is_asked:
                     self._wake()
-                if not self._changed.wait_for(lambda: self._number > number, timeout):
-                    raise ControlPlaneError(f"The coordinator does not answer: it was asked {timeout:g} s ago.")
-            if self._error is not None or self._newest is None:
-                raise ControlPlaneError(f"The coordinator could not say how it is: {self._error}")
-            return self._newest
+        try:
+            return asked.result(timeout)
+        except FutureTimeout as error:
+            raise ControlPlaneError(f"The coordinator does not answer: it was asked {timeout:g} s ago.") from error
+        except Exception as error:
+            raise ControlPlaneError(f"The coordinator could not say how it is: {error}") from error
 
     def answer(self) -> None:
         """In the loop's thread: makes a view if one is wanted."""
-        if self._wanted:
+        if self._wanted is not None:
             self._publish()
 
     def close(self) -> None:
         self._publish()
-        with self._changed:
-            self._closed = True
+        self._fresh_until = math.inf
 
     def _publish(self) -> None:
         began = time.monotonic()
-        made, error = self._newest, None
+        with self._lock:
+            made = self._wanted = self._wanted or Future()  # whoever asks meanwhile gets it, too
         try:
-            made = self._make()
+            made.set_result(self._make())
         except Exception as problem:  # whoever only looks must not end a run
             log.exception("The status of the run could not be made")
-            error = problem
-        with self._changed:
-            self._newest, self._error = made, error
+            made.set_exception(problem)
+        with self._lock:
             now = time.monotonic()
-            self._number, self._wanted = self._number + 1, False
+            self._newest, self._wanted = made, None
             self._fresh_until = now + max(_LEAST_SECONDS, _SHARE * (now - began))
-            self._changed.notify_all()
 
 
 _MOST_CONNECTIONS = 16  # at the same time, for each address
@@ -350,13 +347,9 @@ def _text(status: HTTPStatus, text: str) -> Answer:
     return status, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
-@cache
-def _page_content() -> bytes:
-    return (resources.files("lightning_recycle.control.monitoring") / "page.html").read_bytes()
-
-
 def _page(monitor: Monitor, headers: Message) -> Answer:
-    return HTTPStatus.OK, "text/html; charset=utf-8", _page_content()
+    page = resources.files("lightning_recycle.control.monitoring") / "page.html"
+    return HTTPStatus.OK, "text/html; charset=utf-8", page.read_bytes()
 
 
 def _status(monitor: Monitor, headers: Message) -> Answer:
@@ -399,15 +392,6 @@ def _ready(monitor: Monitor, headers: Message) -> Answer:
     return _text(HTTPStatus.OK, "Workers can join.")
 
 
-def _training(monitor: Monitor, headers: Message) -> Answer:
-    status = monitor.status()
-    if status.outcome is not None:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"The run is over: {status.outcome}.")
-    if status.step < 0:
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"No step is committed yet; {status.live} workers are in.")
-    return _text(HTTPStatus.OK, f"Step {status.step} is committed.")
-
-
 _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/": _page,
     "/status": _status,
@@ -415,7 +399,6 @@ _ROUTES: dict[str, Callable[[Monitor, Message], Answer]] = {
     "/metrics": _metrics,
     "/healthz": _health,
     "/readyz": _ready,
-    "/training": _training,
 }
 
 

@@ -2,7 +2,7 @@
 
 ``recycle-status``, the page and the metrics are functions of it.
 
-Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.json_logs.plain`; ``schema`` grows when a
+Contract: immutable, and JSON by :func:`~lightning_recycle.control.monitoring.logs.plain`; ``schema`` grows when a
 field changes its meaning or goes, not when one is added. Times are in seconds since the epoch, durations in seconds,
 steps count from 0 (-1: none yet). Names of metrics begin with ``recycle_``, and counters count from the coordinator's
 start; unknown values have no sample. They need ``prometheus-client`` (the extra ``metrics``).
@@ -175,11 +175,6 @@ class Status:
     coordinator: ProcessLocation = field(default_factory=lambda: ProcessLocation(None, None))
     version: str = ""
     schema: int = SCHEMA
-
-    @property
-    def live(self) -> int:
-        """How many workers train, or are suspected and waited for."""
-        return sum(position.state in (PositionState.LIVE, PositionState.SUSPECTED) for position in self.positions)
 
 
 def status_of(

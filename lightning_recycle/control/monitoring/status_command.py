@@ -165,7 +165,7 @@ def _targets(address: str | None) -> list[_Target]:
 
 def _list(targets: Sequence[_Target], as_json: bool) -> int:
     """Several runs: one line each; returns the exit status."""
-    from rich.table import Table
+    from rich.text import Text
 
     found, gone = [], []
     for target in targets:
@@ -182,18 +182,8 @@ def _list(targets: Sequence[_Target], as_json: bool) -> int:
         for status in found:
             print(json.dumps(status))
         return 0 if found else 1
-    table = Table("process", "run", "grid", "phase", "step", "workers", "since", box=None, title_justify="left")
     for status in found:
-        table.add_row(
-            str(status["coordinator"]["pid"]),
-            _text(status["name"]),
-            _grid(status),
-            _text(status["phase"], _PHASES.get(status["phase"], "")),
-            _step(status["step"]),
-            _workers(status),
-            _duration(status["time"] - status["began"]),
-        )
-    _print(table)
+        _print(Text(f"process {status['coordinator']['pid']}  ").append_text(_head(status)))
     print("Show one of them with: recycle-status PROCESS")
     return 0 if found else 1
 
@@ -245,11 +235,10 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
     return 0
 
 
-def _rendered(status: Mapping[str, Any]) -> Any:
-    from rich.console import Group
+def _head(status: Mapping[str, Any]) -> Any:
+    """The run in a line."""
     from rich.text import Text
 
-    speed, plan, now = status["throughput"], status["plan"], status["time"]
     head = Text()
     head.append(_printable(status["name"]) or "run", "bold")
     head.append(f"  {_grid(status)}  ")
@@ -257,8 +246,16 @@ def _rendered(status: Mapping[str, Any]) -> Any:
     head.append(f"  generation {status['generation']}  step {_step(status['step'])}")
     if status["loss"] is not None:
         head.append(f"  loss {status['loss']:.4g}")
-    head.append(f"  {_workers(status)} workers  since {_duration(now - status['began'])}")
-    lines: list[Any] = [head]
+    head.append(f"  {_workers(status)} workers  since {_duration(status['time'] - status['began'])}")
+    return head
+
+
+def _rendered(status: Mapping[str, Any]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    speed, plan, now = status["throughput"], status["plan"], status["time"]
+    lines: list[Any] = [_head(status)]
     if speed["steps_per_second"]:
         text = f"{speed['steps_per_second']:.4g} steps/s"
         if speed["samples_per_second"] is not None:

@@ -51,7 +51,9 @@ def address_from(text: str, name: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise ConfigurationError(f"{name}={text!r}: put an IPv6 address into brackets, as in {name}=[{host}]:{port}.")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if colon and host and port.isdigit() and int(port) > 65535:
+        raise ConfigurationError(f"{name}={text!r}: the port must be one of 0 to 65535.")
+    if not colon or not host or not port.isdigit():
         raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
     return host, int(port)
 
@@ -254,8 +256,6 @@ def check_key(key: bytes, name: str) -> bytes:
 
 
 _MOST_BYTES = 4096  # of a file with a key
-
-
 _KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
 
 

@@ -7,7 +7,7 @@ connection, direction and version, and the key is never sent. Before the proof o
 *Frame*: a header (message type, length) and a body of fields, msgpack with the messages' type hints as the schema.
 Decoding makes only data of declared types: no byte from the network names a class or function, so none can run code.
 
-*Sockets*: messages are assembled from the pieces that arrive (:class:`Inbox`). A worker's threads block in
+*Sockets*: messages are assembled from the pieces that arrive (:class:`FrameBuffer`). A worker's threads block in
 :class:`MessageConnection`. The coordinator has one thread for all workers, so a worker that stops in the middle of a
 message must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways.
 
@@ -130,7 +130,7 @@ VERSION = __version__
 
 _MAGIC = b"recycle\x00"
 _GREETING = struct.Struct(">8s32s16s32s")  # magic, version, schema, random number
-_PROOF_BYTES = 32
+GREETING_BYTES, PROOF_BYTES = _GREETING.size, 32
 
 
 class Refused(ControlPlaneError):
@@ -142,7 +142,10 @@ class VersionMismatch(Refused):
 
 
 class Role(Enum):
-    """Side of a connection; part of the proof, so no side is answered with its own."""
+    """Side of a connection; part of the proof, so no side is answered with its own.
+
+    The worker proves first: the coordinator's proof shows that the connection will be used.
+    """
 
     WORKER = b"worker"
     COORDINATOR = b"coordinator"
@@ -187,14 +190,14 @@ class Handshake:
         if not self._transcript:
             if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
                 raise Refused("the other side is no lightning_recycle")
-            if len(self._received) < _GREETING.size:
+            if len(self._received) < GREETING_BYTES:
                 return answer
-            greeting, self._received = self._received[: _GREETING.size], self._received[_GREETING.size :]
+            greeting, self._received = self._received[:GREETING_BYTES], self._received[GREETING_BYTES:]
             self._meet(greeting)
             if self._role is Role.WORKER:
                 answer = self._proof(self._role)
-        if len(self._received) >= _PROOF_BYTES and not self.done:
-            proof, self.rest = self._received[:_PROOF_BYTES], self._received[_PROOF_BYTES:]
+        if len(self._received) >= PROOF_BYTES and not self.done:
+            proof, self.rest = self._received[:PROOF_BYTES], self._received[PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(self._role.other)):
                 raise Refused("the other side has another key")
             self.done = True
@@ -242,7 +245,7 @@ HANDSHAKE_SECONDS = 20.0
 class _Socket:
     """Socket options and ends of both sides."""
 
-    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
         self.inbox = inbox
         self._socket = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -277,7 +280,7 @@ class MessageConnection(_Socket):
     ``heard``: when something last arrived, in seconds of the monotonic clock.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox, quiet: float = _QUIET_SECONDS) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer, quiet: float = _QUIET_SECONDS) -> None:
         super().__init__(sock, inbox)
         self.heard = time.monotonic()
         self._quiet = 0.0
@@ -339,7 +342,7 @@ class NonBlockingConnection(_Socket):
     ``unsent_since``: since when unsent frames wait, in seconds of the monotonic clock; None if all was sent.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
         super().__init__(sock, inbox)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -432,7 +435,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
         for data in _pieces(sock, deadline, handshake):
             sock.sendall(handshake.receive(data))
         sock.settimeout(None)
-        return MessageConnection(sock, Inbox(TO_WORKERS, handshake.rest))
+        return MessageConnection(sock, FrameBuffer(TO_WORKERS, handshake.rest))
     except BaseException:
         sock.close()
         raise
@@ -452,8 +455,8 @@ def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Itera
         yield data
 
 
-class Inbox:
-    """Assembles messages from pieces.
+class FrameBuffer:
+    """Assembles messages from the pieces of their frames.
 
     ``expects``: the allowed types; a header of another type is an error before its body is read.
     """

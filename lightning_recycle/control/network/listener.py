@@ -4,7 +4,7 @@
 cost a descriptor each: each has a bounded time for the whole handshake, and their number is bounded. An address is
 *known* if a worker has come from there, or if it is loopback; others may have a few connections in the handshake. Of
 too many in all, one from an unknown address or without a word goes, the longest waiting first: a side with the key is
-done within milliseconds. The log has a few refusals, and then their number now and then.
+done within milliseconds. The log has each reason of a host once.
 
 :class:`EventLoop` calls back for readable connections, exits of processes, and wake-ups; events about connections that
 the same round closed are dropped.
@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
@@ -31,8 +32,8 @@ from lightning_recycle.control.network.connection import (
     HANDSHAKE_SECONDS,
     SCHEMA,
     VERSION,
+    FrameBuffer,
     Handshake,
-    Inbox,
     NonBlockingConnection,
     Refused,
     Role,
@@ -48,8 +49,7 @@ _BACKLOG = 4096  # connections that wait to be accepted; more than that, systems
 _ADDRESSES = 4096  # that are remembered as not known
 _ACCEPTS = 128  # at a time, before those that speak are heard again
 _LONGEST_SELECT = 1.0  # seconds
-_LOG_SECONDS = 10.0  # in which so many refusals are logged one by one, and the others counted:
-_LOGGED = 8
+_LOGGED = 64  # reasons of hosts
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: nothing is left of the connection
 
 
@@ -62,41 +62,6 @@ class _Stranger:
         self.handshake = handshake
         self.deadline = deadline
         self.speaks = False
-
-
-class _RefusalLog:
-    """Logs some refusals, and the number of the others."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-        self._logged = 0
-        self._uncounted = 0
-        self._newest: tuple[tuple[str, int], str] = (("", 0), "")
-
-    def add(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
-        self.tick()
-        if self._logged < _LOGGED:
-            self._logged += 1
-            log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
-        else:
-            self._uncounted += 1
-            self._newest = address, why
-
-    def tick(self) -> None:
-        """Logs the number, if it is time."""
-        now = time.monotonic()
-        if now - self._began < _LOG_SECONDS:
-            return
-        if self._uncounted:
-            address, why = self._newest
-            log.warning(
-                "The coordinator refused %d more connections in %.0f s, the newest from %s: %s.",
-                self._uncounted,
-                now - self._began,
-                shown(address),
-                why,
-            )
-        self._began, self._logged, self._uncounted = now, 0, 0
 
 
 class Listener:
@@ -116,11 +81,11 @@ class Listener:
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
         self._pending: Counter[str] = Counter()  # how many of them come from an address
         self._known: dict[str, bool] = {}  # addresses
-        self._refusals = _RefusalLog()
-        self._selector = selectors.DefaultSelector()
+        self._logged: set[tuple[str, str]] = set()  # hosts and reasons of refusals
+        self._loop = EventLoop(on_wake=lambda: None)
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
-        self._waker, self._woken = socket.socketpair()
+        self._loop.watch(self._socket.fileno(), self._accept_all)
         self._thread = threading.Thread(target=self._serve, name="recycle-acceptor", daemon=True)
 
     @property
@@ -134,33 +99,27 @@ class Listener:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._waker.close()
+        self._loop.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self._socket.close()
-        self._woken.close()
         for stranger in self._strangers.values():
             stranger.socket.close()
-        self._selector.close()
+        self._loop.close()
         while not self.accepted.empty():
             self.accepted.get().close()
 
     def _serve(self) -> None:
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._closing:
-            ready = self._selector.select(_LONGEST_SELECT)
-            for key, _ in ready:
-                if key.fd in self._strangers:
-                    self._listen_to(self._strangers[key.fd])
-            if any(key.fileobj is self._socket for key, _ in ready):
-                for _ in range(_ACCEPTS):
-                    if not self._accept():
-                        break
+            self._loop.dispatch(self._loop.select(_LONGEST_SELECT))
             now = time.monotonic()
             while self._strangers and now > (oldest := next(iter(self._strangers.values()))).deadline:
                 self._refuse(oldest, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
-            self._refusals.tick()
+
+    def _accept_all(self) -> None:
+        for _ in range(_ACCEPTS):
+            if not self._accept():
+                break
 
     def _accept(self) -> bool:
         accepted = accept(self._socket, "The coordinator")
@@ -176,7 +135,7 @@ class Listener:
         if why is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             sock.close()
-            self._refusals.add((host, port), why)
+            self._log_refusal((host, port), why)
             return True
         if len(self._strangers) >= self._max_strangers:
             goes = min(self._strangers.values(), key=lambda one: (self._knows(one.address[0]), one.speaks))
@@ -186,7 +145,7 @@ class Listener:
             sock, (host, port), handshake, time.monotonic() + HANDSHAKE_SECONDS
         )
         self._pending[host] += 1
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._loop.watch(sock.fileno(), partial(self._listen_to, stranger))
         self._listen_to(stranger)  # a worker has mostly said something by now
         return True
 
@@ -238,7 +197,7 @@ class Listener:
         self._forget(stranger)
         self._known[stranger.address[0]] = True
         try:
-            connection = NonBlockingConnection(stranger.socket, Inbox(FIRST, stranger.handshake.rest))
+            connection = NonBlockingConnection(stranger.socket, FrameBuffer(FIRST, stranger.handshake.rest))
         except OSError:  # it has gone again
             stranger.socket.close()
             return
@@ -250,18 +209,23 @@ class Listener:
         self.wake()
 
     def _refuse(self, stranger: _Stranger, why: str, level: int = logging.WARNING) -> None:
-        self._refusals.add(stranger.address, why, level)
+        self._log_refusal(stranger.address, why, level)
         self._forget(stranger)
         with contextlib.suppress(OSError):
             stranger.socket.shutdown(socket.SHUT_WR)
         stranger.socket.close()
+
+    def _log_refusal(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
+        if (address[0], why) not in self._logged and len(self._logged) < _LOGGED:
+            self._logged.add((address[0], why))
+            log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
 
     def _forget(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.socket.fileno()]
         self._pending[stranger.address[0]] -= 1
         if not self._pending[stranger.address[0]]:
             del self._pending[stranger.address[0]]
-        self._selector.unregister(stranger.socket)
+        self._loop.forget(stranger.socket.fileno())
 
 
 def _has_left(sock: socket.socket) -> bool:

@@ -31,8 +31,7 @@ from lightning_recycle.planning.costs import Costs, Footprint, Memory, Profile, 
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, VariedPlanner
 from lightning_recycle.planning.normalization import usual_limit
-from lightning_recycle.planning.planner import Planner
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import Planner, PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.splitting import SplitCosts, SplitTrial

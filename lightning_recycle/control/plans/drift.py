@@ -25,8 +25,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
-from lightning_recycle.arguments import is_number
-from lightning_recycle.option_table import Check, OptionGroup, integer, option
+from lightning_recycle.arguments import Check, OptionGroup, integer, is_number, option
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner

@@ -37,6 +37,7 @@ from lightning_recycle.control.plans.planning_queue import InThread, Job, Planni
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.costs import Costs, cost_difference
+from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.normalization import (
@@ -46,8 +47,7 @@ from lightning_recycle.planning.normalization import (
     normalize,
 )
 from lightning_recycle.planning.plan_library import PlanLibrary
-from lightning_recycle.planning.planner import ExactPlanner, Planner, get_planner, solve
-from lightning_recycle.planning.planning_options import PlanningOptions
+from lightning_recycle.planning.planner import Planner, PlanningOptions, get_planner, solve
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.routing import CompactSchedule, alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule

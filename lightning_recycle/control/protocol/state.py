@@ -700,7 +700,8 @@ class BrokenRuleError(AssertionError):
 
 def validate(before: MembershipState, state: MembershipState) -> None:
     """Raises BrokenRuleError with the violated rule of a state, or of the step to it."""
-    for part in (_roster_rules, _generation_rules, _step_rules, _agreement_rules):
+    of_roster = [_place_rules] if state.roster is not before.roster else []
+    for part in (*of_roster, _roster_rules, _generation_rules, _step_rules, _agreement_rules):
         for rule, holds in part(state):
             if not holds:
                 raise BrokenRuleError(f"{rule}: {state}")
@@ -709,16 +710,21 @@ def validate(before: MembershipState, state: MembershipState) -> None:
             raise BrokenRuleError(f"{rule}: {before} -> {state}")
 
 
-def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+def _place_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    """Rules of the roster alone."""
     roster, positions, ranks = state.roster, state.positions, range(state.num_workers)
-    has_begun, has_all = state.generation.number >= 0, state.returned is None
     yield "ranks are those of the grid", roster.live.union(roster.ready, roster.newcomers) <= set(ranks)
     yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live)
-    yield "the roster has whole positions", not has_begun or positions.all_members(roster.live) == roster.live
     of_live = roster.joined | roster.joining | roster.leaving | roster.ending
     yield "who joins, leaves or ends is live", of_live.union(roster.moves.values()) <= roster.live
     yield "a newcomer is live", roster.newcomers.keys() <= roster.live
-    yield "no stage is lost", {state.stage_of(rank) for rank in roster.live} == set(range(state.grid.stages))
+    yield "no stage is lost", set(map(positions.stage, roster.live)) == set(range(state.grid.stages))
+
+
+def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
+    roster, has_begun, has_all = state.roster, state.generation.number >= 0, state.returned is None
+    if has_begun:
+        yield "the roster has whole positions", state.positions.all_members(roster.live) == roster.live
     if has_begun and has_all:
         yield "the leader is live", roster.leader in roster.live
         if not state.generation.regrouping:

@@ -7,17 +7,12 @@ a filter: even a busy or stopped process is reachable. :func:`unreachable` retur
 reached, else at the end of its time, so that a lost packet does not count, and all get their results at the same time.
 
 A *link* is one TCP connection between two workers, for one group of both. One of them dials the other's :class:`Gate`,
-which is open only while its worker connects. Each side proves that it knows the key of the run, for this generation,
-group and pair of ranks, and for fresh random numbers of both (SKID3, with HMAC-SHA256). A stranger takes no worker's
-place: nothing is read after its first 64 bytes, and it is dropped. :func:`connect` returns all links of a worker or
-none, and reads no byte beyond the handshake, a pair of generators without sockets:
-
-    dialer -> acceptor   name of the link (a code that needs the key), random number
-    acceptor -> dialer   random number, proof
-    dialer -> acceptor   proof
-
-The side that sends the final proof knows that the connection will be used, and the other learns it from that: a slow
-attempt can be begun anew without the two sides holding different connections.
+which is open only while its worker connects, and names the link by a code that needs the key of the run. Then each side
+proves, as to the coordinator (:class:`~lightning_recycle.control.network.connection.Handshake`), that it knows the key
+for this generation, group and pair of ranks. A stranger takes no worker's place: nothing is read after its first 32
+bytes, and it is dropped. :func:`connect` returns all links of a worker or none. The dialer proves last, so it knows
+that the connection will be used, and the acceptor learns it from that: a slow attempt can be begun anew without the two
+sides holding different connections.
 """
 
 from __future__ import annotations
@@ -30,16 +25,23 @@ import hmac
 import logging
 import os
 import random
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+from lightning_recycle.control.network.connection import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SCHEMA,
+    VERSION,
+    Handshake,
+    Refused,
+    Role,
+)
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ConfigurationError
 
@@ -256,9 +258,7 @@ def hang_up(sock: socket.socket) -> None:
 
 log = logging.getLogger(__name__)
 
-_RANDOM = _CODE = 32  # bytes of a random number, and of a name or a proof
-_OPENING, _ANSWER, _CLOSING = _CODE + _RANDOM, _RANDOM + _CODE, _CODE
-
+_NAME_BYTES = 32
 _GATE_BACKLOG = 4096  # as many as Linux allows by default
 _STRANGERS = 256  # callers without a name that are held at a time; the oldest goes
 _ACCEPTED_AT_ONCE = 64  # before those that are connected get a turn
@@ -284,55 +284,10 @@ class Link(NamedTuple):
     def other(self, rank: int) -> int:
         return self.acceptor if rank == self.dialer else self.dialer
 
-
-# ---------------------------------------------------------------------- the handshake: pure
-
-
-class Refusal(Exception):
-    """The other side is not the expected worker."""
-
-
-Talk: TypeAlias = Generator[bytes | int, bytes, Link]
-"""One side of a handshake; raises :class:`Refusal` for a wrong proof.
-
-Yields bytes to send, or the number of bytes needed next; returns the link.
-"""
-
-
-def dialing(key: bytes, generation: int, link: Link) -> Talk:
-    """The dialing side of ``link``."""
-    name, mine = name_of(key, generation, link), secrets.token_bytes(_RANDOM)
-    yield name + mine
-    answer = yield _ANSWER
-    theirs, proof = answer[:_RANDOM], answer[_RANDOM:]
-    if not hmac.compare_digest(proof, _proof(key, b"acceptor", name, mine, theirs)):
-        raise Refusal("it answered without knowing the key of the run")
-    yield _proof(key, b"dialer", name, mine, theirs)
-    return link
-
-
-def accepting(key: bytes, awaited: Mapping[bytes, Link]) -> Talk:
-    """The accepting side; ``awaited``: this worker's links, by name."""
-    opening = yield _OPENING
-    name, theirs = opening[:_CODE], opening[_CODE:]
-    link = awaited.get(name)
-    if link is None:
-        raise Refusal("it knows no name of a link that is awaited")
-    mine = secrets.token_bytes(_RANDOM)
-    yield mine + _proof(key, b"acceptor", name, theirs, mine)
-    proof = yield _CLOSING
-    if not hmac.compare_digest(proof, _proof(key, b"dialer", name, theirs, mine)):
-        raise Refusal("it repeated the name of a link without knowing the key of the run")
-    return link
-
-
-def name_of(key: bytes, generation: int, link: Link) -> bytes:
-    """The name of ``link``, which needs the key to compute."""
-    return hmac.digest(key, f"link {generation} {link.dialer} {link.acceptor} {link.group}".encode(), "sha256")
-
-
-def _proof(key: bytes, side: bytes, name: bytes, dialers: bytes, acceptors: bytes) -> bytes:
-    return hmac.digest(key, side + name + dialers + acceptors, "sha256")
+    def code(self, purpose: str, key: bytes, generation: int) -> bytes:
+        """The link's "name", by which it is dialed, or its "key"; both need the key of the run to compute."""
+        text = f"{purpose} of link {generation} {self.dialer} {self.acceptor} {self.group}"
+        return hmac.digest(key, text.encode(), "sha256")
 
 
 # ---------------------------------------------------------------------- connecting
@@ -364,26 +319,21 @@ def connect(
     return asyncio.run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
 
 
-async def _converse(sock: socket.socket, talk: Talk, answered: Callable[[], object] = lambda: None) -> Link:
-    """Has one side of a handshake; calls ``answered`` when the other has said something right."""
-    loop = asyncio.get_running_loop()
-    try:
-        wanted = next(talk)
-        while True:
-            if isinstance(wanted, bytes):
-                await loop.sock_sendall(sock, wanted)
-                wanted = next(talk)
-            else:
-                heard = b""
-                while len(heard) < wanted:
-                    if not (data := await loop.sock_recv(sock, wanted - len(heard))):
-                        raise ConnectionError("the other side hung up")
-                    heard += data
-                wanted = talk.send(heard)
-                answered()
-    except StopIteration as end:
-        link: Link = end.value
-        return link
+async def _heard(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (more := await asyncio.get_running_loop().sock_recv(sock, count - len(data))):
+            raise ConnectionError("the other side hung up")
+        data += more
+    return data
+
+
+async def _prove(sock: socket.socket, role: Role, key: bytes) -> None:
+    """Has one side of a handshake, and reads no byte beyond it; raises Refused for another key."""
+    loop, handshake = asyncio.get_running_loop(), Handshake(role, key, VERSION, SCHEMA)
+    await loop.sock_sendall(sock, handshake.greeting)
+    for size in (GREETING_BYTES, PROOF_BYTES):
+        await loop.sock_sendall(sock, handshake.receive(await _heard(sock, size)))
 
 
 class _Connecting:
@@ -400,7 +350,7 @@ class _Connecting:
     ) -> None:
         self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
         self._addresses, self._missing = addresses, set(links)
-        self._awaited = {name_of(key, generation, link): link for link in links if link.acceptor == rank}
+        self._awaited = {link.code("name", key, generation): link for link in links if link.acceptor == rank}
         self._done: dict[Link, socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
@@ -452,7 +402,7 @@ class _Connecting:
         patience = _ATTEMPT_SECONDS
         while True:
             # Refused, or the other side has ended, or hung up to be dialed again.
-            with contextlib.suppress(OSError, Refusal, asyncio.TimeoutError):
+            with contextlib.suppress(OSError, Refused, asyncio.TimeoutError):
                 return self._take(link, await asyncio.wait_for(self._call(link), patience))
             patience = min(2 * patience, _LONGEST_ATTEMPT_SECONDS)
             await asyncio.sleep(_ATTEMPT_PAUSE)
@@ -460,7 +410,8 @@ class _Connecting:
     async def _call(self, link: Link) -> socket.socket:
         sock = await _connected(self._addresses[link.acceptor])
         with _closed_on_error(sock):
-            await _converse(sock, dialing(self._key, self._generation, link))
+            await asyncio.get_running_loop().sock_sendall(sock, link.code("name", self._key, self._generation))
+            await _prove(sock, Role.COORDINATOR, link.code("key", self._key, self._generation))
         return sock
 
     def _accept(self) -> None:
@@ -483,11 +434,15 @@ class _Connecting:
             self._evict(_STRANGERS)
 
     async def _answer(self, sock: socket.socket, peer: str) -> None:
-        named = partial(self._nameless.pop, asyncio.current_task(), "")
         try:
             with _closed_on_error(sock):
-                self._take(await _converse(sock, accepting(self._key, self._awaited), named), sock)
-        except Refusal as error:
+                link = self._awaited.get(await _heard(sock, _NAME_BYTES))
+                if link is None:
+                    raise Refused("it knows no name of a link that is awaited")
+                self._nameless.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+                await _prove(sock, Role.WORKER, link.code("key", self._key, self._generation))
+                self._take(link, sock)
+        except Refused as error:
             self._strangers.append(f"{peer}: {error}")
         except OSError:
             pass  # the other side has ended, or hung up to dial again

@@ -20,6 +20,7 @@ import copyreg
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -134,16 +135,8 @@ class MemberGroup(dist.ProcessGroup):
         return work
 
 
-def _collective(name: str) -> Callable[..., Any]:
-    def run(self: MemberGroup, *args: Any, **options: Any) -> Any:
-        return self.run(name, *args, **options)
-
-    run.__name__ = name
-    return run
-
-
 for _name in _COLLECTIVES:
-    setattr(MemberGroup, _name, _collective(_name))
+    setattr(MemberGroup, _name, partialmethod(MemberGroup.run, _name))
 
 
 _meshes: dict[tuple[str, ...], DeviceMesh] = {}

@@ -15,15 +15,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_recycle.arguments import is_number
-from lightning_recycle.option_table import BOOLEAN, Check, OptionGroup, choice, option, suggests_options
+from lightning_recycle.arguments import BOOLEAN, Check, OptionGroup, choice, is_number, option, suggests_options
 from lightning_recycle.runtime.comm.groups import Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.comm.wire import Channel, ValueLayout, sum_of_bytes
 
@@ -163,23 +162,19 @@ class _SumMessages:
         return sum_of_bytes(self._data[number])
 
 
-@dataclass(eq=False)
-class _Transfer:
-    """Bytes left to be sent to, or received from, another worker."""
-
-    move: Callable[[memoryview], int]
-    left: memoryview
-
-    def proceed(self) -> bool:
-        """Moves bytes without blocking; returns whether nothing is left."""
+def _move(move: Callable[[socket.socket, memoryview], int], left: dict[socket.socket, memoryview]) -> None:
+    """Sends or receives what is ``left`` by socket, without blocking."""
+    for sock, view in list(left.items()):
         try:
-            moved = self.move(self.left)
+            moved = move(sock, view)
         except BlockingIOError:
-            return False
+            continue
         if moved == 0:
             raise ConnectionResetError("the other side has ended the connection")
-        self.left = self.left[moved:]
-        return not self.left
+        if moved == len(view):
+            del left[sock]
+        else:
+            left[sock] = view[moved:]
 
 
 class SmallAllreduce:
@@ -225,26 +220,23 @@ class SmallAllreduce:
         tensor.view(-1).copy_(total)
 
     def _exchange(self, parts: _SumMessages) -> None:
-        mine = parts.bytes[self._rank]
-        sends = {sock: _Transfer(sock.send, mine) for sock in self._links.values()}
-        receives = {sock: _Transfer(sock.recv_into, parts.bytes[peer]) for peer, sock in self._links.items()}
+        sends = dict.fromkeys(self._links.values(), parts.bytes[self._rank])
+        receives = {sock: parts.bytes[peer] for peer, sock in self._links.items()}
         while True:
-            for transfers in (sends, receives):
-                for sock, transfer in list(transfers.items()):
-                    if transfer.proceed():
-                        del transfers[sock]
+            _move(socket.socket.send, sends)
+            _move(socket.socket.recv_into, receives)
             if not sends and not receives:
                 return
             self._await(sends, receives)
 
-    def _await(self, sends: Mapping[socket.socket, _Transfer], receives: Mapping[socket.socket, _Transfer]) -> None:
+    def _await(self, sends: Collection[socket.socket], receives: Collection[socket.socket]) -> None:
         """Returns when bytes can be moved, or a connection has ended.
 
         With nothing left to send, it waits for one part at a time: a wake-up for each costs more than it helps.
         """
-        awaited = receives.keys() if sends else list(receives)[:1]
+        awaited = receives if sends else list(receives)[:1]
         poll = select.poll()
-        for sock in sends.keys() | receives.keys():
+        for sock in {*sends, *receives}:
             reads = select.POLLIN if sock in awaited else 0
             writes = select.POLLOUT if sock in sends else 0
             poll.register(sock, reads | writes | (select.POLLRDHUP if sock in receives else 0))

@@ -118,7 +118,7 @@ class _StepBuffers:
         holders: Mapping[nn.Parameter, tuple[int, ...]],
         statistics: Sequence[Tensor] = (),
     ) -> None:
-        self.holds = _layout(parameters, statistics)
+        self.made_of, self.holds = (parameters, statistics), _layout(parameters, statistics)
         held = set(map(id, parameters))
         ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in held]
         kinds = dict.fromkeys((holders.get(p, ()), p.dtype) for p in ordered)
@@ -235,12 +235,7 @@ class GradientBuffers:
 
     def renew(self, step: int) -> None:
         """Takes other memory for ``step``, as a sum may still write to the old."""
-        self._sets[step % 2] = self._like(self._sets[step % 2])
-
-    def _like(self, chosen: _StepBuffers) -> _StepBuffers:
-        held = {id(p) for p, _, _ in chosen.pairs}
-        ordered = [p for p in (*self.parameters, *(p for p, _, _ in chosen.pairs)) if id(p) in held]
-        return self._empty(list(dict.fromkeys(ordered)), chosen.statistics)
+        self._sets[step % 2] = self._empty(*self._sets[step % 2].made_of)
 
     def tensors(self) -> list[Tensor]:
         """All buffers, and the gradients beside them that parameters hold."""
@@ -323,7 +318,7 @@ class GradientBuffers:
         if not self._lends_copies:
             return chosen
         if self._lent is None or self._lent.holds != chosen.holds:
-            self._lent = self._like(chosen)
+            self._lent = self._empty(*chosen.made_of)
         for buffer, copy in zip(chosen.buffers, self._lent.buffers, strict=True):
             copy.copy_(buffer)
         return self._lent

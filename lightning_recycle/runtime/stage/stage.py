@@ -239,8 +239,8 @@ class Stage:
             if not (isinstance(item, Tensor) or (item is None and isinstance(output, tuple))):
                 raise ConfigurationError(
                     f"Layer {self._first_layer + len(self._layers) - 1} ({type(self._layers[-1]).__name__}) is the"
-                    f" last of its stage and returned a {type(item).__name__}; between stages only tensors and tuples"
-                    " of tensors and None can be passed."
+                    f" last of its stage and returned an object of type {type(item).__name__}; between stages"
+                    " only tensors and tuples of tensors and None can be passed."
                 )
 
     def evaluate(self, step: int, microbatch: int, value: Any, target: Any = None) -> Value:

@@ -21,8 +21,8 @@ import torch
 from support.waiting import wait_for
 from torch import nn
 
-from lightning_recycle.callbacks import Fault, fault_effects
-from lightning_recycle.callbacks.fault_effects import WrongArithmetic, flip, flip_in_next_output, flipped
+from lightning_recycle.callbacks import Fault, faults
+from lightning_recycle.callbacks.faults import WrongArithmetic, flip, flip_in_next_output, flipped
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 
 SECONDS = 10.0  # more than anything here takes
@@ -57,7 +57,7 @@ def fail_with_all_sorts_of_clean_up(fail: Callable[[], None], path: Path) -> Non
         path.write_text("cleaned up")
 
 
-@pytest.mark.parametrize(("fail", "code"), [(fault_effects.kill, -signal.SIGKILL), (fault_effects.exit, 1)])
+@pytest.mark.parametrize(("fail", "code"), [(faults.kill, -signal.SIGKILL), (faults.exit, 1)])
 def test_the_process_ends_at_once_without_clean_up(fail: Callable[[], None], code: int, tmp_path: Path) -> None:
     with child(fail_with_all_sorts_of_clean_up, fail, tmp_path / "witness") as process:
         process.join(SECONDS)
@@ -90,7 +90,7 @@ def drain(pipe: Any) -> list[str]:
 
 def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
     ours, theirs = context.Pipe()
-    with child(beat_and, fault_effects.hang, theirs) as process:
+    with child(beat_and, faults.hang, theirs) as process:
         assert wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         drain(ours)
         time.sleep(0.2)
@@ -102,7 +102,7 @@ def test_hang_stops_all_threads_until_the_process_is_continued() -> None:
 
 def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
     ours, theirs = context.Pipe()
-    with child(beat_and, fault_effects.deadlock, theirs) as process:
+    with child(beat_and, faults.deadlock, theirs) as process:
         assert ours.poll(SECONDS)
         time.sleep(0.3)
         received = drain(ours)
@@ -112,9 +112,9 @@ def test_deadlock_blocks_the_main_thread_while_others_live() -> None:
 
 
 def test_a_deadlock_that_nobody_finds_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_effects, "_DEADLOCK_SECONDS", 0.05)
+    monkeypatch.setattr(faults, "_DEADLOCK_SECONDS", 0.05)
     with pytest.raises(InjectedFaultError, match="not found"):
-        fault_effects.deadlock()
+        faults.deadlock()
 
 
 # ---------------------------------------------------------------------- partition
@@ -146,7 +146,7 @@ def live_cut_off(server: socket.socket, pipe: Any) -> None:
     assert wait_for(lambda: old_lines)
     descriptors = len(os.listdir("/proc/self/fd"))
 
-    fault_effects.partition()
+    faults.partition()
     pipe.send(listener.getsockname()[1])
     kept = len(os.listdir("/proc/self/fd")) - descriptors
     unconnected.settimeout(0.3)
@@ -207,7 +207,7 @@ def send_and_be_cut_off(server: socket.socket, pipe: Any, messages: int, size: i
     for _ in range(messages):
         sock.sendall(bytes(size))
     time.sleep(0.2)
-    fault_effects.partition()
+    faults.partition()
     pipe.send("cut off")
     sock.settimeout(0.01)
     for _ in range(50):

@@ -1,4 +1,11 @@
-"""The planning problem in whole slots of time: one formulation for all solvers.
+"""Exact planners: a solver searches for a shorter period, in whole slots of time.
+
+The planners "cbc", "highs" and "gurobi" ask a solver where the heuristic's plan is well above the analytic lower bound,
+and small enough. The solver runs in a process of its own (solvers crash and overrun their limits), which reports bounds
+and solutions as it finds them. A solution counts only after its order has been timed again, validated and compared; a
+better one is then searched for less memory. A plan is never worse than the heuristic's, never takes longer than the
+time limit (plus the heuristic's own time and ``GRACE``), and a solver that is missing, crashes or runs out of time is
+only a warning.
 
 ``docs/planner.md``, "The model", has sets, parameters and constraints. Here micro-batches with the same hosts at every
 stage are a *family* f, and a choice of one host for each stage is a *route*. Some optimal schedule sends every route
@@ -14,27 +21,213 @@ end.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from rich.console import Console
+
+from lightning_recycle.arguments import at_least, require, whole
+from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.child_process import run_in_child
 from lightning_recycle.planning.grid import OpKind, Worker
-from lightning_recycle.planning.heuristic_planner import with_fused_backwards
+from lightning_recycle.planning.heuristic_planner import (
+    heuristic,
+    with_fused_backwards,
+    with_memory_descent,
+)
 from lightning_recycle.planning.problem import Problem
-from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.planning.schedule import PlanResult, Schedule, SolverUse, best_of, proven
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, WEIGHT, Codes, assemble, best_timing, interleave
+from lightning_recycle.planning.validation import validate
 
-_KINDS = {
-    OpKind.FORWARD: FORWARD,
-    OpKind.BACKWARD_INPUT: BACKWARD,
-    OpKind.BACKWARD: BACKWARD,
-    OpKind.BACKWARD_WEIGHT: WEIGHT,
-}
+log = logging.getLogger(__name__)
 
-Step: TypeAlias = tuple[int, int]
+GRACE = 3.0
+"""Seconds beyond the time limit after which a solver's process is killed."""
+
+
+BACKENDS = "cbc", "highs", "gurobi"
+"""Names of the exact planners."""
+
+SOLVE = "lightning_recycle.planning.milp:solve"
+"""The function that runs in the solver's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlanner:
+    """A planner that asks a solver.
+
+    Args:
+        backend: the solver: "cbc", "highs" or "gurobi" (python-mip, the extra ``milp``).
+        time_limit: seconds the solver may take.
+        threads: number of the solver's threads.
+        max_variables: largest model in slots to build. Durations are rounded to longer slots to stay below it; if even
+            that is too large, no solver is asked.
+        least_gap: if the heuristic's plan is at most this fraction above the lower bound, no solver is asked.
+        max_operations: nor for a plan with more operations than this, the closing ones included.
+
+    Raises:
+        ConfigurationError: when a value is impossible, or the extra is not installed.
+    """
+
+    backend: str = "highs"
+    time_limit: float = 60.0
+    threads: int = 1
+    max_variables: int = 40_000
+    least_gap: float = 1e-3
+    max_operations: int = 8_000
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
+        require("milp", f"The planner {self.backend!r}")
+        at_least("ExactPlanner", "time_limit", self.time_limit)
+        whole("ExactPlanner", "threads", self.threads, 1)
+        whole("ExactPlanner", "max_variables", self.max_variables, 1)
+        at_least("ExactPlanner", "least_gap", self.least_gap)
+        whole("ExactPlanner", "max_operations", self.max_operations)
+
+    def plan(self, problem: Problem) -> Schedule:
+        """The schedule of :meth:`solve`; a warning is logged."""
+        result = self.solve(problem)
+        if result.warning is not None:
+            log.warning("%s", result.warning)
+        return result.schedule
+
+    def solve(self, problem: Problem) -> PlanResult:
+        """The best schedule found, with its proof and history."""
+        started = time.monotonic()
+        schedule = heuristic(problem)
+        return self.improve(schedule, time.monotonic() - started, found_by="heuristic")
+
+    def improve(self, schedule: Schedule, seconds: float = 0.0, found_by: str = "given") -> PlanResult:
+        """The best schedule found, at least as good as ``schedule``.
+
+        Args:
+            schedule: a valid schedule.
+            seconds: time already spent on it, to be counted in the result.
+            found_by: who found it, for the result if the solver finds nothing better.
+        """
+        started = time.monotonic() - seconds
+        first = proven(schedule, self.backend, found_by=found_by)
+        task = self._not_worth_asking(first) or self._task(first)
+        if isinstance(task, str):
+            log.info("planner %s: not asked, %s.", self.backend, task)
+            return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
+
+        asked, found, bound, use = time.monotonic(), [schedule], 0.0, SolverUse()
+
+        def show() -> None:
+            best = min(each.period for each in found)
+            least = min(best, max(first.lower_bound, bound))
+            gap = 100 * (best / least - 1) if least > 0.0 else 0.0
+            left = max(0.0, asked + self.time_limit - time.monotonic())
+            line.update(f"{self.backend}: period {best:g}, bound {least:g}, gap {gap:.2g} %, {left:.0f} s left")
+
+        def receive(kind: str, value: Any) -> None:
+            nonlocal bound, use
+            if kind == "bound":
+                bound = max(bound, value or 0.0)
+            elif kind == "call":
+                use = replace(use, calls=use.calls + value)
+            elif kind == "seconds":
+                use = replace(use, seconds=use.seconds + value)
+            else:
+                try:
+                    solution = schedule_from_placements(schedule, value)
+                    validate(solution)
+                    found.append(solution)
+                except PlanningError as error:
+                    # Possible where rounding or operations without duration leave an order open.
+                    log.info("A solution of the solver was not usable: %s", error)
+            show()
+
+        with Console(stderr=True).status("") as line:  # a line on a terminal, nothing elsewhere
+            show()
+            failure = run_in_child(SOLVE, task, receive, self.time_limit + GRACE)
+        best = best_of(found)
+        if best is not schedule:
+            best = with_memory_descent(best)
+        finder = found_by if best is schedule else self.backend
+        result = proven(best, self.backend, bound, found_by=finder, solver=use)
+        warning = None
+        if failure is not None:
+            kept = "the best plan it found" if best is not schedule else "the heuristic's plan"
+            warning = f"planner {self.backend}: {failure}. Keeping {kept}, {_gap(result)}."
+        elif result.status != "optimal" and time.monotonic() - started >= self.time_limit:
+            warning = f"planner {self.backend}: not finished after {self.time_limit:g} s; the plan is {_gap(result)}."
+        return replace(result, seconds=time.monotonic() - started, warning=warning)
+
+    def _not_worth_asking(self, first: PlanResult) -> str | None:
+        """Why no solver is asked; None if one is."""
+        if first.status == "optimal":
+            return "the plan meets the lower bound"
+        if first.gap <= self.least_gap:
+            return f"the plan is {_gap(first)}, and least_gap={self.least_gap:g}"
+        operations = first.schedule.num_operations
+        if operations > self.max_operations:
+            return (
+                f"{operations:,} operations are more than max_operations={self.max_operations:,}, up to which a "
+                f"solver has improved plans; the plan is {_gap(first)}"
+            )
+        if any(first.schedule.recomputed(worker) for worker in first.schedule.workers):
+            return f"it knows nothing of forwards that are computed again; the plan is {_gap(first)}"
+        try:
+            first.schedule.problem.counted()
+        except PlanningError as error:
+            return f"it splits every backward, for which there is no memory ({error}); the plan is {_gap(first)}"
+        return None
+
+    def _task(self, first: PlanResult) -> SolverTask | str:
+        """The task in slots; why there is none, where the model would be too large."""
+        problem = self._discretize(first)
+        if problem is None:
+            return f"its model would be larger than max_variables={self.max_variables:,}"
+        lower = math.ceil(first.lower_bound / problem.slot - 1e-6)
+        upper = math.ceil(first.schedule.period / problem.slot - 1e-6)
+        if not problem.exact:
+            # Rounding moves both ends; what a length in slots amounts to is known once its order has been timed.
+            upper, lower = math.ceil(1.05 * upper) + 1, math.floor(0.95 * lower)
+        return SolverTask(self, problem, lower, upper)
+
+    def _discretize(self, first: PlanResult) -> TimeIndexedProblem | None:
+        # The search begins at the lower bound and stops at lengths whose models are too large.
+        for slots in (self.max_variables, None):
+            problem = discretize(first.schedule, slots)
+            fits = problem.variables(math.ceil(first.lower_bound / problem.slot)) <= self.max_variables
+            if fits and (problem.exact or slots is None):
+                return problem
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SolverTask:
+    """The task of finding a shorter schedule, or proving that there is none.
+
+    ``lower`` and ``upper`` in slots: no schedule is shorter; lengths from there on are of no interest.
+    """
+
+    planner: ExactPlanner
+    problem: TimeIndexedProblem
+    lower: int
+    upper: int
+
+
+def _gap(result: PlanResult) -> str:
+    if result.status == "optimal":
+        return "optimal"
+    return f"at most {100 * result.gap:.2g}% above the optimum"
+
+
+# -- the problem in slots ----------------------------------------------------------------------------------------------
+
+StageOp: TypeAlias = tuple[int, int]
 """Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage."""
 
 Placement: TypeAlias = tuple[int, int, int, int, float]
@@ -99,13 +292,13 @@ class TimeIndexedProblem:
         return tuple(rank for kind, rank in self.durations if kind == FORWARD)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[StageOp, ...]:
         """All steps of a micro-batch, each behind the one that it needs."""
         stages = range(self.stages)
         path = [(FORWARD, s) for s in stages] + [(BACKWARD, s) for s in reversed(stages)]
         return tuple(path if self.fused else path + [(WEIGHT, s) for s in stages])
 
-    def source(self, step: Step) -> tuple[Step, int] | None:
+    def source(self, step: StageOp) -> tuple[StageOp, int] | None:
         """The step whose result this one needs, and how long that takes to arrive."""
         kind, stage = step
         if kind == WEIGHT:
@@ -114,11 +307,6 @@ class TimeIndexedProblem:
             last = stage == self.stages - 1
             return ((FORWARD, stage), 0) if last else ((BACKWARD, stage + 1), self.communication)
         return ((FORWARD, stage - 1), self.communication) if stage else None
-
-    @property
-    def mean_duration(self) -> int:
-        """Mean of the kinds of operations on the workers, in slots; at least 1."""
-        return max(1, round(sum(self.durations.values()) / len(self.durations)))
 
     def most_held(self, rank: int) -> int:
         total = sum(len(family.microbatches) for family in self.families)
@@ -153,10 +341,10 @@ class TimeIndexedProblem:
     def routes(self) -> list[Route]:
         return [Route(f, hosts) for f, family in enumerate(self.families) for hosts in product(*family.hosts)]
 
-    def windows(self, route: Route, length: int) -> dict[Step, tuple[int, int]]:
+    def windows(self, route: Route, length: int) -> dict[StageOp, tuple[int, int]]:
         """First and last start of a route's steps if the period is at most ``length``."""
-        first: dict[Step, int] = {}
-        last: dict[Step, int] = {}
+        first: dict[StageOp, int] = {}
+        last: dict[StageOp, int] = {}
         lasts = {step: self.durations[step[0], route.hosts[step[1]]] for step in self.steps}
         for step in self.steps:
             source = self.source(step)
@@ -199,28 +387,6 @@ class TimeIndexedProblem:
         """Number of (step of a route, slot) pairs that a period of ``length`` leaves open."""
         windows = (self.windows(route, length) for route in self.routes())
         return sum(max(0, last - first) for each in windows for first, last in each.values())
-
-    def in_whole_slots(self, known: Iterable[Placement]) -> list[tuple[int, int, int, int, int]]:
-        """The same order with starts in whole slots, from starts in the unit of the costs.
-
-        Whole durations only need starts rounded down, which breaks no constraint; rounded ones also make operations
-        wait for earlier ones.
-        """
-        rows = sorted(
-            known, key=lambda row: (row[4], self.durations[row[0], row[3]] > 0, _flow(row[0], row[1], self.stages))
-        )
-        origin = rows[0][4]
-        free: dict[int, int] = {}
-        ends: dict[tuple[Step, int], int] = {}
-        found = []
-        for kind, stage, number, rank, start in rows:
-            begin = max(math.floor((start - origin) / self.slot + 1e-6), free.get(rank, 0))
-            source = self.source((kind, stage))
-            if source is not None:
-                begin = max(begin, ends[source[0], number] + source[1])
-            ends[(kind, stage), number] = free[rank] = begin + self.durations[kind, rank]
-            found.append((kind, stage, number, rank, begin))
-        return found
 
 
 def _flow(kind: int, stage: int, stages: int) -> int:
@@ -309,23 +475,6 @@ def _duration(problem: Problem, kind: int, worker: Worker, fused: bool) -> float
     if kind == BACKWARD:
         return problem.duration(OpKind.BACKWARD if fused else OpKind.BACKWARD_INPUT, worker)
     return problem.duration(OpKind.FORWARD if kind == FORWARD else OpKind.BACKWARD_WEIGHT, worker)
-
-
-def placements(schedule: Schedule) -> list[Placement]:
-    """Worker and start of each operation; BW counts as B and W where splits may be."""
-    problem, grid = schedule.problem, schedule.grid
-    found: list[Placement] = []
-    for worker, ops in schedule.workers.items():
-        for scheduled in ops:
-            op, start = scheduled.op, scheduled.start
-            if op.microbatch is None:
-                continue
-            number = op.microbatch.pipeline * grid.microbatches + op.microbatch.index
-            found.append((_KINDS[op.kind], op.stage, number, grid.rank(worker), start))
-            if op.kind is OpKind.BACKWARD and problem.technique.split_backward:
-                end = start + problem.duration(OpKind.BACKWARD_INPUT, worker)
-                found.append((WEIGHT, op.stage, number, grid.rank(worker), end))
-    return found
 
 
 def schedule_from_placements(schedule: Schedule, placements: Iterable[Placement]) -> Schedule:

@@ -20,8 +20,7 @@ from lightning_recycle import (
     ReCycleStrategy,
     VerificationOptions,
 )
-from lightning_recycle.option_table import OptionGroup
-from lightning_recycle.planning import PlanLibrary
+from lightning_recycle.arguments import OptionGroup
 from lightning_recycle.session.configuration import Options
 
 OF_LIGHTNING = {"accelerator", "checkpoint_io", "precision_plugin"}
@@ -65,6 +64,8 @@ def test_every_option_is_described_where_it_is_defined(kind: type[OptionGroup]) 
         ({"layer": "model.blocks"}, "Did you mean layers='model.blocks'"),
         ({"num_stages": 2}, r"no such option\. Write pipeline_parallel_size=2\.$"),
         ({"pipelines": 2}, r"devices \* num_nodes = pipelines \* pipeline_parallel_size\.$"),
+        ({"precision": "bf16"}, r"Give the Trainer precision='bf16'\.$"),
+        ({"micro_batch_size": 2}, r"num_microbatches=N, for micro-batches of batch_size / N samples\.$"),
         ({"timeout": 5.0}, r"HeartbeatCallback\(timeout=5\.0\)"),
         ({"on_stage_los": 2}, r"no such option\. There are"),  # on_stage_lost does not take a number
         ({"zzz": 3}, "There are pipeline_parallel_size, num_microbatches, tensor_parallel_size, fsdp_size, layers, "),
@@ -118,10 +119,10 @@ def test_a_strategy_is_shown_as_the_call_that_makes_it() -> None:
     assert repr(ReCycleStrategy()) == "ReCycleStrategy()"
 
 
-def test_options_are_copied_and_sent_without_the_library_of_plans(tmp_path: Any) -> None:
-    options = PlanningOptions(plan_library=PlanLibrary(tmp_path), memory="4 micro-batches")
+def test_options_are_copied_and_sent(tmp_path: Any) -> None:
+    options = PlanningOptions(plan_library=tmp_path, memory="4 micro-batches")
     for twin in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
-        assert twin == PlanningOptions(memory="4 micro-batches")
+        assert twin == options
 
 
 def test_no_replacements_are_the_default_and_restarts_from_a_checkpoint_have_a_bound_of_their_own() -> None:

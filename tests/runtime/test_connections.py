@@ -1,0 +1,430 @@
+"""Who can be reached, and who connects: with the key of the run, and nobody else, whatever he sends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from support.strangers import attack, knock
+from support.waiting import wait_for
+
+from lightning_recycle.control.network.connection import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SCHEMA,
+    VERSION,
+    Handshake,
+    Role,
+)
+from lightning_recycle.runtime.comm.connections import CHECK_SECONDS, Doorbell, Gate, Link, connect, unreachable
+
+SHORT = 0.5  # seconds
+NEVER = threading.Event()
+
+
+@pytest.fixture
+def doorbells() -> Iterator[list[Doorbell]]:
+    opened = [Doorbell("127.0.0.1") for _ in range(3)]
+    yield opened
+    for doorbell in opened:
+        doorbell.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[bytes]:
+    """The address of a socket whose queue is full: it drops what comes, as a cut link does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        host, port = server.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex((host, port))
+        yield f"{host} {port}".encode()
+        for client in waiting:
+            client.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_if_all_can_be_reached_that_is_known_at_once(doorbells: list[Doorbell]) -> None:
+    began = time.monotonic()
+    assert unreachable({rank: bell.address for rank, bell in enumerate(doorbells)}, NEVER) == ()
+    assert time.monotonic() - began < CHECK_SECONDS / 2
+
+
+def test_a_doorbell_answers_without_its_process_however_often(doorbells: list[Doorbell]) -> None:
+    for _ in range(100):
+        assert unreachable({0: doorbells[0].address}, NEVER) == ()
+
+
+def test_strangers_cannot_fill_the_queue_of_a_doorbell(doorbells: list[Doorbell]) -> None:
+    """Or its worker would look unreachable, and be evicted."""
+    host, port = doorbells[0].address.decode().split()
+    for _ in range(1100):  # what is accepted later stays in the queue, although it is closed
+        socket.create_connection((host, int(port)), timeout=5).close()
+    assert unreachable({0: doorbells[0].address}, NEVER) == ()
+
+
+def test_who_refuses_or_is_silent_is_unreachable_when_the_time_is_up(doorbells: list[Doorbell], silent: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        refuses = f"127.0.0.1 {gone.getsockname()[1]}".encode()
+    addresses = {5: silent, 2: refuses, 0: doorbells[0].address}
+    began = time.monotonic()
+    assert unreachable(addresses, NEVER, SHORT) == (2, 5)
+    assert SHORT <= time.monotonic() - began < SHORT + 0.4
+
+
+def test_who_is_a_little_late_is_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    late: list[socket.socket] = []
+    timer = threading.Timer(0.2, lambda: late.append(socket.create_server(("127.0.0.1", port))))
+    timer.start()
+    assert unreachable({0: f"127.0.0.1 {port}".encode()}, NEVER) == ()
+    timer.join()
+    late[0].close()
+
+
+def test_who_is_there_is_reached_even_if_the_process_was_stopped_until_the_time_was_up(
+    doorbells: list[Doorbell],
+) -> None:
+    assert unreachable({rank: bell.address for rank, bell in enumerate(doorbells)}, NEVER, 0.0) == ()
+
+
+def test_a_cancelled_check_ends_soon(silent: bytes) -> None:
+    cancelled = threading.Event()
+    threading.Timer(0.1, cancelled.set).start()
+    began = time.monotonic()
+    unreachable({0: silent}, cancelled)
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_check_leaves_no_descriptor(doorbells: list[Doorbell], silent: bytes) -> None:
+    before = descriptors()
+    for _ in range(3):
+        unreachable({0: silent, 1: doorbells[0].address, 2: b"127.0.0.1 1"}, NEVER, 0.1)
+    assert descriptors() == before
+
+
+def test_an_address_of_ip_version_6_will_do() -> None:
+    try:
+        doorbell = Doorbell("::1")
+    except OSError:
+        pytest.skip("this machine has no IP version 6")
+    assert unreachable({0: doorbell.address}, NEVER) == ()
+    doorbell.close()
+
+
+KEY, OTHER_KEY = b"the key of this run", b"the key of another"
+LINK = Link("activations", 0, 1)
+PATIENCE = 20.0  # seconds
+
+
+# ---------------------------------------------------------------------- the handshake
+
+
+def address_of(gate: Gate) -> tuple[str, int]:
+    host, port = gate.socket.getsockname()
+    return host, port
+
+
+@pytest.fixture
+def gates() -> Iterator[list[Gate]]:
+    opened = [Gate("127.0.0.1") for _ in range(3)]
+    yield opened
+    for gate in opened:
+        gate.close()
+
+
+class Acceptor:
+    """A worker that awaits ``LINK`` in vain at ``gate``, for a while, and what a stranger there says and hears."""
+
+    def __init__(self, gate: Gate, seconds: float = 1.0) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self.result = self._pool.submit(connect, gate, KEY, 3, 1, [LINK], {}, NEVER, seconds)
+        self.stranger = socket.create_connection(address_of(gate), timeout=5)
+
+    def hear(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size and (more := self.stranger.recv(size - len(data))):
+            data += more
+        return data
+
+    def refuses(self) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert self.stranger.recv(1) == b""
+        self.stranger.close()
+        with pytest.raises(TimeoutError, match="no connection to rank 0"):
+            self.result.result()
+
+
+NAME = LINK.code("name", KEY, 3)
+
+
+def test_the_codes_of_a_link_need_the_key_and_are_of_one_generation_and_direction() -> None:
+    others = [("key", KEY, 3), ("name", OTHER_KEY, 3), ("name", KEY, 2)]
+    codes = {NAME, *(LINK.code(*other) for other in others)}
+    codes |= {other.code("name", KEY, 3) for other in (Link("activations", 1, 0), Link("gradients", 0, 1))}
+    assert len(codes) == 6
+
+
+@pytest.mark.parametrize(
+    "name",
+    [LINK.code("name", OTHER_KEY, 3), LINK.code("name", KEY, 2), Link("activations", 1, 0).code("name", KEY, 3)],
+    ids=["another key", "an earlier generation", "another link"],
+)
+def test_a_dialer_that_is_not_awaited_is_refused(
+    gates: list[Gate], name: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    acceptor = Acceptor(gates[1])
+    acceptor.stranger.sendall(name)
+    acceptor.refuses()
+    assert "it knows no name of a link that is awaited" in caplog.text
+
+
+@pytest.mark.parametrize("said", ["another key", "its own proof", "nothing right"])
+def test_who_has_overheard_the_name_needs_the_key(
+    gates: list[Gate], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    acceptor = Acceptor(gates[1])
+    stranger = Handshake(Role.COORDINATOR, OTHER_KEY, VERSION, SCHEMA)
+    acceptor.stranger.sendall(NAME)
+    greeting = acceptor.hear(GREETING_BYTES)
+    acceptor.stranger.sendall(greeting if said == "its own proof" else stranger.greeting)
+    proof = acceptor.hear(PROOF_BYTES)
+    stranger.receive(greeting)
+    proofs = {"another key": stranger._proof(Role.COORDINATOR), "its own proof": proof}
+    acceptor.stranger.sendall(proofs.get(said, os.urandom(PROOF_BYTES)))
+    acceptor.refuses()
+    assert "the other side has another key" in caplog.text
+
+
+def test_a_dialer_refuses_who_does_not_know_the_key() -> None:
+    """Such as a process that has got the port of a worker that died."""
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Gate("127.0.0.1")) as gate:
+        host, port = server.getsockname()
+        with ThreadPoolExecutor(1) as pool:
+            dialer = pool.submit(connect, gate, KEY, 3, 0, [LINK], {1: f"{host} {port}".encode()}, NEVER, 1.0)
+            sock, _ = server.accept()
+            with sock:
+                sock.settimeout(5)
+                impostor = Handshake(Role.WORKER, OTHER_KEY, VERSION, SCHEMA)
+                sock.sendall(impostor.greeting)
+                assert sock.recv(32, socket.MSG_WAITALL) == NAME
+                sock.sendall(impostor.receive(sock.recv(GREETING_BYTES, socket.MSG_WAITALL)))
+                heard.append(sock.recv(PROOF_BYTES))
+            with pytest.raises(TimeoutError, match="no connection to rank 1"):
+                dialer.result()
+    assert heard == [b""], "it proves nothing to an impostor"
+
+
+def test_what_was_overheard_does_not_open_another_connection(gates: list[Gate]) -> None:
+    overheard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between, ThreadPoolExecutor(3) as pool:
+        host, port = between.getsockname()
+        address = f"{host} {port}".encode()
+        sides = [
+            pool.submit(connect, gates[0], KEY, 3, 0, [LINK], {1: address}, NEVER, PATIENCE),
+            pool.submit(connect, gates[1], KEY, 3, 1, [LINK], {0: gates[0].address}, NEVER, PATIENCE),
+        ]
+        ours, _ = between.accept()
+        theirs = socket.create_connection(address_of(gates[1]))
+        with ours, theirs:
+            while not all(side.done() for side in sides):
+                ready, _, _ = select.select([ours, theirs], [], [], 0.1)
+                for sock in ready:
+                    data = sock.recv(1000)
+                    overheard += data if sock is ours else b""
+                    (theirs if sock is ours else ours).sendall(data)
+        for side in sides:
+            side.result()[LINK].close()
+    assert len(overheard) == 32 + GREETING_BYTES + PROOF_BYTES  # nothing is left that would be taken for a message
+    acceptor = Acceptor(gates[2])
+    acceptor.stranger.sendall(overheard)
+    acceptor.hear(GREETING_BYTES + PROOF_BYTES)
+    acceptor.refuses()
+
+
+def test_of_many_pairs_each_side_dials_about_half() -> None:
+    links = {Link.between("stage0", a, b) for a in range(8) for b in range(8) if a != b}
+    assert len(links) == 28
+    dials = [sum(link.dialer == rank for link in links) for rank in range(8)]
+    assert max(dials) - min(dials) <= 2
+
+
+# ---------------------------------------------------------------------- connections
+
+
+class Workers:
+    """Three workers in threads, which connect to each other for two groups."""
+
+    def __init__(self, gates: list[Gate], generation: int = 3) -> None:
+        self.gates, self.generation = gates, generation
+        self.cancelled = threading.Event()
+        self._pool = ThreadPoolExecutor(len(gates))
+
+    def links(self, rank: int) -> list[Link]:
+        return [Link.between(group, rank, other) for group in "ab" for other in range(3) if other != rank]
+
+    def start(self, rank: int, seconds: float = PATIENCE, key: bytes = KEY) -> Future[dict[Link, socket.socket]]:
+        addresses = {other: gate.address for other, gate in enumerate(self.gates) if other != rank}
+        links = self.links(rank)
+        return self._pool.submit(
+            connect, self.gates[rank], key, self.generation, rank, links, addresses, self.cancelled, seconds
+        )
+
+
+def check_connected(results: list[dict[Link, socket.socket]]) -> None:
+    """What goes in at one end of a link comes out at the other, and nothing else does."""
+    for rank, links in enumerate(results):
+        assert len(links) == 4
+        for link, sock in links.items():
+            sock.sendall(f"{rank} {link}".encode())
+    for rank, links in enumerate(results):
+        for link, sock in links.items():
+            sock.settimeout(5)
+            assert sock.recv(1000) == f"{link.other(rank)} {link}".encode()
+    for links in results:
+        for sock in links.values():
+            sock.close()
+
+
+@pytest.mark.parametrize("late", [0.0, 0.4])  # seconds; the second is longer than an attempt
+def test_workers_connect(gates: list[Gate], late: float) -> None:
+    workers = Workers(gates)
+    futures = []
+    for rank in range(3):
+        futures.append(workers.start(rank))
+        time.sleep(late)
+    check_connected([future.result() for future in futures])
+
+
+@pytest.mark.parametrize("inputs", [2_000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
+def test_workers_connect_among_strangers(gates: list[Gate], inputs: int, caplog: pytest.LogCaptureFixture) -> None:
+    """They come before, while and after the workers do, and hold their connections."""
+    workers = Workers(gates)
+    draw = random.Random(20_261_122)
+    held: list[socket.socket] = []
+    futures: list[Future[dict[Link, socket.socket]]] = []
+    tried = 0
+    while tried < inputs:
+        if len(futures) < 2 and tried >= len(futures) * inputs / 3:
+            futures.append(workers.start(len(futures), seconds=600.0))
+        knocked, kept, _ = attack(address_of(draw.choice(gates)), draw)
+        tried += knocked
+        held += kept
+        while len(held) > 500:
+            held.pop(0).close()
+    futures.append(workers.start(2, seconds=600.0))
+    check_connected([future.result(PATIENCE) for future in futures])
+    assert "that were not from workers of this run; the first was from 127.0.0.1 port" in caplog.text
+    for sock in held:
+        sock.close()
+
+
+@pytest.mark.long
+def test_workers_connect_while_others_flood_their_gates(gates: list[Gate]) -> None:
+    ended = threading.Event()
+
+    def flood(gate: Gate) -> None:
+        held: list[socket.socket] = []
+        while not ended.is_set():
+            if (sock := knock(address_of(gate))) is not None:
+                held.append(sock)
+            if len(held) > 200:
+                held.pop(0).close()
+        for sock in held:
+            sock.close()
+
+    threads = [threading.Thread(target=flood, args=(gate,)) for gate in gates]
+    for thread in threads:
+        thread.start()
+    try:
+        for generation in range(3):
+            workers = Workers(gates, generation)
+            futures = [workers.start(rank, seconds=120.0) for rank in range(3)]
+            check_connected([future.result() for future in futures])
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_queue_that_strangers_have_filled_is_emptied() -> None:
+    gate, other = Gate("127.0.0.1"), Gate("127.0.0.1")
+    gate.socket.listen(8)  # a small one
+    link = Link("a", 1, 0)
+    waiting = []
+    for _ in range(30):
+        waiting.append(socket.socket())
+        waiting[-1].setblocking(False)
+        waiting[-1].connect_ex(gate.socket.getsockname())
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        for closing in (gate, other):
+            stack.callback(closing.close)
+        dialer = pool.submit(connect, other, KEY, 0, 1, [link], {0: gate.address}, NEVER, PATIENCE)
+        time.sleep(0.3)
+        acceptor = pool.submit(connect, gate, KEY, 0, 0, [link], {1: other.address}, NEVER, PATIENCE)
+        for future in (dialer, acceptor):
+            for sock in future.result().values():
+                sock.close()
+    for sock in waiting:
+        sock.close()
+
+
+def test_strangers_do_not_use_up_the_descriptors() -> None:
+    """A process that has hardly any left drops strangers to take in a worker."""
+    gate, other = Gate("127.0.0.1"), Gate("127.0.0.1")
+    link = Link("a", 1, 0)
+    strangers = [knock(address_of(gate)) for _ in range(60)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            # A worker is another process; here it has its descriptors before they become few.
+            dialer = pool.submit(connect, other, KEY, 0, 1, [link], {0: gate.address}, NEVER, PATIENCE)
+            assert wait_for(lambda: len(os.listdir("/proc/self/fd")) >= used + 2)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
+            acceptor = pool.submit(connect, gate, KEY, 0, 0, [link], {1: other.address}, NEVER, PATIENCE)
+            for future in (dialer, acceptor):
+                for sock in future.result().values():
+                    sock.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for stranger in (*strangers, gate, other):
+            if stranger is not None:
+                stranger.close()
+
+
+def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> None:
+    workers = Workers(gates)
+    futures = [workers.start(rank, 1.0, KEY if rank else OTHER_KEY) for rank in range(3)]
+    for rank, ranks in enumerate(["1, 2", "0", "0"]):
+        with pytest.raises(TimeoutError, match=f"no connection to rank {ranks} within 1 s"):
+            futures[rank].result()
+
+
+def test_cancelling_ends_connecting_and_leaves_nothing_open(gates: list[Gate]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    workers = Workers(gates)
+    futures = [workers.start(rank) for rank in range(2)]
+    time.sleep(0.1)
+    began = time.monotonic()
+    workers.cancelled.set()
+    for future in futures:
+        with pytest.raises(InterruptedError):
+            future.result()
+    assert time.monotonic() - began < 1.0
+    assert len(os.listdir("/proc/self/fd")) == before
