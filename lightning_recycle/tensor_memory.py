@@ -133,52 +133,27 @@ def memory_address(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------- any value as tensors and the rest
 
 
-class _TensorPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, is_apart: Callable[[Any], bool]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._is_apart = is_apart
-
-    @override
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor) or not self._is_apart(obj):
-            return None
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._numbers[id(obj)]
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        return host_reduction(obj)
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    @override
-    def persistent_load(self, pid: int) -> Any:
-        return self._tensors[pid]
-
-
 def take_apart(value: Any, is_apart: Callable[[Tensor], bool] = lambda tensor: True) -> tuple[bytes, list[Tensor]]:
     """Pickles ``value`` without the tensors for which ``is_apart``, and these.
 
     Raises:
         Exception: whatever an object raises that cannot be pickled.
     """
-    file = io.BytesIO()
-    pickler = _TensorPickler(file, is_apart)
-    pickler.dump(value)
-    return file.getvalue(), pickler.tensors
+    tensors: dict[int, Tensor] = {}
+    numbers: dict[int, int] = {}
+
+    def number(obj: Any) -> int | None:
+        if not isinstance(obj, Tensor) or not is_apart(obj):
+            return None
+        tensors[id(obj)] = obj
+        return numbers.setdefault(id(obj), len(numbers))
+
+    return pack_tensors(value, number), list(tensors.values())
 
 
 def put_together(data: bytes, tensors: Sequence[Any]) -> Any:
     """The inverse of :func:`take_apart`, with ``tensors`` in the places of its."""
-    return _TensorUnpickler(io.BytesIO(data), tensors).load()
+    return unpack_tensors(data, tensors.__getitem__)
 
 
 # ---------------------------------------------------------------------- on the way between workers
