@@ -30,11 +30,11 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, 
 
 _SEED = 1
 # Instead of beginning a W, or an F or W. With F : B : W = 1 : 1.1 : 0.9, 0.25 and 1 are worse, any cost is far worse.
-_PATIENCES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5))
+_PATIENCES = ((0.0, 0.0), (0.5, 0.5))
 _EXPRESS_PATIENCE = (0.3, 0.7)  # the same where forwards are awaited too
 # Of the micro-batches that a stage can send out until its first gradient comes back. 24 x 64 x 128 with 5 % failed and
 # F : B : W = 1 : 1.1 : 0.9: 3.5 % above the lower bound instead of 4.5 %.
-_KEEPS = (0.85, 0.7, 0.95)
+_KEEP = 0.85
 # What is express, of the micro-batches of a pipeline, and what is kept then, of those in a round trip. The same grid
 # with S in flight: 2.8 % above the lower bound instead of 6.2 %.
 _EXPRESS_BACKWARDS, _EXPRESS_FORWARDS, _AWAITED_FORWARDS, _AWAITING = 1 / 32, 0.3, 0.5, 1.6
@@ -120,7 +120,7 @@ class _RuleSearch:
         self.expresses = [NO_EXPRESS]
         if uneven and self.stages > 1:
             trips = _round_trips(problem.costs, codes.durations)
-            self.keeps += [tuple(round(share * trip) for trip in trips) for share in _KEEPS]
+            self.keeps.append(tuple(round(_KEEP * trip) for trip in trips))
             own, counts = _round_trips(problem.costs, codes.durations, itself=True), problem.live_counts()
             share = _EXPRESS_KEEP * grid.pipelines
             self.keeps.append(tuple(int(share * trip / live) for trip, live in zip(own, counts, strict=True)))

@@ -271,3 +271,11 @@ def test_wrong_plans_and_paths_are_refused(tmp_path: Path) -> None:
     assert p.PlanLibrary(tmp_path / "none").get(PROBLEM) is None
     with pytest.raises(ConfigurationError, match="unknown planner 'magic'"):
         p.PlanLibrary(tmp_path, "magic")
+
+
+def test_whole_numbers_of_bytes_find_their_plan(tmp_path: Path) -> None:
+    memory = p.Memory((10,) * 4, (1,) * 4, (1,) * 4, (1,) * 4)
+    problem = replace(PROBLEM, memory=memory)
+    library = p.PlanLibrary(tmp_path)
+    library.put(p.solve(problem))
+    assert library.get(problem) is not None
