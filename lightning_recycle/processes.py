@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import importlib.util
 import os
 import select
 import signal
@@ -66,16 +65,13 @@ def _await_end(pid: int) -> None:
     poll.poll()
 
 
-# ---------------------------------------------------------------------- title
+# ---------------------------------------------------------------------- name
 
 
-def set_title(title: str, short: str) -> None:
-    """Names this process in ``ps`` and ``top``; ``short`` without ``setproctitle``."""
-    if importlib.util.find_spec("setproctitle") is not None:
-        importlib.import_module("setproctitle").setproctitle(title)
-        return
+def name_process(name: str) -> None:
+    """Names this process in ``ps -o comm`` and ``top``."""
     with contextlib.suppress(OSError):  # not Linux, or no /proc: the process keeps the name of its program
-        Path("/proc/self/comm").write_text(short)
+        Path("/proc/self/comm").write_text(name)
 
 
 # ---------------------------------------------------------------------- states of other processes

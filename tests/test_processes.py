@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.waiting import wait_for
@@ -33,19 +32,11 @@ def test_threads_that_compute_sleep_and_are_stopped_are_told_apart() -> None:
     assert thread_states(busy.pid, space) == ""
 
 
-NAMES_ITSELF = """
-from lightning_recycle.processes import set_title
-set_title("recycle worker (1, 0) of train.py", "recycle 1,0")
-"""
-
-
-def test_a_process_has_a_title(tmp_path: Path) -> None:
-    show = "print(open('/proc/self/comm').read())"
-    plain = subprocess.run([sys.executable, "-c", NAMES_ITSELF + show], capture_output=True, text=True, check=True)
-    assert plain.stdout.strip() == "recycle 1,0"
-    (tmp_path / "setproctitle.py").write_text("setproctitle = print")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    installed = subprocess.run(
-        [sys.executable, "-c", NAMES_ITSELF], env=environment, capture_output=True, text=True, check=True
+def test_a_process_has_a_name() -> None:
+    code = (
+        "from lightning_recycle.processes import name_process\n"
+        "name_process('recycle 1,0')\n"
+        "print(open('/proc/self/comm').read())"
     )
-    assert installed.stdout.strip() == "recycle worker (1, 0) of train.py"
+    named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert named.stdout.strip() == "recycle 1,0"

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_recycle.callbacks import PlanMonitor
@@ -35,7 +34,7 @@ from lightning_recycle.errors import ConfigurationError, ControlPlaneError, Inje
 from lightning_recycle.launch import run_results, worker_payload
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall
 from lightning_recycle.model.layers import weights_of
-from lightning_recycle.processes import set_title
+from lightning_recycle.processes import name_process
 from lightning_recycle.runtime.machine_errors import readers_may_die
 from lightning_recycle.session.configuration import ResultRoute, RunSetup, WorkerIdentity
 from lightning_recycle.session.session import Session
@@ -79,7 +78,7 @@ def worker_main(start: WorkerStart) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: client.request_leave())
     worker = start.setup.positions.position(start.place.rank)
-    set_title(f"recycle worker {worker} of {Path(sys.argv[0]).name}", f"recycle {worker.pipeline},{worker.stage}")
+    name_process(f"recycle {worker.pipeline},{worker.stage}")
     with crashes_reported(client):
         worker_payload.ignore_untrue_warnings()  # the script is imported now, too; its filters come with the settings
         call, settings = start.payload.load()

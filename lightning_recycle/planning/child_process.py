@@ -70,7 +70,7 @@ _END_SECONDS = 3.0  # from closing its connection to the end of the process
 _LOWEST_PRIORITY = 19
 _LOOK_SECONDS = 0.05  # between checks whether it is still wanted
 
-Report: TypeAlias = Callable[[str, Any], None]
+Reporter: TypeAlias = Callable[[str, Any], None]
 """``report(kind, value)`` sends a message to the caller."""
 
 
@@ -78,10 +78,10 @@ class UnavailableError(PlanningError):
     """Something that the function needs is not installed, or cannot be loaded."""
 
 
-def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: float = math.inf) -> str | None:
+def run_in_child(entry: str, argument: Any, on_message: Reporter, time_limit: float = math.inf) -> str | None:
     """Calls ``entry`` ("module:function") in a child process; why it failed, or None.
 
-    The function gets ``argument`` and a :data:`Report`, whose messages go to ``on_message``. It must be importable with
+    The function gets ``argument`` and a :data:`Reporter`; its messages go to ``on_message``. It must be importable with
     the ``sys.path`` of this process, and is killed after ``time_limit`` seconds. Raises :class:`Cancelled`.
     """
     interrupted = _cancels.get() or threading.Event()
@@ -101,7 +101,7 @@ def run_in_child(entry: str, argument: Any, on_message: Report, time_limit: floa
     return None if kind == "answer" else str(value)
 
 
-def _call(entry: str, argument: Any, report: Report) -> None:
+def _call(entry: str, argument: Any, report: Reporter) -> None:
     module, _, function = entry.partition(":")
     try:
         getattr(importlib.import_module(module), function)(argument, report)
@@ -232,7 +232,7 @@ class _Child:
                 ours.setsockopt(socket.SOL_SOCKET, bound, struct.pack("ll", int(SILENCE_SECONDS), 0))
 
     def ask(
-        self, task: bytes, interrupted: threading.Event, time_limit: float, on_message: Report | None = None
+        self, task: bytes, interrupted: threading.Event, time_limit: float, on_message: Reporter | None = None
     ) -> tuple[str, Any]:
         """The answer to the question in ``task``, with its kind.
 

@@ -227,7 +227,7 @@ def _gap(result: PlanResult) -> str:
 
 # -- the problem in slots ----------------------------------------------------------------------------------------------
 
-Step: TypeAlias = tuple[int, int]
+StageOp: TypeAlias = tuple[int, int]
 """Kind (FORWARD, BACKWARD or WEIGHT of :mod:`timing`) and stage."""
 
 Placement: TypeAlias = tuple[int, int, int, int, float]
@@ -292,13 +292,13 @@ class TimeIndexedProblem:
         return tuple(rank for kind, rank in self.durations if kind == FORWARD)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[StageOp, ...]:
         """All steps of a micro-batch, each behind the one that it needs."""
         stages = range(self.stages)
         path = [(FORWARD, s) for s in stages] + [(BACKWARD, s) for s in reversed(stages)]
         return tuple(path if self.fused else path + [(WEIGHT, s) for s in stages])
 
-    def source(self, step: Step) -> tuple[Step, int] | None:
+    def source(self, step: StageOp) -> tuple[StageOp, int] | None:
         """The step whose result this one needs, and how long that takes to arrive."""
         kind, stage = step
         if kind == WEIGHT:
@@ -341,10 +341,10 @@ class TimeIndexedProblem:
     def routes(self) -> list[Route]:
         return [Route(f, hosts) for f, family in enumerate(self.families) for hosts in product(*family.hosts)]
 
-    def windows(self, route: Route, length: int) -> dict[Step, tuple[int, int]]:
+    def windows(self, route: Route, length: int) -> dict[StageOp, tuple[int, int]]:
         """First and last start of a route's steps if the period is at most ``length``."""
-        first: dict[Step, int] = {}
-        last: dict[Step, int] = {}
+        first: dict[StageOp, int] = {}
+        last: dict[StageOp, int] = {}
         lasts = {step: self.durations[step[0], route.hosts[step[1]]] for step in self.steps}
         for step in self.steps:
             source = self.source(step)

@@ -31,8 +31,8 @@ from typing import Any
 
 import mip
 
-from lightning_recycle.planning.child_process import Report, UnavailableError
-from lightning_recycle.planning.exact_planner import Placement, SolverTask, Step, TimeIndexedProblem
+from lightning_recycle.planning.child_process import Reporter, UnavailableError
+from lightning_recycle.planning.exact_planner import Placement, SolverTask, StageOp, TimeIndexedProblem
 from lightning_recycle.planning.timing import FORWARD
 
 _NAMES = {"cbc": mip.CBC, "highs": mip.HIGHS, "gurobi": mip.GUROBI}
@@ -48,7 +48,7 @@ class _InfeasibleError(Exception):
     """A constraint without variables is violated."""
 
 
-def solve(task: SolverTask, report: Report) -> None:
+def solve(task: SolverTask, report: Reporter) -> None:
     """Find a shorter period; solutions and bounds are reported as they are found."""
     deadline = time.monotonic() + task.planner.time_limit
     problem, search = task.problem, _MilpSearch(task, report)
@@ -61,7 +61,7 @@ def solve(task: SolverTask, report: Report) -> None:
 @dataclass
 class _MilpSearch:
     task: SolverTask
-    report: Report
+    report: Reporter
 
     def shorten(self, problem: TimeIndexedProblem, low: int, high: int, deadline: float) -> int | None:
         """Decides lengths from ``low`` to below ``high``; the smallest feasible one.
@@ -152,7 +152,7 @@ class _MilpModel:
     task: SolverTask
     mip: Any = field(init=False)
     sizes: list[Any] = field(init=False)
-    counts: list[dict[Step, list[Any]]] = field(init=False)
+    counts: list[dict[StageOp, list[Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mip = _empty_model(self.task)
@@ -166,7 +166,7 @@ class _MilpModel:
         if self.problem.staggered:
             self._stages()
 
-    def _duration(self, g: int, step: Step) -> int:
+    def _duration(self, g: int, step: StageOp) -> int:
         return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
 
     def _count(self, g: int) -> int:
@@ -190,9 +190,9 @@ class _MilpModel:
             if not isinstance(sizes[0], int):
                 self.mip.add_constr(mip.xsum(sizes) == len(family.microbatches))
 
-    def _counts(self, g: int) -> dict[Step, list[Any]]:
+    def _counts(self, g: int) -> dict[StageOp, list[Any]]:
         """N[o,t] of a route."""
-        found: dict[Step, list[Any]] = {}
+        found: dict[StageOp, list[Any]] = {}
         known = isinstance(self.sizes[g], int)
         count = self.sizes[g] if known else self._count(g)
         for step, (first, last) in self.windows[g].items():
@@ -206,7 +206,7 @@ class _MilpModel:
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
         return found
 
-    def _started(self, g: int, step: Step, t: int) -> Any:
+    def _started(self, g: int, step: StageOp, t: int) -> Any:
         """N[o,t]."""
         first, last = self.windows[g][step]
         if t < first:
@@ -257,7 +257,7 @@ class _MilpModel:
                 )
                 self._at_most(forwards - released, problem.most_held(rank))
 
-    def _running(self, ops: list[tuple[int, Step, int]], t: int, since: int = 0) -> Any:
+    def _running(self, ops: list[tuple[int, StageOp, int]], t: int, since: int = 0) -> Any:
         """Operations that run during slot t and have started by ``t - since``."""
         return mip.xsum(
             _minus(self._started(g, step, t - since), self._started(g, step, t - lasts))
@@ -301,7 +301,7 @@ class _MilpModel:
             ]
         return found
 
-    def _starts(self, g: int, step: Step) -> list[int]:
+    def _starts(self, g: int, step: StageOp) -> list[int]:
         times: list[int] = []
         first, last = self.windows[g][step]
         for t in range(first, max(first, last) + 1):

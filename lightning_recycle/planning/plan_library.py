@@ -35,7 +35,7 @@ from rich.progress import track
 from lightning_recycle.arguments import __version__
 from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import read_json, refusing, typed_content, write_atomically, write_json
-from lightning_recycle.planning.child_process import Report, run_in_child
+from lightning_recycle.planning.child_process import Reporter, run_in_child
 from lightning_recycle.planning.costs import cost_difference
 from lightning_recycle.planning.grid import OpKind, Worker
 from lightning_recycle.planning.planner import Planner, get_planner, solve
@@ -400,5 +400,5 @@ def _plan_in_child(problem: Problem, planner: Planner) -> PlanResult:
     return solve(problem, planner)
 
 
-def _solve(task: tuple[Problem, Planner], report: Report) -> None:
+def _solve(task: tuple[Problem, Planner], report: Reporter) -> None:
     report("result", solve(*task))

@@ -37,7 +37,7 @@ from lightning_recycle.simulation.training_model import one_f_one_b_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WorkerPlacement:
     """Position of each physical worker that has one, as sorted pairs.
 
     ``copies``: the most states that a worker must send; different senders copy in parallel.
@@ -52,14 +52,14 @@ class Placement:
         return tuple(grid.lanes - held[stage] for stage in range(grid.stages))
 
 
-def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> Placement:
+def fresh(grid: Grid, workers: Collection[int], distribution: tuple[int, ...]) -> WorkerPlacement:
     """A fresh placement: every worker loads its state from a checkpoint."""
     gone = normalized_failures(grid, distribution)
     positions = [position for position in grid.workers() if position not in gone]
-    return Placement(tuple(zip(sorted(workers), positions, strict=False)))
+    return WorkerPlacement(tuple(zip(sorted(workers), positions, strict=False)))
 
 
-def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
+def keep(grid: Grid, before: WorkerPlacement, workers: Collection[int]) -> tuple[dict[int, Worker], list[Worker]]:
     """Workers that keep their positions, and the vacant positions.
 
     Idle workers first fill the barest stages.
@@ -80,8 +80,8 @@ def keep(grid: Grid, before: Placement, workers: Collection[int]) -> tuple[dict[
 
 
 def place(
-    grid: Grid, before: Placement, workers: Collection[int], distribution: tuple[int, ...] | None = None
-) -> Placement:
+    grid: Grid, before: WorkerPlacement, workers: Collection[int], distribution: tuple[int, ...] | None = None
+) -> WorkerPlacement:
     """The new placement of ``workers``, at least one for each stage.
 
     ``distribution``: failures of each stage after normalization; None leaves the failures where they are.
@@ -97,7 +97,7 @@ def place(
         if worker not in known or position.stage != held[worker].stage:
             peers = [place for other, place in held.items() if place.stage == position.stage and other in known]
             senders[min(peers, key=lambda peer: (senders[peer], peer))] += 1
-    return Placement(tuple(sorted(after.items())), max(senders.values(), default=0))
+    return WorkerPlacement(tuple(sorted(after.items())), max(senders.values(), default=0))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Recycle(Policy):
 
     def react(self, context: Context, current: Configuration, trigger: Trigger) -> Reaction | None:
         before = current.layout
-        assert isinstance(before, Placement)
+        assert isinstance(before, WorkerPlacement)
         workers = context.workers(trigger.live)
         grid = self.grid(context)
         held, vacant = keep(grid, before, workers)
@@ -183,7 +183,7 @@ class Recycle(Policy):
             return self.regrouped(found, len(workers), broken=broken, transfer=transfer)
         return Reaction(found, pauses(rejoin=float(self.rejoin), transfer=transfer), at_boundary=True)
 
-    def configuration(self, context: Context, placement: Placement) -> Configuration:
+    def configuration(self, context: Context, placement: WorkerPlacement) -> Configuration:
         """Training with this placement."""
         model = context.model
         failures = placement.failures(self.grid(context))
@@ -230,7 +230,7 @@ class Recycle(Policy):
         grid = self.grid(context)
         workers = context.workers(live)[: grid.num_workers]
         if len(workers) < grid.stages:
-            return stopped("too few workers for all stages", Placement(()))
+            return stopped("too few workers for all stages", WorkerPlacement(()))
         goal = self._distribution(context, grid.num_workers - len(workers))
         return self.configuration(context, fresh(grid, workers, goal))
 

@@ -53,7 +53,7 @@ class _Pending:
     tick: int
 
 
-class Run:
+class SimulatedRun:
     """A training run under a policy, played until tick ``end``."""
 
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
@@ -309,7 +309,7 @@ def simulate(
         )
     changes = () if policy.ignores_failures else failures.changes(cluster, seconds, seed)
     mtbf = None if policy.ignores_failures else mean_time_between_failures(failures, cluster, seconds)
-    run = Run(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
+    run = SimulatedRun(Context(model, cluster, mtbf), policy, changes, as_ticks(seconds))
     run.play()
     return SimulationResult(
         model=model.name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from control_worker import Member, train
 from support.forked import ForkedProcess
+from support.scripts import COORDINATOR
 from support.thread_client import ThreadClient
 from support.waiting import next_line
 
@@ -246,7 +246,7 @@ def beat(connection: MessageConnection | ThreadClient, rank: int) -> None:
 
 def standalone(listen: str, *options: str, **streams: Any) -> subprocess.Popen[str]:
     """``recycle-coordinator`` in a process of its own."""
-    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", listen, *options]
+    command = [*COORDINATOR, "--listen", listen, *options]
     env = {**os.environ, "RECYCLE_KEY": KEY}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, **streams)
 

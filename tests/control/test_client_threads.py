@@ -10,7 +10,7 @@ from support.thread_client import ThreadClient
 
 from lightning_recycle.control import client as client_module
 from lightning_recycle.control.client import in_words
-from lightning_recycle.control.network.connection import Inbox, MessageConnection, encode
+from lightning_recycle.control.network.connection import FrameBuffer, MessageConnection, encode
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, TO_WORKERS, Crash, Heartbeat, Hello, Regroup
 
@@ -20,8 +20,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[MessageConnection]:
     """The coordinator's end of the connection that the next client opens."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(10.0)
-    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, Inbox(TO_WORKERS)))
-    connection = MessageConnection(theirs, Inbox((Hello, *FROM_WORKERS)))
+    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, FrameBuffer(TO_WORKERS)))
+    connection = MessageConnection(theirs, FrameBuffer((Hello, *FROM_WORKERS)))
     yield connection
     connection.close()
 

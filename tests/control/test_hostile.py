@@ -19,7 +19,7 @@ from support.waiting import wait_for
 from lightning_recycle.control.coordinator import coordinator as coordinator_module
 from lightning_recycle.control.network.connection import (
     BadMessageError,
-    Inbox,
+    FrameBuffer,
     MessageConnection,
     NonBlockingConnection,
     encode,
@@ -164,7 +164,7 @@ def test_who_takes_no_messages_is_lost_after_the_timeout_and_holds_up_nobody() -
 
 def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
     ours, theirs = socket.socketpair()
-    sender, reader = NonBlockingConnection(ours, Inbox(())), MessageConnection(theirs, Inbox((m.Publish,)))
+    sender, reader = NonBlockingConnection(ours, FrameBuffer(())), MessageConnection(theirs, FrameBuffer((m.Publish,)))
     sent = [m.Publish(0, number, "key", os.urandom(300_000)) for number in range(5)]
     for message in sent:
         sender.send(message)
@@ -179,8 +179,8 @@ def test_what_a_slow_reader_has_not_taken_arrives_later_in_order() -> None:
 
 def test_a_coordinator_that_says_nothing_is_given_up_and_one_that_shows_life_is_not() -> None:
     ours, theirs = socket.socketpair()
-    coordinator = NonBlockingConnection(ours, Inbox(()))
-    worker = MessageConnection(theirs, Inbox(m.TO_WORKERS), quiet=1.0)
+    coordinator = NonBlockingConnection(ours, FrameBuffer(()))
+    worker = MessageConnection(theirs, FrameBuffer(m.TO_WORKERS), quiet=1.0)
     for _ in range(6):
         time.sleep(0.25)
         coordinator.send(m.Alive())
@@ -216,11 +216,11 @@ def test_a_worker_hears_at_once_for_how_long_the_coordinator_may_be_silent() -> 
 
 
 def test_an_announced_length_costs_no_memory() -> None:
-    inbox = Inbox((m.Arrive,))
+    inbox = FrameBuffer((m.Arrive,))
     inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big") + b"x" * 100)
     assert inbox.take() is None
     assert len(inbox._buffer) == 100
-    inbox = Inbox((m.Hello,))
+    inbox = FrameBuffer((m.Hello,))
     inbox.feed(bytes(encode(m.Arrive(0, 0, "", None)))[:2] + (1 << 39).to_bytes(8, "big"))
     with pytest.raises(BadMessageError, match="Arrive may not be sent here"):
         inbox.take()

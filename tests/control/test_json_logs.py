@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane
+from support.scripts import COORDINATOR
 from support.waiting import PATIENCE
 
 SCRIPT = """
@@ -64,7 +65,7 @@ def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path: Any) -> None:
 def test_another_format_is_an_error_that_names_the_choices() -> None:
     environment = {**os.environ, "RECYCLE_LOG": "xml"}
     arguments = ["--listen", "127.0.0.1:0", "--pipelines", "1", "--stages", "1", "--microbatches", "1"]
-    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *arguments]
+    command = [*COORDINATOR, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (
         2,

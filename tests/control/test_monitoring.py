@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from control_plane import ControlPlane, die, together
 from support.pipes import without_reader
+from support.scripts import COORDINATOR
 from support.waiting import PATIENCE, next_line, wait_for
 
 from lightning_recycle.control.monitoring import monitor as monitor_module
@@ -484,7 +485,7 @@ def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
 
 
 def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", "127.0.0.1:0"]
+    command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
     command += ["--pipelines", "2", "--stages", "2", "--microbatches", "2", *options]
     env = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", **environment}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

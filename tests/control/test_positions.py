@@ -43,8 +43,8 @@ def test_with_one_member_a_position_is_a_worker_of_the_grid() -> None:
 # ---------------------------------------------------------------------- the state machine
 
 
-def report(rank: int, generation: int, version: int = 0, reduced: bool = False, shadow: bool = True) -> m.Report:
-    return m.Report(rank, generation, WorkerStatus(rank % 2, version, reduced, has_shadow=shadow))
+def report(rank: int, generation: int) -> m.Report:
+    return m.Report(rank, generation, WorkerStatus(rank % 2, 0, False))
 
 
 def running() -> s.MembershipState:

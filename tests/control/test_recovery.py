@@ -270,3 +270,9 @@ def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
 )
 def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version: int, reduced: bool, expected: Part) -> None:
     assert part_of(T, version, reduced, idle_peer=True) == expected
+
+
+def test_nobody_goes_back_to_parameters_that_it_has_not_kept() -> None:
+    statuses = {0: WorkerStatus(0, 5, False, has_shadow=False), 1: WorkerStatus(1, 4, False)}
+    with pytest.raises(ReCycleError, match=r"column 0 has applied step 4, .* has not kept the parameters"):
+        decide(statuses)

@@ -548,8 +548,6 @@ MEMBERS: list[tuple[str, Any, str, str, str]] = [
      "positions.whole(ready)", "{positions.position(rank) for rank in ready}"),
     ("a worker that is ahead leaves its sibling alone", recovery, "part_of",
      "not (done and siblings_done)", "not done"),
-    ("workers without a shadow go back with the others", recovery, "decide",
-     "s.version > version and not s.has_shadow", "False"),
 ]
 """As above, in histories in which positions have two members."""
 

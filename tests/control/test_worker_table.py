@@ -7,7 +7,7 @@ import pytest
 
 from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.journal import Process
-from lightning_recycle.control.network.connection import Inbox, NonBlockingConnection, encode
+from lightning_recycle.control.network.connection import FrameBuffer, NonBlockingConnection, encode
 from lightning_recycle.control.network.listener import EventLoop
 from lightning_recycle.control.protocol.messages import FROM_WORKERS, Confirm, Confirmed, Crash
 
@@ -33,7 +33,7 @@ def test_last_words_that_came_with_what_could_not_be_answered_count(answers: int
     loop = EventLoop(lambda: None)
     table = WorkerTable(loop, on_messages, on_lost, {})
     here, there = socket.socketpair()
-    connection = NonBlockingConnection(here, Inbox(FROM_WORKERS))
+    connection = NonBlockingConnection(here, FrameBuffer(FROM_WORKERS))
     table.connect(0, connection, Process("", 1, ""))
     asked = [Confirm(0, number) for number in range(answers)]
     there.sendall(b"".join(map(encode, [*asked, crash])))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.sampling import sampled
+from support.scripts import COORDINATOR
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "operations.md"
@@ -100,7 +101,7 @@ class Run:
         return process
 
     def coordinator(self, *options: str, listen: str = "127.0.0.1:0", key: str = KEY) -> Process:
-        program = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", listen]
+        program = [*COORDINATOR, "--listen", listen]
         return self.start(*program, "--runs", "1", *options, RECYCLE_KEY=key)
 
     def listening(self, *options: str, key: str = KEY) -> Process:

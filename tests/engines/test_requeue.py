@@ -19,6 +19,7 @@ import pytest
 import torch
 from slurm_training import Slow
 from support.models import GLOBAL_BATCH, dataset
+from support.scripts import COORDINATOR
 from support.training import difference, plain_loop
 from support.waiting import wait_for
 
@@ -105,7 +106,7 @@ class Job:
         }
 
     def start(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", "--listen", "127.0.0.1:0"]
+        command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
         grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--runs", "1", "--timeout", "60"]
         with open(self._parent / "coordinator.log", "w") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output, "text": True}

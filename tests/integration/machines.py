@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.scripts import COORDINATOR
 from support.waiting import PATIENCE, line_with
 
 HERE = Path(__file__).parent
@@ -92,13 +93,7 @@ def with_a_cable(a: Machine, b: Machine) -> Iterator[None]:
 
 
 def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_recycle.control.coordinator.standalone",
-        "--listen",
-        f"{machine.address}:{PORT}",
-    ]
+    command = [*COORDINATOR, "--listen", f"{machine.address}:{PORT}"]
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", str(PATIENCE)]
     process = machine.start(*command, *grid, "--runs", str(runs), *options)
     await_listening(process)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outside_worker import error
+from support.scripts import COORDINATOR
 from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
@@ -53,13 +54,7 @@ class Cluster:
             self.start_worker()
 
     def start_coordinator(self, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "lightning_recycle.control.coordinator.standalone",
-            "--listen",
-            f"127.0.0.1:{self.port}",
-        ]
+        command = [*COORDINATOR, "--listen", f"127.0.0.1:{self.port}"]
         command += ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--runs", "1"]
         command += ["--state", str(self.state), *options]
         record = self.folder / f"coordinator-{len(self.records)}.txt"

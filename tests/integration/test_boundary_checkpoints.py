@@ -16,9 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from saving import listed, wait_until_written
 from support.growth import Meanwhile, happened
 from support.models import dataset
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, TOLERANCE, difference, grid_trainer
+from support.training import TOLERANCE, difference, grid_trainer
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -166,16 +165,10 @@ def run(
     L.seed_everything(1, verbose=False)
     pipelines, diary, module = 3 - stages, Diary(), Scheduled(schedule)
     options = {"save_distributed_checkpoint": sharded, "num_microbatches": 4 // pipelines, **saving}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=recycle_strategy(stages, **options),
-        callbacks=[diary, *others, *savers(folder)],
-        max_epochs=EPOCHS,
-        val_check_interval=0.5,
-        accumulate_grad_batches=batches,
-        **{**QUIET, "enable_checkpointing": True},
-    )
+    trainer = grid_trainer(
+        pipelines, stages, (), options, callbacks=[diary, *others, *savers(folder)], max_epochs=EPOCHS,
+        val_check_interval=0.5, accumulate_grad_batches=batches, enable_checkpointing=True,
+    )  # fmt: skip
     train = DataLoader(dataset(BATCH * BATCHES), batch_size=BATCH // pipelines, shuffle=True)
     trainer.fit(module, train, DataLoader(dataset(2 * BATCH), batch_size=BATCH // pipelines), ckpt_path=ckpt_path)
     return trainer, diary, module.state_dict()

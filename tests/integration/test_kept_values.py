@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures, on_one_device
+from support.training import difference, failures, grid_trainer, on_one_device
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 LATE = 4  # the calls before a change that begins late
 
@@ -250,20 +249,10 @@ def train(
     make: Callable[[], L.LightningModule], stages: int, microbatches: int, *faults: Fault, replaces: bool = False
 ) -> dict[str, Tensor]:
     model = make()
-    options: dict[str, Any] = {"layers": "layers"} if stages > 1 else {}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2 * stages,
-        max_epochs=1,
-        strategy=recycle_strategy(
-            pipeline_parallel_size=stages,
-            num_microbatches=microbatches,
-            max_restarts=10 if replaces else 0,
-            **options,
-        ),
-        callbacks=[FaultInjectionCallback(list(faults)), *([AwaitReplacement([6])] if replaces else [])],
-        **QUIET,
-    )
+    options: dict[str, Any] = {"num_microbatches": microbatches, "max_restarts": 10 if replaces else 0}
+    options |= {"layers": "layers"} if stages > 1 else {}
+    callbacks = [AwaitReplacement([6])] if replaces else []
+    trainer = grid_trainer(2, stages, faults, options, max_epochs=1, callbacks=callbacks)
     trainer.fit(model, DataLoader(data(), batch_size=8))
     assert len(failures(trainer)) == len(faults)
     assert not replaces or rejoined(trainer)
@@ -372,15 +361,8 @@ class Same(L.Callback):
 
 
 def test_peers_have_equal_statistics_after_each_step() -> None:
-    callbacks = [FaultInjectionCallback([Fault("kill", 0, 0, step=3)]), Same()]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=3,
-        max_epochs=1,
-        strategy=recycle_strategy(num_microbatches=2),
-        callbacks=callbacks,
-        **QUIET,
-    )
+    faults = [Fault("kill", 0, 0, step=3)]
+    trainer = grid_trainer(3, 1, faults, {"num_microbatches": 2}, max_epochs=1, callbacks=[Same()])
     trainer.fit(batch_normed(), DataLoader(data(), batch_size=4))
     assert len(failures(trainer)) == 1
 
@@ -393,7 +375,7 @@ def test_statistics_equal_those_of_one_device_that_takes_the_mean() -> None:
     for norm, part in zip(halves, (first[0::2], first[1::2]), strict=True):
         norm(part)
     grid = batch_normed()
-    trainer = L.Trainer(accelerator="cpu", devices=2, max_steps=1, strategy=recycle_strategy(), **QUIET)
+    trainer = grid_trainer(2, 1, max_steps=1)
     trainer.fit(grid, DataLoader(data(), batch_size=8))
     for name in ("running_mean", "running_var"):
         expected = sum(getattr(norm, name) for norm in halves) / 2

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from machines import Machine, await_line, await_listening, with_a_cable
 from outside_worker import error
+from support.scripts import COORDINATOR
 from support.training import TOLERANCE
 
 from lightning_recycle.control.client import EXIT_LEFT
@@ -87,7 +88,7 @@ def test_pods_that_are_deleted_and_a_node_that_is_lost_change_nothing(
     _, *given = container("coordinator")["command"]
     options = [option.replace(volume["mountPath"], str(tmp_path / "state")) for option in given]
     patient = ["--timeout", "60"]  # nobody is to be given up because the machine of the tests is busy
-    command = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone", *options, *patient]
+    command = [*COORDINATOR, *options, *patient]
     served = a.start(*command, **environment("coordinator", {}, KEY))
     await_listening(served)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from machines import await_listening
 from support.growth import AwaitReplacement, rejoined
 from support.sampling import sampled
+from support.scripts import COORDINATOR
 from support.training import failures, grid_trainer
 from support.waiting import PATIENCE
 from torch import nn
@@ -117,9 +118,8 @@ def test_two_machines_prepare_as_under_ddp(tmp_path: Path, idiom: str, per_node:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", "PYTHONPATH": os.pathsep.join(sys.path)}
     grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--start-timeout", str(PATIENCE)]
-    command = ["-m", "lightning_recycle.control.coordinator.standalone", "--listen", at, *grid]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    served = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
+    served = subprocess.Popen([*COORDINATOR, "--listen", at, *grid], env=environment, **pipes)
     started = [served]
     try:
         await_listening(served)

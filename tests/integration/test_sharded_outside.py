@@ -9,6 +9,7 @@ import pytest
 import torch
 from outside_member import STEPS
 from sharded import plain_loop
+from support.scripts import COORDINATOR
 from support.training import TOLERANCE
 from support.waiting import PATIENCE
 
@@ -23,15 +24,7 @@ HERE = Path(__file__).parent
 def test_members_that_are_started_by_hand_and_spares_that_replace_two(told: bool, tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     environment = {**os.environ, "RECYCLE_KEY": "the key of this test", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_recycle.control.coordinator.standalone",
-        "--runs",
-        "1",
-        "--listen",
-        f"127.0.0.1:{port}",
-    ]
+    command = [*COORDINATOR, "--runs", "1", "--listen", f"127.0.0.1:{port}"]
     sizes = ["--pipelines", "2", "--stages", "1", "--microbatches", "2", "--processes-per-position", "2"]
     coordinator = subprocess.Popen([*command, *(sizes if told else [])], env=environment)
     environment["RECYCLE_COORDINATOR"] = f"127.0.0.1:{port}"

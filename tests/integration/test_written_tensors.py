@@ -9,14 +9,13 @@ import lightning as L
 import pytest
 import torch
 from support.growth import AwaitReplacement, rejoined
-from support.options import recycle_strategy
 from support.sampling import sampled
-from support.training import QUIET, difference, failures
+from support.training import difference, failures, grid_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.callbacks import Fault, FaultInjectionCallback
+from lightning_recycle.callbacks import Fault
 
 
 class Bank(nn.Module):
@@ -72,14 +71,7 @@ class SelfSupervised(L.LightningModule):
 def on_grid(model: L.LightningModule, faults: Any = (), callbacks: Any = (), **strategy: Any) -> L.Trainer:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 8, generator=generator, dtype=torch.float64))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        strategy=recycle_strategy(**strategy),
-        callbacks=[FaultInjectionCallback(list(faults)), *callbacks],
-        **QUIET,
-    )
+    trainer = grid_trainer(2, 1, faults, strategy, max_epochs=1, callbacks=callbacks)
     trainer.fit(model, DataLoader(data, batch_size=8))
     return trainer
 

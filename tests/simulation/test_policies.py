@@ -7,7 +7,7 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
-from lightning_recycle.simulation.policies import Placement, assemble_teams, fresh, place
+from lightning_recycle.simulation.policies import WorkerPlacement, assemble_teams, fresh, place
 from lightning_recycle.simulation.policy import Context
 from lightning_recycle.simulation.published import (
     cut,
@@ -148,7 +148,7 @@ def test_moving_workers_copy_from_peers_in_parallel() -> None:
     assert after.copies == 1
     kept = place(grid, everybody, alive)
     assert (kept.failures(grid), kept.copies) == ((4, 0, 0, 0), 0)
-    assert Placement(()).failures(grid) == (8, 8, 8, 8)
+    assert WorkerPlacement(()).failures(grid) == (8, 8, 8, 8)
 
 
 # -- spares, drop_replica, restart ------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from lightning_recycle import __version__
 from lightning_recycle.control.network.connection import (
     HEADER_BYTES,
     SCHEMA,
+    FrameBuffer,
     Handshake,
-    Inbox,
     MessageConnection,
     Refused,
     Role,
@@ -138,7 +138,7 @@ def assault(address: tuple[str, int], key: bytes, hostile: tuple[list[Any], bool
             return
     else:
         stranger = socket.create_connection(address)
-        connection = MessageConnection(stranger, Inbox(()))
+        connection = MessageConnection(stranger, FrameBuffer(()))
         if greets:
             stranger.sendall(Handshake(Role.WORKER, os.urandom(16), __version__, SCHEMA).greeting)
     try:

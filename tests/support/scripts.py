@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+COORDINATOR = [sys.executable, "-m", "lightning_recycle.control.coordinator.standalone"]
+"""``recycle-coordinator``, wherever the package is installed."""
+
 
 def consolidated(folder: str | Path, file: Path) -> Path:
     """Lightning's command, run in this process, makes one checkpoint, ``file``, of the sharded one in ``folder``."""

@@ -23,11 +23,14 @@ import contextlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from email.message import Message
 from http import HTTPStatus
@@ -151,14 +154,11 @@ class Views:
     """
 
     def __init__(self, make: Callable[[], RunView], wake: Callable[[], None]) -> None:
-        self._make = make
-        self._wake = wake
-        self._changed = threading.Condition()
-        self._wanted = False
-        self._closed = False
-        self._newest: RunView | None = None
-        self._error: Exception | None = None
-        self._number, self._fresh_until = 0, 0.0
+        self._make, self._wake = make, wake
+        self._lock = threading.RLock()
+        self._wanted: Future[RunView] | None = None
+        self._newest: Future[RunView] | None = None
+        self._fresh_until = 0.0
 
     def ask(self, timeout: float = 2.0) -> RunView:
         """A view at most a quarter of a second old; the last one after :meth:`close`.
@@ -166,41 +166,42 @@ class Views:
         In any thread. Raises ControlPlaneError if the loop does not answer within ``timeout`` seconds, or could not
         make a view.
         """
-        with self._changed:
-            if not self._closed and time.monotonic() >= self._fresh_until:
-                number, wanted, self._wanted = self._number, self._wanted, True
-                if not wanted:
+        with self._lock:
+            asked = self._newest
+            if asked is None or time.monotonic() >= self._fresh_until:
+                asked, is_asked = self._wanted or Future(), self._wanted is not None
+                self._wanted = asked
+                if not is_asked:
                     self._wake()
-                if not self._changed.wait_for(lambda: self._number > number, timeout):
-                    raise ControlPlaneError(f"The coordinator does not answer: it was asked {timeout:g} s ago.")
-            if self._error is not None or self._newest is None:
-                raise ControlPlaneError(f"The coordinator could not say how it is: {self._error}")
-            return self._newest
+        try:
+            return asked.result(timeout)
+        except FutureTimeout as error:
+            raise ControlPlaneError(f"The coordinator does not answer: it was asked {timeout:g} s ago.") from error
+        except Exception as error:
+            raise ControlPlaneError(f"The coordinator could not say how it is: {error}") from error
 
     def answer(self) -> None:
         """In the loop's thread: makes a view if one is wanted."""
-        if self._wanted:
+        if self._wanted is not None:
             self._publish()
 
     def close(self) -> None:
         self._publish()
-        with self._changed:
-            self._closed = True
+        self._fresh_until = math.inf
 
     def _publish(self) -> None:
         began = time.monotonic()
-        made, error = self._newest, None
+        with self._lock:
+            made = self._wanted = self._wanted or Future()  # whoever asks meanwhile gets it, too
         try:
-            made = self._make()
+            made.set_result(self._make())
         except Exception as problem:  # whoever only looks must not end a run
             log.exception("The status of the run could not be made")
-            error = problem
-        with self._changed:
-            self._newest, self._error = made, error
+            made.set_exception(problem)
+        with self._lock:
             now = time.monotonic()
-            self._number, self._wanted = self._number + 1, False
+            self._newest, self._wanted = made, None
             self._fresh_until = now + max(_LEAST_SECONDS, _SHARE * (now - began))
-            self._changed.notify_all()
 
 
 _MOST_CONNECTIONS = 16  # at the same time, for each address

@@ -7,7 +7,7 @@ connection, direction and version, and the key is never sent. Before the proof o
 *Frame*: a header (message type, length) and a body of fields, msgpack with the messages' type hints as the schema.
 Decoding makes only data of declared types: no byte from the network names a class or function, so none can run code.
 
-*Sockets*: messages are assembled from the pieces that arrive (:class:`Inbox`). A worker's threads block in
+*Sockets*: messages are assembled from the pieces that arrive (:class:`FrameBuffer`). A worker's threads block in
 :class:`MessageConnection`. The coordinator has one thread for all workers, so a worker that stops in the middle of a
 message must not hold it up: :class:`NonBlockingConnection` keeps what is incomplete, both ways.
 
@@ -245,7 +245,7 @@ HANDSHAKE_SECONDS = 20.0
 class _Socket:
     """Socket options and ends of both sides."""
 
-    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
         self.inbox = inbox
         self._socket = sock
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -280,7 +280,7 @@ class MessageConnection(_Socket):
     ``heard``: when something last arrived, in seconds of the monotonic clock.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox, quiet: float = _QUIET_SECONDS) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer, quiet: float = _QUIET_SECONDS) -> None:
         super().__init__(sock, inbox)
         self.heard = time.monotonic()
         self._quiet = 0.0
@@ -342,7 +342,7 @@ class NonBlockingConnection(_Socket):
     ``unsent_since``: since when unsent frames wait, in seconds of the monotonic clock; None if all was sent.
     """
 
-    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
         super().__init__(sock, inbox)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -435,7 +435,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
         for data in _pieces(sock, deadline, handshake):
             sock.sendall(handshake.receive(data))
         sock.settimeout(None)
-        return MessageConnection(sock, Inbox(TO_WORKERS, handshake.rest))
+        return MessageConnection(sock, FrameBuffer(TO_WORKERS, handshake.rest))
     except BaseException:
         sock.close()
         raise
@@ -455,8 +455,8 @@ def _pieces(sock: socket.socket, deadline: float, handshake: Handshake) -> Itera
         yield data
 
 
-class Inbox:
-    """Assembles messages from pieces.
+class FrameBuffer:
+    """Assembles messages from the pieces of their frames.
 
     ``expects``: the allowed types; a header of another type is an error before its body is read.
     """

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
@@ -31,8 +32,8 @@ from lightning_recycle.control.network.connection import (
     HANDSHAKE_SECONDS,
     SCHEMA,
     VERSION,
+    FrameBuffer,
     Handshake,
-    Inbox,
     NonBlockingConnection,
     Refused,
     Role,
@@ -81,10 +82,10 @@ class Listener:
         self._pending: Counter[str] = Counter()  # how many of them come from an address
         self._known: dict[str, bool] = {}  # addresses
         self._logged: set[tuple[str, str]] = set()  # hosts and reasons of refusals
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop(on_wake=lambda: None)
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
-        self._waker, self._woken = socket.socketpair()
+        self._loop.watch(self._socket.fileno(), self._accept_all)
         self._thread = threading.Thread(target=self._serve, name="recycle-acceptor", daemon=True)
 
     @property
@@ -98,32 +99,27 @@ class Listener:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._waker.close()
+        self._loop.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self._socket.close()
-        self._woken.close()
         for stranger in self._strangers.values():
             stranger.socket.close()
-        self._selector.close()
+        self._loop.close()
         while not self.accepted.empty():
             self.accepted.get().close()
 
     def _serve(self) -> None:
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._closing:
-            ready = self._selector.select(_LONGEST_SELECT)
-            for key, _ in ready:
-                if key.fd in self._strangers:
-                    self._listen_to(self._strangers[key.fd])
-            if any(key.fileobj is self._socket for key, _ in ready):
-                for _ in range(_ACCEPTS):
-                    if not self._accept():
-                        break
+            self._loop.dispatch(self._loop.select(_LONGEST_SELECT))
             now = time.monotonic()
             while self._strangers and now > (oldest := next(iter(self._strangers.values()))).deadline:
                 self._refuse(oldest, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
+
+    def _accept_all(self) -> None:
+        for _ in range(_ACCEPTS):
+            if not self._accept():
+                break
 
     def _accept(self) -> bool:
         accepted = accept(self._socket, "The coordinator")
@@ -149,7 +145,7 @@ class Listener:
             sock, (host, port), handshake, time.monotonic() + HANDSHAKE_SECONDS
         )
         self._pending[host] += 1
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._loop.watch(sock.fileno(), partial(self._listen_to, stranger))
         self._listen_to(stranger)  # a worker has mostly said something by now
         return True
 
@@ -201,7 +197,7 @@ class Listener:
         self._forget(stranger)
         self._known[stranger.address[0]] = True
         try:
-            connection = NonBlockingConnection(stranger.socket, Inbox(FIRST, stranger.handshake.rest))
+            connection = NonBlockingConnection(stranger.socket, FrameBuffer(FIRST, stranger.handshake.rest))
         except OSError:  # it has gone again
             stranger.socket.close()
             return
@@ -229,7 +225,7 @@ class Listener:
         self._pending[stranger.address[0]] -= 1
         if not self._pending[stranger.address[0]]:
             del self._pending[stranger.address[0]]
-        self._selector.unregister(stranger.socket)
+        self._loop.forget(stranger.socket.fileno())
 
 
 def _has_left(sock: socket.socket) -> bool:
