@@ -79,8 +79,8 @@ def new_event(device: torch.device) -> Any:
 class DeviceThread(threading.Thread):
     """A daemon thread whose current device is that of the thread that makes it."""
 
-    def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
-        super().__init__(target=target, name=name, args=args, daemon=True)
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
         # A process that has not used its accelerator yet, such as the launching one, does not begin to by this.
         self._index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 

@@ -184,7 +184,7 @@ class Memory:
                 )
             if not all(is_number(value, 0) for value in values):
                 raise ConfigurationError(f"Memory({name}={values!r}): give finite numbers of bytes, at least 0.")
-            object.__setattr__(self, name, tuple(map(float, values)))  # equal problems have equal files
+            object.__setattr__(self, name, tuple(map(float, values)))  # as a plan file has them, by which it is found
 
     @classmethod
     def counting(cls, limits: Sequence[int]) -> Memory:

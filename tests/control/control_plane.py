@@ -93,7 +93,7 @@ class FakePlanner:
         self.grid = grid
         self.background = PlanningQueue()
         self.planner = HeuristicPlanner()
-        self.assumptions = Untimed(grid, PlanningOptions())
+        self.assumptions = Untimed(grid, PlanningOptions(), None, False)
         self.asked: list[tuple[frozenset[Worker], dict[int, dict[str, float]]]] = []
         self.ahead: list[frozenset[Worker]] = []
         self.error: Exception | None = None

@@ -32,7 +32,7 @@ class Run:
     def __init__(
         self, seconds: Seconds, options: DriftOptions | None = None, schedule: p.Schedule | None = None
     ) -> None:
-        self.monitor = DriftMonitor(options or DriftOptions(window=10))
+        self.monitor = DriftMonitor(options or DriftOptions(window=10), p.HeuristicPlanner())
         self.seconds = seconds
         self.step = 0
         self.questions: list[DriftQuestion] = []

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,9 @@ KEY = b"the key of the run"
 OTHER = b"another key of a run"
 
 
-def side(role: Role, key: bytes = KEY, version: str = "1.0", schema: bytes = SCHEMA) -> Handshake:
-    return Handshake(role, key, version, schema)
+def side(role: Role, key: bytes = KEY, version: str = __version__, schema: bytes = SCHEMA) -> Handshake:
+    with patch.multiple(connection_module, __version__=version, SCHEMA=schema):
+        return Handshake(role, key)
 
 
 def shake(worker: Handshake, coordinator: Handshake) -> None:
@@ -175,7 +177,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_has_no_more_time_than_a_silent
     door = open_door(doors)
     slow, sent = door.stranger(), 0
     with contextlib.suppress(OSError):
-        for byte in side(Role.WORKER, version=__version__).greeting[:-1]:
+        for byte in side(Role.WORKER).greeting[:-1]:
             slow.sendall(bytes([byte]))
             sent += 1
             time.sleep(0.1)
@@ -199,7 +201,7 @@ def test_who_has_spoken_stays_while_others_come_and_say_nothing(
 ) -> None:
     monkeypatch.setattr(listener_module, "_STRANGERS", 1)
     door = open_door(doors)
-    worker, sock = side(Role.WORKER, version=__version__), door.stranger()
+    worker, sock = side(Role.WORKER), door.stranger()
     sock.sendall(worker.greeting)
     proof = worker.receive(sock.recv(4096))
     silent = [door.stranger() for _ in range(20)]
@@ -224,7 +226,7 @@ def test_a_known_address_is_not_bounded_by_who_else_comes_from_there(doors: list
     door.listener._known["127.0.0.2"] = False
 
     def knock() -> None:
-        worker, sock = side(Role.WORKER, version=__version__), door.stranger("127.0.0.2")
+        worker, sock = side(Role.WORKER), door.stranger("127.0.0.2")
         sock.sendall(worker.greeting)
         sock.sendall(worker.receive(sock.recv(4096)))
         assert door.listener.accepted.get(timeout=10)
@@ -254,7 +256,8 @@ def test_a_worker_of_another_version_says_which_versions_differ(
     doors: list[Door], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     door = open_door(doors)
-    monkeypatch.setattr(connection_module, "VERSION", "9.9")
+    worker = side(Role.WORKER, version="9.9")
+    monkeypatch.setattr(connection_module, "Handshake", lambda *_: worker)
     with pytest.raises(VersionMismatch, match=rf"'9\.9'.*'{__version__}'"):
         connect(door.listener.address, KEY)
     assert wait_for(lambda: "'9.9'" in caplog.text and repr(__version__) in caplog.text, 10)

@@ -319,7 +319,7 @@ def wrong_key(run: Run) -> Statuses:
 def another_version(run: Run) -> Statuses:
     run.listening()
     code = (
-        "import sys; from lightning_recycle.control.network import connection; connection.VERSION = '0.0.1';"
+        "import sys; from lightning_recycle.control.network import connection; connection.__version__ = '0.0.1';"
         "sys.argv = ['ending_script.py', '1', '3', '0'];"
         "import runpy; runpy.run_path('ending_script.py', run_name='__main__')"
     )

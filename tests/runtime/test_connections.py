@@ -20,8 +20,6 @@ from support.waiting import wait_for
 from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
     PROOF_BYTES,
-    SCHEMA,
-    VERSION,
     Handshake,
     Role,
 )
@@ -198,7 +196,7 @@ def test_who_has_overheard_the_name_needs_the_key(
     gates: list[Gate], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     acceptor = Acceptor(gates[1])
-    stranger = Handshake(Role.COORDINATOR, OTHER_KEY, VERSION, SCHEMA)
+    stranger = Handshake(Role.COORDINATOR, OTHER_KEY)
     acceptor.stranger.sendall(NAME)
     greeting = acceptor.hear(GREETING_BYTES)
     acceptor.stranger.sendall(greeting if said == "its own proof" else stranger.greeting)
@@ -220,7 +218,7 @@ def test_a_dialer_refuses_who_does_not_know_the_key() -> None:
             sock, _ = server.accept()
             with sock:
                 sock.settimeout(5)
-                impostor = Handshake(Role.WORKER, OTHER_KEY, VERSION, SCHEMA)
+                impostor = Handshake(Role.WORKER, OTHER_KEY)
                 sock.sendall(impostor.greeting)
                 assert sock.recv(32, socket.MSG_WAITALL) == NAME
                 sock.sendall(impostor.receive(sock.recv(GREETING_BYTES, socket.MSG_WAITALL)))

@@ -15,10 +15,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from lightning_recycle import __version__
 from lightning_recycle.control.network.connection import (
     HEADER_BYTES,
-    SCHEMA,
     FrameBuffer,
     Handshake,
     MessageConnection,
@@ -140,7 +138,7 @@ def assault(address: tuple[str, int], key: bytes, hostile: tuple[list[Any], bool
         stranger = socket.create_connection(address)
         connection = MessageConnection(stranger, FrameBuffer(()))
         if greets:
-            stranger.sendall(Handshake(Role.WORKER, os.urandom(16), __version__, SCHEMA).greeting)
+            stranger.sendall(Handshake(Role.WORKER, os.urandom(16)).greeting)
     try:
         for item in items:
             connection.send_bytes(item if isinstance(item, bytes) else encode(item))

@@ -38,10 +38,10 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any, TypeVar
 
+from lightning_recycle.arguments import __version__
 from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
 from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
-from lightning_recycle.control.network.connection import VERSION
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, PlanningError
 from lightning_recycle.planning.schedule import Schedule
 
@@ -93,7 +93,7 @@ class Monitor:
             throughput=replace(speed, predicted_step_seconds=predicted, samples_per_second=samples),
             name=self._name,
             coordinator=self._place,
-            version=VERSION,
+            version=__version__,
         )
 
     def schedule_svg(self) -> str:

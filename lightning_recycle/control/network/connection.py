@@ -123,11 +123,6 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 # ---------------------------------------------------------------------- the handshake
 
 
-# Dynamically: this package imports nothing above itself.
-VERSION = __version__
-"""The version of this package."""
-
-
 _MAGIC = b"recycle\x00"
 _GREETING = struct.Struct(">8s32s16s32s")  # magic, version, schema, random number
 GREETING_BYTES, PROOF_BYTES = _GREETING.size, 32
@@ -164,14 +159,12 @@ class Handshake:
         rest: bytes that arrived after its proof.
     """
 
-    def __init__(self, role: Role, key: bytes, version: str, schema: bytes) -> None:
-        self.greeting = _GREETING.pack(_MAGIC, version.encode()[:32], schema, os.urandom(32))
+    def __init__(self, role: Role, key: bytes) -> None:
+        self.greeting = _GREETING.pack(_MAGIC, __version__.encode()[:32], SCHEMA, os.urandom(32))
         self.done = False
         self.rest = b""
         self._role = role
         self._key = key
-        self._version = version
-        self._schema = schema
         self._received = b""
         self._transcript = b""
 
@@ -206,14 +199,8 @@ class Handshake:
         return answer
 
     def _meet(self, greeting: bytes) -> None:
-        _, version, schema, _ = _GREETING.unpack(greeting)
-        theirs = version.rstrip(b"\x00").decode("ascii", errors="replace")
-        if (theirs, schema) != (self._version, self._schema):
-            sides = {self._role: (self._version, self._schema), self._role.other: (theirs, schema)}
-            named = {
-                role: f"lightning-recycle {name!r} (messages {digest.hex()[:8]})"
-                for role, (name, digest) in sides.items()
-            }
+        if _GREETING.unpack(self.greeting)[1:3] != _GREETING.unpack(greeting)[1:3]:
+            named = {self._role: _version_in(self.greeting), self._role.other: _version_in(greeting)}
             raise VersionMismatch(
                 f"the worker runs {named[Role.WORKER]}, the coordinator {named[Role.COORDINATOR]}:"
                 " install the same version on both sides"
@@ -223,6 +210,12 @@ class Handshake:
 
     def _proof(self, role: Role) -> bytes:
         return hmac.digest(self._key, role.value + b"\x00" + self._transcript, "sha256")
+
+
+def _version_in(greeting: bytes) -> str:
+    _, version, schema, _ = _GREETING.unpack(greeting)
+    name = version.rstrip(b"\x00").decode("ascii", errors="replace")
+    return f"lightning-recycle {name!r} (messages {schema.hex()[:8]})"
 
 
 # ---------------------------------------------------------------------- sockets
@@ -429,7 +422,7 @@ def connect(address: tuple[str, int], key: bytes, timeout: float = HANDSHAKE_SEC
     """
     deadline = time.monotonic() + timeout
     sock = socket.create_connection(address, timeout=timeout)
-    handshake = Handshake(Role.WORKER, key, VERSION, SCHEMA)
+    handshake = Handshake(Role.WORKER, key)
     try:
         sock.sendall(handshake.greeting)
         for data in _pieces(sock, deadline, handshake):

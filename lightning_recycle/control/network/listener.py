@@ -30,8 +30,6 @@ from typing import Any, TypeAlias
 from lightning_recycle.control.network.addresses import accept, listen_at, shown
 from lightning_recycle.control.network.connection import (
     HANDSHAKE_SECONDS,
-    SCHEMA,
-    VERSION,
     FrameBuffer,
     Handshake,
     NonBlockingConnection,
@@ -140,7 +138,7 @@ class Listener:
         if len(self._strangers) >= self._max_strangers:
             goes = min(self._strangers.values(), key=lambda one: (self._knows(one.address[0]), one.speaks))
             self._refuse(goes, "too many others came after it")
-        handshake = Handshake(Role.COORDINATOR, self._key, VERSION, SCHEMA)
+        handshake = Handshake(Role.COORDINATOR, self._key)
         self._strangers[sock.fileno()] = stranger = _Stranger(
             sock, (host, port), handshake, time.monotonic() + HANDSHAKE_SECONDS
         )

@@ -161,11 +161,6 @@ class Measurements:
         return self.profile
 
     @property
-    def link(self) -> tuple[float, float]:
-        """Latency in seconds and bandwidth in bytes/s, 0 where nothing is measured."""
-        return (0.0, 0.0) if self.profile is None else (self.profile.latency, self.profile.bandwidth)
-
-    @property
     def known_seconds(self) -> dict[int, dict[str, float]]:
         """Seconds of operations by stage, from all workers and steps where known."""
         return {stage: {**seconds, **self.levels.of(stage)} for stage, seconds in self.operation_seconds.items()}
@@ -210,9 +205,7 @@ class Assumptions:
         splitting: the costs of splitting backwards, once they are tried and if that is a choice.
     """
 
-    def __init__(
-        self, grid: Grid, planning: PlanningOptions, costs: Costs | None = None, chooses_split: bool = False
-    ) -> None:
+    def __init__(self, grid: Grid, planning: PlanningOptions, costs: Costs | None, chooses_split: bool) -> None:
         self.costs = costs
         self.technique = planning.technique
         self.splitting: SplitCosts | None = None
@@ -336,4 +329,4 @@ class Assumptions:
 
 def names_of(workers: Iterable[Worker]) -> str:
     """Workers in words."""
-    return ", ".join(map(str, sorted(workers))) or "nobody"
+    return ", ".join(map(str, sorted(workers))) or "no worker"

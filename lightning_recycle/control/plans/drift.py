@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 from lightning_recycle.arguments import Check, OptionGroup, integer, is_number, option
 from lightning_recycle.planning.costs import Costs
 from lightning_recycle.planning.grid import Worker
-from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
 from lightning_recycle.planning.planner import Planner, plan
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import Schedule
@@ -36,7 +35,7 @@ from lightning_recycle.planning.timing import retime
 
 _SIGNIFICANCE = 4.0  # standard errors of a median; there are many workers and many windows
 _SWAP_SECONDS = 0.1  # for switching to another plan, generously: a message to all and back
-# Those that a plan has costs for. R is not among them: it gets the time of F, which whoever runs R measures too.
+# Those that a plan has costs for. R is not among them: it gets the time of F, which its worker measures, too.
 _KINDS = ("F", "B", "W", "BW")
 
 _Frame: TypeAlias = dict[Worker, dict[str, float]]
@@ -106,7 +105,7 @@ class DriftQuestion:
     estimate: Estimate
     step_seconds: float
     threshold: float
-    planner: Planner = HeuristicPlanner()  # noqa: RUF009 - immutable
+    planner: Planner
 
     def answer(self) -> Proposal:
         """The planner's proposal; none is asked for if the lower bound shows no gain.
@@ -129,9 +128,8 @@ class DriftMonitor:
     then :meth:`question`, and :meth:`accepts` its answer.
     """
 
-    def __init__(self, options: DriftOptions, planner: Planner | None = None) -> None:
-        self._options = options
-        self._planner = planner or HeuristicPlanner()
+    def __init__(self, options: DriftOptions, planner: Planner) -> None:
+        self._options, self._planner = options, planner
         self._communication = 0.0
         self._schedule: Schedule | None = None
         self._first_step = 0

@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 Rebalance: TypeAlias = Literal["auto", "always", "never"]
 """Whether layers move: where that pays until the next failure; wherever steps get shorter; or never."""
 
-_BANDWIDTH = 1e9  # bytes/s of a link that nobody has measured
+_BANDWIDTH = 1e9  # bytes/s of a link before it is measured
 _NEVER = 1e12  # seconds
 _STEPS_BEFORE_LAYOUTS = 10  # from then on what operations take counts as known
 _LEAST_GAIN = 0.05  # of a step: measured times are not exact
-_SWITCH_SECONDS = 0.5  # for which a change holds everybody up, besides the bytes that have to be sent
+_SWITCH_SECONDS = 0.5  # for which all wait in a change, apart from the time to send layers
 
 
 class LayoutChoice:
@@ -52,19 +52,18 @@ class LayoutChoice:
         self._planner, self._measured = planner, measured
         self._background = planner.background
         self._layers: LayerCosts | None = None  # the costs of the layers in the newest question
-        self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: who told of it, and its place there
+        self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: the facts of its worker, and its place in them
         self._fixed = ""  # why layers cannot move
         self._whole = ""  # why stages cannot share them
         self._newest: Candidate | None = None  # of the newest answer
         self._due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
         self._record = FailureRecord()
 
-    def told(self, facts: LayerFacts) -> None:
-        """A worker has measured its layers."""
-        start = facts.first
+    def add_facts(self, facts: LayerFacts) -> None:
+        """Adds the layers that a worker has measured."""
         self._fixed, self._whole = self._fixed or facts.fixed, self._whole or facts.whole
         for place in range(len(facts.seconds)):
-            self._facts[start + place] = facts, place
+            self._facts[facts.first + place] = facts, place
         if not self.cuts:
             self.cuts = facts.cuts
 
@@ -177,16 +176,17 @@ class LayoutChoice:
         self.cuts = cuts
         self._measured.relaid(seconds)
         chosen = self.choice_of(cuts)
-        problem = None if chosen is None else chosen.problem
-        memory = None if problem is None else problem.memory  # until it is measured
+        memory = None if chosen is None else chosen.problem.memory  # until it is measured
         self._planner.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
-        schedule = None if chosen is None or chosen.judgement is None else chosen.judgement.schedule
-        self._planner.begin_anew(None if problem is None or schedule is None else schedule.under(problem))
+        if chosen is None or chosen.judgement is None or chosen.judgement.schedule is None:
+            self._planner.begin_anew(None)
+        else:
+            self._planner.begin_anew(chosen.judgement.schedule.under(chosen.problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """Seconds of operations under ``cuts``, from those under the present layout."""
         assert self._layers is not None, "a layout was chosen"
-        split, fused = (self._layers.costs(cuts, split_backward=split_backward) for split_backward in (True, False))
+        split, fused = (self._layers.costs(cuts, split_backward=splits) for splits in (True, False))
         found: dict[int, dict[str, float]] = {}
         for stage, names in seconds.items():
             f, both = split.forward[stage], fused.backward_input[stage]
@@ -228,7 +228,7 @@ class LayoutChoice:
             }
         if all("BW" in seconds.get(stage, {}) for stage in range(costs.stages)):
             known["backward"] = [seconds[stage]["BW"] for stage in range(costs.stages)]
-        latency, bandwidth = self._measured.link
+        profile = self._measured.profile
         return LayerCosts.from_stages(
             costs,
             self.cuts,
@@ -236,7 +236,7 @@ class LayoutChoice:
             output_bytes=each("output_bytes"),
             parameter_bytes=each("parameter_bytes"),
             optimizer_bytes=each("optimizer_bytes"),
-            latency=latency,
-            bandwidth=bandwidth or _BANDWIDTH,
+            latency=0.0 if profile is None else profile.latency,
+            bandwidth=(0.0 if profile is None else profile.bandwidth) or _BANDWIDTH,
             **known,
         )

@@ -57,8 +57,8 @@ from lightning_recycle.planning.timing import retime
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
-_APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process and hold up nobody
-_MOVE_SECONDS = 1.0  # for which a move to another stage holds everybody up, roughly
+_APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process, and delay no message
+_MOVE_SECONDS = 1.0  # for which all wait in a move to another stage, roughly
 _MOVE_HORIZON = 1000  # steps within which it must pay
 _MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
@@ -443,13 +443,13 @@ class PlanProvider:
             return None
         costs = costs or costs_from(seconds, self._grid.stages)
         actual = distribution_of(self._grid, failed)
-        everybody = Problem(self._grid, costs, technique=self.assumptions.technique)
-        wanted = normalize(everybody, len(failed), most=most_in_a_stage(everybody, len(failed)))
+        fault_free = Problem(self._grid, costs, technique=self.assumptions.technique)
+        wanted = normalize(fault_free, len(failed), most=most_in_a_stage(fault_free, len(failed)))
         if wanted[vacant.stage] >= actual[vacant.stage]:
             return None
 
         def period(gone: frozenset[Worker]) -> float:
-            return lower_bound(replace(everybody, failed=gone))
+            return lower_bound(replace(fault_free, failed=gone))
 
         movers = {
             worker.stage: worker

@@ -84,7 +84,7 @@ class RunPlans:
         self._layouts = LayoutChoice(rebalance, planner, self.measurements)
         self._on_profile = on_profile
         self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
-        self._notes: list[tuple[str, dict[str, Any]]] = []  # that nobody has taken
+        self._notes: list[tuple[str, dict[str, Any]]] = []  # not taken yet
         self._steps = 0  # since the newest schedule began
         self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
 
@@ -157,9 +157,10 @@ class RunPlans:
     def take(self, worker: Worker, message: Measured) -> None:
         """Takes in a measurement of ``worker``."""
         newest = self.schedules[-1] if self.schedules else None
-        told = message.profiled
-        if told is not None and (profile := self.measurements.profiled(worker.stage, told)) is not None:
-            self._on_profile(profile)
+        if message.profiled is not None:
+            profile = self.measurements.profiled(worker.stage, message.profiled)
+            if profile is not None:
+                self._on_profile(profile)
         if message.footprint is not None:
             footprints = self.measurements.footprints
             footprints[worker] = message.footprint
@@ -167,7 +168,7 @@ class RunPlans:
                 self._planner.assumptions.measured(footprints)
                 self._plan_ahead_again()
         if message.layers is not None:
-            self._layouts.told(message.layers)
+            self._layouts.add_facts(message.layers)
         if message.trial is not None:
             trials = self.measurements.trials
             trials[worker] = message.trial
@@ -241,7 +242,7 @@ class RunPlans:
         problem = schedule.problem
         now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
         if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
-            return None  # somebody has failed meanwhile, or others are slow
+            return None  # other workers are failed or slow now
         choice = found.choice
         if choice is not None and choice is not self._recorded:
             self._recorded = choice

@@ -36,8 +36,6 @@ from typing import Any, NamedTuple
 from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
     PROOF_BYTES,
-    SCHEMA,
-    VERSION,
     Handshake,
     Refused,
     Role,
@@ -330,7 +328,7 @@ async def _heard(sock: socket.socket, count: int) -> bytes:
 
 async def _prove(sock: socket.socket, role: Role, key: bytes) -> None:
     """Has one side of a handshake, and reads no byte beyond it; raises Refused for another key."""
-    loop, handshake = asyncio.get_running_loop(), Handshake(role, key, VERSION, SCHEMA)
+    loop, handshake = asyncio.get_running_loop(), Handshake(role, key)
     await loop.sock_sendall(sock, handshake.greeting)
     for size in (GREETING_BYTES, PROOF_BYTES):
         await loop.sock_sendall(sock, handshake.receive(await _heard(sock, size)))
