@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -23,6 +24,7 @@ from lightning_recycle.control.network.connection import (
     Handshake,
     Role,
 )
+from lightning_recycle.runtime.comm import connections
 from lightning_recycle.runtime.comm.connections import CHECK_SECONDS, Doorbell, Gate, Link, connect, unreachable
 
 SHORT = 0.5  # seconds
@@ -412,6 +414,23 @@ def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> 
     for rank, ranks in enumerate(["1, 2", "0", "0"]):
         with pytest.raises(TimeoutError, match=f"no connection to rank {ranks} within 1 s"):
             futures[rank].result()
+
+
+def test_a_task_that_loses_a_cancellation_ends() -> None:
+    """As ``asyncio.wait_for()`` did in CPython before 3.12 (gh-86296)."""
+
+    async def run() -> None:
+        async def loses_the_first() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(PATIENCE)
+            await asyncio.sleep(PATIENCE)
+
+        task = asyncio.create_task(loses_the_first())
+        await asyncio.sleep(0)
+        await connections._ended([task])
+        assert task.cancelled()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
 def test_cancelling_ends_connecting_and_leaves_nothing_open(gates: list[Gate]) -> None:

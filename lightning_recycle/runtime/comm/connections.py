@@ -122,8 +122,11 @@ def _closed_on_error(sock: socket.socket) -> Iterator[None]:
 
 async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancels ``tasks``, and returns when they have ended."""
-    for task in tasks:
-        task.cancel()
+    # Again and again: until Python 3.12 wait_for() loses a cancellation that comes when what it waits for has failed.
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=_LOOK_SECONDS)
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
