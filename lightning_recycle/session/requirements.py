@@ -107,6 +107,11 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
         "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }
+    for what in (name for name, is_used in refused.items() if is_used):
+        raise UnsupportedFeatureError(
+            f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
+            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Leave that, or use 1 for both."
+        )
     module = trainer.lightning_module
     builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
     if not is_overridden("configure_model", module, builds_layers):
@@ -116,11 +121,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
             f"With {given}, {type(module).__name__} needs a configure_model() that divides its layers"
             " over self.device_mesh, or the processes of a position would do the same work: call parallelize_module()"
             " or fully_shard() there, or leave the option out."
-        )
-    for what in (name for name, is_used in refused.items() if is_used):
-        raise UnsupportedFeatureError(
-            f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
-            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Leave that, or use 1 for both."
         )
 
 

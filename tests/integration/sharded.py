@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,16 @@ class AtPoint(Victim):
             strategy.at_point.append(lambda *place: die() if place == self.place else None)
 
 
+def run_collectives_by(replaced: Callable[..., Any]) -> None:
+    """Replaces ``MemberGroup.run``, also as what collectives are called by."""
+    from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+
+    MemberGroup.run = replaced  # type: ignore[method-assign]
+    for name, method in list(vars(MemberGroup).items()):
+        if isinstance(method, partialmethod):
+            setattr(MemberGroup, name, partialmethod(replaced, *method.args))
+
+
 class AtCollective(Victim):
     """Dies before its collective number ``number`` of ``step``, or after it; without a number, counts them in
     ``report``.
@@ -289,7 +300,7 @@ class AtCollective(Victim):
                 self.report.write_text(str(self.seen))
             return work
 
-        MemberGroup.run = counted  # type: ignore[method-assign]
+        run_collectives_by(counted)
 
 
 def name(value: Any) -> str:

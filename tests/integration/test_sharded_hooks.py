@@ -20,6 +20,7 @@ from sharded import (
     exact_fit,
     parts_of,
     plain_loop,
+    run_collectives_by,
 )
 from support.sampling import sampled
 from support.training import TOLERANCE
@@ -114,7 +115,7 @@ class AtHookCollective(Victim):
             time.sleep(0.02)
             return work
 
-        MemberGroup.run = counted  # type: ignore[method-assign]
+        run_collectives_by(counted)
 
 
 COLLECTIVES = {TENSOR: 26, FSDP: 50}

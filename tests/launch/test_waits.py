@@ -80,7 +80,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
 def waits() -> set[str]:
     """The functions of launcher and workers that block."""
     found = set()
-    for path in (*PACKAGE.glob("launch/*.py"), *PACKAGE.glob("session/*.py"), PACKAGE / "control" / "client.py"):
+    control = (PACKAGE / "control" / name for name in ("client.py", "monitoring/logs.py"))
+    for path in (*PACKAGE.glob("launch/*.py"), *PACKAGE.glob("session/*.py"), *control):
         for function in ast.walk(ast.parse(path.read_text())):
             calls = ast.walk(function) if isinstance(function, ast.FunctionDef) else ()
             names = (call.func for call in calls if isinstance(call, ast.Call))

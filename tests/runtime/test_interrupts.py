@@ -12,7 +12,7 @@ from support.thread_client import ThreadClient
 from torch import nn
 
 from lightning_recycle.control import client as client_module
-from lightning_recycle.control.network.connection import Inbox, MessageConnection
+from lightning_recycle.control.network.connection import FrameBuffer, MessageConnection
 from lightning_recycle.control.protocol.messages import TO_WORKERS, Regroup
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.runtime.executor.executor import Executor
@@ -53,7 +53,7 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, Inbox(TO_WORKERS)))
+    monkeypatch.setattr(client_module, "connect", lambda *_: MessageConnection(ours, FrameBuffer(TO_WORKERS)))
     client = ThreadClient(0, ("", 0), b"", heartbeat_interval=60.0)
     client._changed = held = HeldBack()
     communicator: Any = Recorder()
@@ -64,7 +64,7 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     bundle = StageBundle(stage, parameters, gradients, StageTies())
     Executor(StepRunner(Worker(0, 0), Grid(1, 1, 1), client, communicator, bundle, host, CommitRules()))
 
-    coordinator = MessageConnection(theirs, Inbox(()))
+    coordinator = MessageConnection(theirs, FrameBuffer(()))
     coordinator.send(Regroup(0, (0,)))
     client.await_announcement(10.0)
     client.enter_generation()
