@@ -13,6 +13,7 @@ every n-th matrix product. The number that flips follows from the fault alone.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import os
 import random
@@ -121,7 +122,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            self._refuse(f"unknown kind {self.kind!r}; use one of {_listed(KINDS)}.")
+            near = difflib.get_close_matches(str(self.kind), KINDS, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            self._refuse(f"unknown kind {self.kind!r}; use one of {_listed(KINDS)}.{meant}")
         if self.at not in _OPERATIONS and self.at not in POINTS:
             self._refuse(f"unknown point {self.at!r}; use one of {_listed((*_OPERATIONS, *POINTS))}.")
         if self.when not in _MOMENTS:

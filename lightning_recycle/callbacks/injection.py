@@ -116,7 +116,8 @@ class FaultInjectionCallback(pl.Callback):
             if Worker(fault.pipeline, fault.stage) not in grid:
                 raise ConfigurationError(
                     f"{fault}: there is no worker ({fault.pipeline}, {fault.stage}) in a grid of {grid.lanes}"
-                    f" pipelines x {grid.stages} stages."
+                    f" pipelines x {grid.stages} stages: pipeline must be one of 0 to {grid.lanes - 1}, stage one of 0"
+                    f" to {grid.stages - 1}."
                 )
             if fault.microbatch is not None and fault.microbatch >= grid.microbatches:
                 raise ConfigurationError(f"{fault}: microbatch must be one of 0 to {grid.microbatches - 1}.")

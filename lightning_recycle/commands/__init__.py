@@ -115,8 +115,9 @@ def _line(error: BaseException) -> str:
         return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
         known = sorted(str(name) for name in cause.parent_node if not str(name).startswith("_") and name != "hydra")
-        near = difflib.get_close_matches(str(cause.full_key).rpartition(".")[2], known, n=1)
-        meant = f"did you mean {near[0]!r}? C" if near else "c"
+        place, dot, name = str(cause.full_key).rpartition(".")
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"did you mean '{place}{dot}{near[0]}'? C" if near else "c"
         return f"unknown setting {cause.full_key!r}: {meant}hoose one of {', '.join(known)}."
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: check its brackets and quotes, as in 'failures=[[1,2],[0,1]]'."

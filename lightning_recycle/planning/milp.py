@@ -170,7 +170,7 @@ class _MilpModel:
         return self.problem.durations[step[0], self.routes[g].hosts[step[1]]]
 
     def _count(self, g: int) -> int:
-        """m[f]."""
+        """m[f]: the micro-batches of route g's family."""
         return len(self.problem.families[self.routes[g].family].microbatches)
 
     def _routing(self) -> None:

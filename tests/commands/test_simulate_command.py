@@ -257,7 +257,7 @@ BAD = [
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
     (["experiment=mine"], "unknown experiment 'mine': choose one of fractions, paper"),
-    (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': did you mean 'mtbf'? Choose one of mtbf, repair"),
+    (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': did you mean 'failures.mtbf'? Choose one of mtbf, repair"),
     (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
     (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),

@@ -160,14 +160,14 @@ def review(
     memory = _follow(memory, now, signs, vouched, step)
     evict: dict[int, Overdue] = {}
     waits: dict[int, Overdue] = {}
-    for rank, standing in sorted(signs.items()):
-        for sign in standing.signs:
+    for rank, seen in sorted(signs.items()):
+        for sign in seen.signs:
             if sign.seconds <= sign.limit:
                 continue
             before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
             others = [positions.name(other) for other in sorted(before)]
             reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
-            counted = _counted(sign.seconds, _excuses(memory, rank, sign is standing.silence), now)
+            counted = _counted(sign.seconds, _excuses(memory, rank, sign is seen.silence), now)
             found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
             if found is not None and not found.reason:
                 evict[rank] = found

@@ -43,7 +43,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class StartDue:
-    """No worker is expected at ``vacant``: begins if stages have ``least`` without."""
+    """The wait for ``vacant`` ranks is over: begin if each stage has ``least`` others."""
 
     vacant: frozenset[int]
     least: int
@@ -680,7 +680,7 @@ def end(state: MembershipState, outcome: Outcome) -> Next:
 
 
 def after(commands: tuple[Command, ...], then: Next) -> Next:
-    """``then``, whose commands come after ``commands``."""
+    """Puts ``commands`` before those of ``then``."""
     return then[0], commands + then[1]
 
 
