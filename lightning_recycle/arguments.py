@@ -53,7 +53,7 @@ def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> a
 
 
 def exit_without_reader() -> NoReturn:
-    """Ends a command whose output's reader has gone, such as head, with the status of SIGPIPE."""
+    """Ends a command whose output has no reader, with the status of SIGPIPE."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)
 

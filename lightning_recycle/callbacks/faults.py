@@ -1,4 +1,4 @@
-"""Faults: the worker that fails, how, at which point of its work or time; the failure.
+"""Faults: which worker fails, how and when, and their effects on a process.
 
 A :class:`Fault` is data, which is due by what the worker is about to do or has just done. Faults at times are drawn at
 random, or replayed from an availability trace: a source yields :class:`TimedFault` values, each a time in seconds, a

@@ -32,7 +32,7 @@ _SHOW_ALL = "RECYCLE_FULL_ERROR"
 
 
 class Output(Console):
-    """Standard output; when its reader has seen enough, such as head, the process exits with the status of SIGPIPE."""
+    """Standard output; without a reader the process exits as by SIGPIPE."""
 
     def on_broken_pipe(self) -> None:
         exit_without_reader()

@@ -125,7 +125,7 @@ def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.C
 
 
 def _per_stage(name: str, value: Any, grid: planning.Grid) -> tuple[Any, ...]:
-    """One value for all stages, or a list with one for each; what they may be is checked by the planner."""
+    """One value for all stages, or a list of one for each; the planner checks it."""
     values = tuple(value) if isinstance(value, list) else (value,) * grid.stages
     if len(values) != grid.stages:
         raise ConfigurationError(f"{name}={value!r}: give one value, or one for each of the {grid.stages} stages.")

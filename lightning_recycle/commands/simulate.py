@@ -186,7 +186,7 @@ def _scenario_settings(scenario: Scenario) -> dict[str, Any]:
 
 
 def _described(instance: Any) -> dict[str, Any]:
-    """Name and settings; ``changed`` names those that differ from the defaults, ``durations`` those in seconds."""
+    """Name and settings; ``changed``: not the defaults; ``durations``: in seconds."""
     settings, usual = asdict(instance), asdict(type(instance)())
     changed = [name for name in settings if settings[name] != usual[name]]
     durations = [item.name for item in fields(instance) if "Duration" in str(item.type)]

@@ -82,7 +82,7 @@ class ActivityRecorder:
         self._now = Activity(step, operation, "", kind, microbatch=microbatch), time.monotonic()
 
     def busy(self, operation: str, kind: str = "") -> AbstractContextManager[None]:
-        """Records another activity until the end of the ``with`` block that this call begins.
+        """Records another activity until the ``with`` block of this call ends.
 
         The earlier one is timed afresh after it.
         """
@@ -107,7 +107,7 @@ class ActivityRecorder:
 
 
 class _Block:
-    """The end of a block that a recorder began; they are nested, so one object serves all."""
+    """Ends the innermost block of a recorder; one object serves all of them."""
 
     def __init__(self, recorder: ActivityRecorder) -> None:
         self._recorder = recorder

@@ -1,4 +1,4 @@
-"""Batches that the user gives: from a batch sampler, a dataset of batches, or an iterable.
+"""Batches made by the user: a batch sampler, a dataset or iterable of batches.
 
 **With addresses** (:class:`GivenBatchLoader`) a step takes one batch for each pipeline, in the sampler's order. In
 training it is divided into M equal micro-batches; in an evaluation it is one.

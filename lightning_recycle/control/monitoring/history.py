@@ -467,7 +467,7 @@ def _backwards(history: Sequence[Event]) -> list[str]:
 
 
 def _lost_seconds(history: Sequence[Event]) -> float:
-    """Seconds of recoveries, joins and waits, and from the loss of a stage to the next step."""
+    """Seconds of recoveries, joins, waits, and of restarts after a lost stage."""
     lost = sum(event.seconds or 0.0 for event in history if event.kind in ("recovered", "rejoined", "cleared"))
     stage_lost: Event | None = None
     for event in history:

@@ -1,4 +1,4 @@
-"""Logs: lines of JSON (``RECYCLE_LOG=json``), and records on their way from workers.
+"""Logs as lines of JSON (``RECYCLE_LOG=json``), and records sent by workers.
 
 =============  ====================================================================================================
 ``time``       RFC 3339, UTC, microseconds

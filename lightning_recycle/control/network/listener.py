@@ -1,4 +1,4 @@
-"""Listening: connections that know the key, and the loop of the thread that reads them.
+"""Accepting connections that know the key, and the loop that reads them.
 
 :class:`Listener` accepts connections and hands out those that know the key. One thread serves all strangers, so they
 cost a descriptor each: each has a bounded time for the whole handshake, and their number is bounded. An address is

@@ -238,7 +238,7 @@ def compare(state: MembershipState) -> Next:
 def _corrupt(
     state: MembershipState, step: int, rank: int | None, outcome: Outcome | None, cause: str, **details: Any
 ) -> Next:
-    """Records wrong bits after ``step``; evicts worker ``rank``, or ends the run with ``outcome``."""
+    """Records wrong bits after ``step``; evicts ``rank``, or ends the run."""
     then = "evicted" if outcome is None else "ended"
     record = Record("corruption", step, rank, {"cause": cause, **details, "then": then})
     if outcome is not None:
