@@ -122,7 +122,7 @@ def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCy
 def typed_content(
     data: Any, kind: type[_Kind], schema: int, what: str, remedy: str, error: type[ReCycleError] = ConfigurationError
 ) -> _Kind:
-    """``data`` of a JSON file, which names its ``schema``, as a dataclass; for the rest see :func:`read_json`."""
+    """``data`` of a JSON file with its ``schema`` as a dataclass; see read_json()."""
     found = data.get("schema") if isinstance(data, dict) else None
     if found != schema:
         raise error(f"{what} has schema {found!r}, this version reads {schema}: {remedy}, or update lightning-recycle.")

@@ -109,7 +109,7 @@ def fsdp_parameters(module: Any) -> list[nn.Parameter]:
 
 
 def fsdp_places(module: Any) -> Iterator[tuple[nn.Module, str]]:
-    """The modules and names by which FSDP2 has :func:`fsdp_parameters` in a table of parameters, gathered or not."""
+    """Modules and names by which FSDP2 has :func:`fsdp_parameters` in tables."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             info = parameter._module_info
@@ -140,7 +140,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def replace_total_norm(function: Callable[..., Tensor] | None) -> None:
-    """Replaces the norm that ``torch.nn.utils.clip_grad_norm_`` clips by; with None it is torch's again."""
+    """Replaces the norm of ``clip_grad_norm_``; with None it is torch's again."""
     clip_grad._get_total_norm = nn.utils.get_total_norm if function is None else function
 
 

@@ -191,7 +191,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """Choice between re-routing alone and moving layers, expected ``next_change`` seconds on."""
+    """Re-routing alone or moving layers, for the next ``next_change`` seconds."""
 
     reroute: Candidate
     layers: Candidate

@@ -319,7 +319,7 @@ def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
 
 
 def _pattern(microbatches: int, warmup: int, held: int | None) -> list[tuple[int, int]]:
-    """(kind, micro-batch) in the order of one stage; ``held``: None for fused backwards."""
+    """(kind, micro-batch) in a stage's order; ``held``: None for fused backwards."""
     order = [(FORWARD, m) for m in range(warmup)]
     forwards, weights = warmup, 0
     for m in range(microbatches):

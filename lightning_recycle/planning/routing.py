@@ -454,7 +454,7 @@ def _columns(problem: Problem) -> list[list[float]]:
 
 
 def _pipelines(old: Problem, new: Problem) -> list[int]:
-    """By pipeline of ``old``, the one of ``new`` that takes its part: itself, or one with as many marked workers."""
+    """Pipelines of ``new`` that take the part of those of ``old``, by the latter."""
     marks = _marks(old), _marks(new)
     changed = [d for d in range(old.grid.lanes) if marks[0].get(d) != marks[1].get(d)]
     befores, afters = (

@@ -314,7 +314,7 @@ class PlanResult:
 
     @property
     def status(self) -> str:
-        """Whether the period is the lower bound ("optimal") or may be above it ("feasible")."""
+        """Either "optimal", if the period is the lower bound, or "feasible"."""
         return "optimal" if self.lower_bound >= self.schedule.period * (1 - TOLERANCE) else "feasible"
 
     @property

@@ -350,7 +350,7 @@ class Verifier:
             self.inspects = is_sound(made)  # otherwise all gradients have those numbers in them from now on
 
     def _look(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
-        """In an inspected step, has ``record`` disputed if it makes wrong numbers of right ones."""
+        """In an inspected step, disputes a ``record`` that made right numbers wrong."""
         if self.inspects and not is_sound(made) and is_sound(tensors_of(given)):
             wrong = replace(record, sums={**record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
             self.dispute(wrong, self._client.rank, wrong.sums)

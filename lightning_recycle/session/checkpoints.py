@@ -201,7 +201,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ for callbacks that save
 
     def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
-        """Consequences of checkpoints besides links and deletions; see :class:`SaveBatches`."""
+        """Consequences of checkpoints but links and deletions; see :class:`SaveBatches`."""
         return {}
 
     def ask_again(self) -> None:

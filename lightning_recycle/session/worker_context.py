@@ -1,4 +1,4 @@
-"""A worker's context: its role, the collectives that Lightning asks a strategy for, early ends of a run.
+"""A worker's context: role, Lightning's collectives, early ends of a run.
 
 Collectives go through the coordinator, which hides failures from them, as there is no torch process group; they are for
 control, not for data: flags, metrics, the parts of a checkpoint.

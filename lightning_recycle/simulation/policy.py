@@ -1,4 +1,4 @@
-"""Policies: reactions to failures, and the settings, costs and step times that all share.
+"""Policies: reactions to failures; shared settings, costs and step times.
 
 The simulated run plays time; a policy gives the training between two events (:class:`Configuration`) and its reaction
 to an event (:class:`Reaction`). ``begin`` and ``react`` are pure: a policy's memory is the configuration's ``layout``.

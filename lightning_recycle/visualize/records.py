@@ -67,7 +67,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def setting_text(name: str, value: Any, durations: Sequence[str] = ()) -> str:
-    """A setting of a policy, e.g. ``restart 1 min``; ``durations`` are those in seconds."""
+    """A policy's setting, e.g. ``restart 1 min``; ``durations``: those in seconds."""
     if (name, value) in _VALUES:
         return _VALUES[name, value]
     shown = str(value)

@@ -286,7 +286,7 @@ class Link(NamedTuple):
         return self.acceptor if rank == self.dialer else self.dialer
 
     def code(self, purpose: str, key: bytes, generation: int) -> bytes:
-        """The link's "name", by which it is dialed, or its "key"; both need the key of the run to compute."""
+        """The link's "name" or "key" (``purpose``), computed with the key of the run."""
         text = f"{purpose} of link {generation} {self.dialer} {self.acceptor} {self.group}"
         return hmac.digest(key, text.encode(), "sha256")
 
@@ -330,7 +330,7 @@ async def _heard(sock: socket.socket, count: int) -> bytes:
 
 
 async def _prove(sock: socket.socket, role: Role, key: bytes) -> None:
-    """Has one side of a handshake, and reads no byte beyond it; raises Refused for another key."""
+    """One side of a handshake; reads nothing beyond it. Raises Refused."""
     loop, handshake = asyncio.get_running_loop(), Handshake(role, key)
     await loop.sock_sendall(sock, handshake.greeting)
     for size in (GREETING_BYTES, PROOF_BYTES):
@@ -399,7 +399,7 @@ class _Connecting:
             self._complete.set()
 
     async def _dial(self, link: Link) -> None:
-        """Dials until ``link`` is there: strangers may fill the other's queue for a moment."""
+        """Dials until ``link`` is there: strangers may fill the queue for a moment."""
         patience = _ATTEMPT_SECONDS
         while True:
             # Refused, or the other side has ended, or hung up to be dialed again.

@@ -244,7 +244,7 @@ class _Ended(BaseException):
 
 @dataclass(frozen=True)
 class _Met:
-    """A function has come to a meeting, or (without ``together``) has returned ``part``."""
+    """A function came to a meeting, or (without ``together``) returned ``part``."""
 
     what: str
     part: Any
