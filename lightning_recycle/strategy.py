@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -48,12 +48,14 @@ from lightning_recycle.session.configuration import (
     Options,
     RayEngine,
 )
+from lightning_recycle.session.gradient_clipping import OptimizerStep
 from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,
     lower_on,
     set_device_mesh,
 )
+from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import await_stage
@@ -443,6 +445,14 @@ class ReCycleStrategy(ParallelStrategy):
         plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         with manual.hooks_once():
             return plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of the optimizer, on shards unless its hooks would see them."""
+        is_sharded = self._session is not None and self._session.mesh is not None
+        on_shards = stepping_on_shards if is_sharded and not OptimizerStep.is_watched([optimizer]) else nullcontext
+        with on_shards(optimizer):
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override
     def on_train_start(self) -> None:

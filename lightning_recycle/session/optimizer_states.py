@@ -6,21 +6,23 @@ and, within a group, in the order of one device; a folder has their names in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.session.lightning_internals import plain_optimizer
 from lightning_recycle.session.worker_context import WorkerContext
-from lightning_recycle.tensor_memory import part_like, to_cpu
+from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 GroupNames: TypeAlias = Sequence[Sequence[str]]
@@ -30,6 +32,21 @@ Copies: TypeAlias = Mapping[tuple[int, str], str]
 """For the stage and the name of each parameter that is a copy of another stage's: the name of that one."""
 
 _WRAPPER = "_checkpoint_wrapped_module."
+
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.ASGD,
+    optim.Rprop,
+)
+"""Optimizers that compute each element of a parameter from the same element of its gradient and state."""
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -367,3 +384,65 @@ def copied(value: Any, old: Any = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return deepcopy(value)
+
+
+@contextmanager
+def _on_shards(optimizer: Optimizer) -> Iterator[None]:
+    """Gives ``optimizer`` shards instead of sharded parameters within the block.
+
+    Where its arithmetic is the same. torch's ``foreach``, the default on devices, refuses shards and plain parameters
+    together; and without the dispatch of DTensors AdamW takes 1.9 instead of 6.3 ms for 28 parameters.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    wholes = [group["params"] for group in groups]
+    sharded = [p for parameters in wholes for p in parameters if is_sharded(p) and p.dim()]
+    if type(optimizer) not in _ELEMENTWISE or not sharded:
+        yield
+        return
+    shards = {p: _shard(p) for p in sharded}
+    local: defaultdict[Tensor, dict[str, object]] = defaultdict(dict)
+    for p, values in state.items():
+        local[shards.get(p, p)] = {n: local_part(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+    before = {p: dict(local[shard]) for p, shard in shards.items()}
+    optimizer.state = local
+    for group, parameters in zip(groups, wholes, strict=True):
+        group["params"] = [shards.get(p, p) for p in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = parameters
+        for p in (p for parameters in wholes for p in parameters):
+            shard = shards.get(p, p)
+            for name, value in local[shard].items():
+                if value is not before.get(p, {}).get(name, state[p].get(name)):
+                    is_part = isinstance(value, Tensor) and value.shape == shard.shape and shard is not p
+                    state[p][name] = sharded_like(p, value) if is_part else value  # type: ignore[arg-type]
+        optimizer.state = state
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """The shard of ``parameter``, with its part of the gradient."""
+    shard = local_part(parameter).detach()
+    shard.grad = None if parameter.grad is None else local_part(parameter.grad).detach()
+    return shard
+
+
+@contextmanager
+def stepping_on_shards(optimizer: Optimizer) -> Iterator[None]:
+    """Makes ``optimizer.step`` run on shards in the block, after closure and hooks."""
+    own, step = vars(optimizer), optimizer.step
+    patch = own.get("step")  # of a scheduler
+
+    def step_on_shards(closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        with _on_shards(optimizer):
+            return step(closure=lambda: loss)
+
+    own["step"] = step_on_shards
+    try:
+        yield
+    finally:
+        own["step"] = patch
+        if patch is None:
+            del own["step"]

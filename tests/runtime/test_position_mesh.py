@@ -27,6 +27,8 @@ from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.runtime.comm.communicator import Communicator
 from lightning_recycle.runtime.comm.groups import CommunicationError, Device, Group
 from lightning_recycle.runtime.comm.position_mesh import PositionMesh, ranks_by_group
+from lightning_recycle.session.optimizer_states import stepping_on_shards
+from lightning_recycle.tensor_memory import local_part, sharded_like
 
 ROWS = 4
 Sizes = tuple[int, int]
@@ -270,6 +272,64 @@ def exchanged(position: Position, mesh: PositionMesh) -> int:
 
 def test_members_exchange_numbers_and_bytes_in_one_collective_if_there_are_no_more_than_before() -> None:
     assert Position((3, 1)).run(exchanged) == [2 * (len(EXCHANGED) + 3)] * 3
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.ASGD, {}),
+]
+
+
+def stepped(model: nn.Module, kind: tuple[type[torch.optim.Optimizer], dict[str, Any]], on_shards: bool) -> Any:
+    """Shards of parameters and of the optimizer's state after three steps, and what the closure saw."""
+    optimizer: Any = kind[0](model.parameters(), **kind[1])  # type: ignore[call-arg]
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which replaces its step
+    seen = set()
+
+    def closure() -> None:
+        torch.manual_seed(1)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                seen.add(type(p.data))
+                p.grad = sharded_like(p, torch.randn_like(local_part(p)))
+
+    for _ in range(3):
+        with stepping_on_shards(optimizer) if on_shards else contextlib.nullcontext():
+            optimizer.step(closure=closure)
+    state = optimizer.state_dict()["state"]
+    values = [local_part(p).detach() for p in model.parameters()]
+    return values, {(n, k): v for n, each in state.items() for k, v in each.items()}, seen, optimizer.step
+
+
+def steps(position: Position, mesh: PositionMesh) -> list[str]:
+    wrong = []
+    for kind in OPTIMIZERS:
+        if "foreach" in kind[1] and mesh.sizes[1] > 1:
+            continue  # torch has none for shards and plain parameters together
+        results = [stepped(sharded(mesh), kind, on_shards) for on_shards in (False, True)]
+        (values, state, *seen), (others, other_state, *also_seen) = results
+        same = all(map(torch.equal, values, others)) and seen[0] == also_seen[0]
+        same = same and state.keys() == other_state.keys() and hasattr(also_seen[1], "_wrapped_by_lr_sched")
+        for key, value in state.items():
+            is_like = type(value) is type(other_state[key])
+            same = same and is_like and torch.equal(local_part(value), local_part(other_state[key]))
+        wrong += [] if same else [f"{kind}"]
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 2)], ids=str)
+def test_an_optimizer_steps_on_shards_as_on_what_they_are_shards_of(sizes: Sizes) -> None:
+    for wrong in Position(sizes).run(steps):
+        assert not wrong
 
 
 # ---------------------------------------------------------------------- over a worker's own connections
