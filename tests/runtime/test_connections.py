@@ -416,6 +416,23 @@ def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> 
             futures[rank].result()
 
 
+def test_the_loop_of_the_users_code_stays_and_may_run(doorbells: list[Doorbell]) -> None:
+    addresses = dict(enumerate(doorbell.address for doorbell in doorbells))
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        assert unreachable(addresses, NEVER) == ()
+        assert asyncio.get_event_loop() is loop
+
+        async def script() -> tuple[int, ...]:
+            return unreachable(addresses, NEVER)
+
+        assert loop.run_until_complete(script()) == ()
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 def test_a_task_that_loses_a_cancellation_ends() -> None:
     """As ``asyncio.wait_for()`` did in CPython before 3.12 (gh-86296)."""
 

@@ -29,9 +29,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_recycle.control.network.connection import (
     GREETING_BYTES,
@@ -42,6 +43,8 @@ from lightning_recycle.control.network.connection import (
 )
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ConfigurationError
+
+_T = TypeVar("_T")
 
 # From asm-generic/socket.h; the socket module does not have it.
 _SO_ATTACH_FILTER = 26
@@ -98,6 +101,25 @@ class Listener:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _run(main: Coroutine[Any, Any, _T]) -> _T:
+    """Runs ``main`` in an event loop of its own, whatever loop the user's code has or runs in this thread.
+
+    ``asyncio.run()`` would take away the first, and refuse the second.
+    """
+
+    def run() -> _T:
+        loop = asyncio.new_event_loop()
+        with contextlib.closing(loop):
+            return loop.run_until_complete(main)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 async def _connected(address: bytes) -> socket.socket:
@@ -248,7 +270,7 @@ def unreachable(
                 break
         await _ended(tasks)
 
-    asyncio.run(reach_all())
+    _run(reach_all())
     return tuple(sorted(missing))
 
 
@@ -317,7 +339,7 @@ def connect(
     Raises InterruptedError if ``cancelled``, or TimeoutError that names the ranks without connection. ``addresses``:
     the others' gates.
     """
-    return asyncio.run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
+    return _run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
 
 
 async def _heard(sock: socket.socket, count: int) -> bytes:
