@@ -198,11 +198,11 @@ def _follow(
     since = now if memory.time is None else memory.time
     alone: dict[int, _Intervals] = {}
     unheard: dict[int, _Intervals] = {}
-    for rank, standing in signs.items():
-        is_alone, is_heard = rank not in vouched, standing.is_heard
+    for rank, seen in signs.items():
+        is_alone, is_heard = rank not in vouched, seen.is_heard
         if not is_alone and is_heard and rank not in memory.alone and rank not in memory.unheard:
             continue  # nearly always
-        oldest = now - max(sign.seconds for sign in standing.signs)
+        oldest = now - max(sign.seconds for sign in seen.signs)
         times = _after(oldest, memory.alone.get(rank, ()))
         if is_alone and now > since:
             times = _merged([*times, (since, now)])
@@ -210,7 +210,7 @@ def _follow(
             alone[rank] = times
         times = _after(oldest, memory.unheard.get(rank, ()))
         if not is_heard:
-            times = _merged([*times, (now - standing.silence.seconds, now)])
+            times = _merged([*times, (now - seen.silence.seconds, now)])
         if times:
             unheard[rank] = times
     held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
