@@ -230,7 +230,7 @@ class Checkpoints(StageStates):
 
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
-        self.collectives.settle()
+        self.collectives.confirm_step()
         state = self.module.state_dict()
         if self.by_stage:
             return state

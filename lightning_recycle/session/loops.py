@@ -219,7 +219,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
         if decided:
-            self._runner.settle()
+            self._runner.confirm_step()
         return decided
 
     @override
@@ -303,7 +303,7 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self._goes_on = False
-        self.runner.settle()  # hooks at the end of an epoch may look at parameters
+        self.runner.confirm_step()  # hooks at the end of an epoch may look at parameters
         super().on_advance_end()
         self.runner.at_boundary(StepBoundary.EPOCH)
 

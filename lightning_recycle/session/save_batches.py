@@ -557,7 +557,7 @@ class SaveBatches:
     def _new_group(self, version: int, waits: bool) -> HolderGroup:
         while not self._client.member.saves.holders:  # before the first step
             self._collectives.barrier("checkpoint")
-        self._collectives.settle()
+        self._collectives.confirm_step()
         status, bandwidth = self._client.member.saves, None if waits else self._options.bandwidth
         number, pace = batch_number(status, self._batches), Pace(None if bandwidth is None else 1e6 * bandwidth)
         holders = (status.holders, status.generation)

@@ -119,7 +119,7 @@ class Session:
             hook(point, step)
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def errors_judged(self) -> Iterator[None]:
         """Ends the process in the block if a fault of the machine may explain an error.
 
         Where the others can go on without this worker. An exception that leaves the block is the user's own.

@@ -142,7 +142,7 @@ class WorkerCollectives(StageGroup):
         self.worker = self.positions.position(client.rank)
         self.is_in_step = is_in_step
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
-        self.settle: Callable[[], None] = lambda: None
+        self.confirm_step: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
         self._answers: dict[str, Any] = {}
 
@@ -200,7 +200,7 @@ class WorkerCollectives(StageGroup):
                 " with each other (negatives) has those of its micro-batch: use a larger batch_size, or"
                 " num_microbatches=1."
             )
-        self.settle()
+        self.confirm_step()
         return self.client.arrive(name, value)
 
     def barrier(self, name: str | None = None) -> None:
@@ -288,7 +288,7 @@ class WorkerCollectives(StageGroup):
 
         Raises UnsupportedFeatureError in a joining worker, which is alone, if there are other columns.
         """
-        self.settle()
+        self.confirm_step()
         if self.client.joining:
             if self.positions.columns > 1:
                 raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))

@@ -146,7 +146,7 @@ def _flips(rng: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
     chosen = rng.random()
     if chosen < 0.2 and scenario.stages > 1:
         return (Fault("bitflip", *_anybody(rng, scenario), step, target="message", bit=bit),)
-    if chosen > 0.4 or scenario.recipe.clips:  # steps on a guess are not checked
+    if chosen > 0.4 or scenario.recipe.clips:  # speculative steps are not checked
         return ()
     hit = {(fault.pipeline, fault.stage) for fault in scenario.faults}
     left = [[(d, s) for d in range(scenario.pipelines) if (d, s) not in hit] for s in range(scenario.stages)]

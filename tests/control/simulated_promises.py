@@ -192,7 +192,7 @@ class Promises:
                 continue  # it was lost before, which it has yet to learn
             applied = self._shared[step, first]
             applied[worker] = parts
-            for other, others in applied.items():  # steps of the lost, and guesses that were undone, do not count
+            for other, others in applied.items():  # not steps of the lost, or undone speculations
                 if others != parts and self.members.get(other.rank) is other and other.version > step:
                     raise Violation(f"{worker} applies step {step} with {parts}, {other} with {others}")
 
@@ -528,8 +528,8 @@ class Promises:
         best = {w.column: max(o.version + o.reduced for o in holders if o.column == w.column) for w in holders}
         low, most = min(best.values()), max((w.version + w.reduced for w in others), default=0)
         able = {w.column for w in (*holders, *others) if w.version <= low or (w.has_shadow and w.version == low + 1)}
-        if self.of_position > 1:  # whether its guess was right may be forgotten
-            able -= {w.column for w in holders if w.unsettled}
+        if self.of_position > 1:  # whether its speculation was right may be forgotten
+            able -= {w.column for w in holders if w.speculative}
         return able == set(range(self.columns)) and max(most, *best.values()) - low <= 1
 
 

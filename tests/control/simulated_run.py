@@ -195,12 +195,12 @@ class Run:
         self.shares = not self.whole and random.Random(f"shares {seed}").random() < 0.3
         if members > 1:
             self.tied = self.shares = False
-        guesses = random.Random(f"guesses {seed}")
-        self.guesses = not self.commits and guesses.random() < 0.5
-        self._wrong = frozenset(step for step in range(4) if guesses.random() < 0.4)  # where guesses turn out wrong
-        self._guesses = guesses
+        draws = random.Random(f"guesses {seed}")
+        self.speculates = not self.commits and draws.random() < 0.5
+        self._wrong = frozenset(step for step in range(4) if draws.random() < 0.4)  # where speculation turns out wrong
+        self._speculations = draws
         self._checking = random.Random(f"checks {seed}") if checks else None
-        self.guesses = self.guesses and not checks
+        self.speculates = self.speculates and not checks
         self._checked = frozenset(step for step in range(4) if self._checking and self._checking.random() < 0.7)
         self._spoiled: set[tuple[int, int]] = set()  # generations and steps in which a worker has erred
         self._straying = random.Random(f"strays {seed}") if strays else None
@@ -1147,7 +1147,7 @@ class Run:
         return step in self._wrong
 
     def may_speculate(self, worker: SimulatedWorker) -> bool:
-        return self._guesses.random() < 0.7
+        return self._speculations.random() < 0.7
 
     def has_checks(self, step: int) -> bool:
         return step in self._checked and not self.whole

@@ -206,12 +206,12 @@ def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_p
 
 
 @pytest.mark.parametrize("who", [(), (2,), (0, 2)])
-def test_all_learn_whether_somebody_has_stepped_on_a_guess(who: tuple[int, ...]) -> None:
-    events = [m.Commit(rank, 0, 0, f"payload of {rank}", guesses=rank in who) for rank in range(4)]
+def test_all_learn_whether_somebody_has_made_a_speculative_step(who: tuple[int, ...]) -> None:
+    events = [m.Commit(rank, 0, 0, f"payload of {rank}", speculative=rank in who) for rank in range(4)]
     given(running()).when(*events).then(m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}, bool(who)))
 
 
-def test_a_wrong_guess_begins_a_generation_with_the_same_workers_once() -> None:
+def test_a_wrong_speculation_begins_a_generation_with_the_same_workers_once() -> None:
     state, commands = feed(running(), *commits((0, 1, 2, 3), 0, 0), m.Undo(2, 0, 0), m.Undo(1, 0, 0))
     assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(1, (0, 1, 2, 3))]
     assert records(commands, "undone") == [s.Record("undone", 0)]

@@ -115,7 +115,7 @@ class MessageRecord:
                 self.known = message
             case messages.Resume():
                 if message.commits:
-                    step = message.decision.version - (not message.settled)
+                    step = message.decision.version - (not message.confirmed)
                     self.known = messages.Committed(message.generation, step, message.commits)
                 if rank in message.donors:
                     self.joins_after = message.decision.version - 1
@@ -264,7 +264,7 @@ class Member:
                 self._announced = message
             case messages.Resume():
                 self._resume, self.in_hook = message, False
-                if message.settled:
+                if message.confirmed:
                     step = message.decision.version
                     self._committed = messages.Committed(message.generation, step, message.commits, False)
             case messages.StepLoss():
@@ -441,12 +441,12 @@ class Member:
             (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
         )
 
-    def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
-        """Message that this worker is REDUCED in ``step``; ``guesses``: does not wait."""
-        return messages.Commit(self.rank, self.generation, step, payload, guesses)
+    def commit(self, step: int, payload: Any, speculative: bool = False) -> messages.Commit:
+        """Message that this worker is REDUCED in ``step``; ``speculative``: does not wait."""
+        return messages.Commit(self.rank, self.generation, step, payload, speculative)
 
     def undo(self, step: int) -> messages.Undo:
-        """The message that the guess of some worker about ``step`` was wrong."""
+        """The message that a worker's speculation in ``step`` was wrong."""
         return messages.Undo(self.rank, self.generation, step)
 
     def committed(self, step: int) -> messages.Committed | None:

@@ -210,12 +210,12 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
     for rank in state.roster.joining:
         if any(statuses[holder].version != decision.version for holder in state.holders(state.column_of(rank))):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
-    commits, settled = _known_commits(state, statuses, decision.version)
-    return _resume(state, statuses, decision, commits, settled)
+    commits, confirmed = _known_commits(state, statuses, decision.version)
+    return _resume(state, statuses, decision, commits, confirmed)
 
 
 def _resume(
-    state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, settled: bool
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, confirmed: bool
 ) -> Next:
     """All connect, carry out ``decision``, and go on."""
     reports, roster, joining, cuts = (
@@ -226,9 +226,9 @@ def _resume(
     )
     state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
-    step = decision.version if settled else decision.version - 1
+    step = decision.version if confirmed else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
-    state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
+    state = state.with_generation(regrouping=False, committed=step if confirmed else -1).with_steps(answered=answered)
     state = state.updated(has_resumed=True)
     resume = messages.Resume(
         state.generation.number,
@@ -236,7 +236,7 @@ def _resume(
         decision,
         None,
         commits,
-        settled,
+        confirmed,
         donors={rank: min(state.holders(state.column_of(rank))) for rank in joining},
         cuts=cuts,
         becomes=state.generation.becomes,
@@ -251,11 +251,11 @@ def _resume(
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
-    """Contributions to the newest commit by column; whether they settle ``version``.
+    """Contributions to the newest commit by column; whether they confirm ``version``.
 
     They do where a worker has applied that step, which runs again, and all stages' contributions to it are known: that
-    worker may have gone on from them, and would not announce the step again, so they hold for all, guesses included.
-    Otherwise they are those to the step before, as far as reported or answered.
+    worker may have gone on from them, and would not announce the step again, so they hold for all, speculative ones
+    included. Otherwise they are those to the step before, as far as reported or answered.
     """
     known, payloads = state.steps.answered
     if known == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):

@@ -5,7 +5,7 @@ workers check each other's computations, not before all have passed it in one ge
 live worker has applied it; then the reported facts are compared. The longest-serving workers are right if they agree: a
 newcomer that differs is dismissed; any other difference ends the run. While there are newcomers, no worker applies a
 step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) are answered
-once every live worker is REDUCED; after a wrong guess (Undo) the same workers connect again.
+once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect again.
 
 A loss changes the roster at once, all else at a *step boundary*, so nothing is redone: workers report where they are
 (Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
@@ -277,15 +277,15 @@ def on_commit(state: MembershipState, event: messages.Commit) -> Next:
     payloads: dict[int, Any] = {}
     for rank, commit in sorted(commits.items()):
         payloads.setdefault(state.column_of(rank), commit.payload)
-    guessed = any(commit.guesses for commit in commits.values())
+    speculative = any(commit.speculative for commit in commits.values())
     state = state.with_generation(commits={}, committed=event.step).with_steps(answered=(event.step, payloads))
     return state, (
-        Send(state.roster.ranks, messages.Committed(state.generation.number, event.step, payloads, guessed)),
+        Send(state.roster.ranks, messages.Committed(state.generation.number, event.step, payloads, speculative)),
     )
 
 
 def on_undo(state: MembershipState, event: messages.Undo) -> Next:
-    """A guess was wrong: all drop what was computed with it; its worker corrects it."""
+    """A speculation was wrong: all drop what was computed with it; its worker corrects it."""
     if not state.generation.runs(event.generation):
         return state, ()
     return after((Record("undone", event.step),), begin_generation(state))

@@ -104,10 +104,10 @@ class Executor:
         assert step.result is not None
         return step.result
 
-    def settle_newest(self) -> None:
+    def confirm_newest(self) -> None:
         """Waits until the parameters are final, before any use of them."""
-        if not self.runner.is_settled:
-            self._retried(self.runner.settle)
+        if not self.runner.is_confirmed:
+            self._retried(self.runner.confirm)
 
     # ------------------------------------------------------------------ attempts
 
@@ -137,10 +137,10 @@ class Executor:
                     return result
 
     def _is_undone(self) -> bool:
-        """Whether a new generation drops this worker's results, as of a wrong guess."""
+        """Whether a new generation drops this worker's results, as of a wrong speculation."""
         try:
             if not self.runner.attempt.is_past:
-                self.runner.settle()
+                self.runner.confirm()
         except Interrupted:
             return True
         return False
@@ -286,7 +286,7 @@ class Executor:
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
         status = messages.WorkerStatus(
-            self._column, version, runner.reduced, not self.runner.is_settled, runner.has_shadow
+            self._column, version, runner.reduced, not self.runner.is_confirmed, runner.has_shadow
         )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
@@ -307,9 +307,9 @@ class Executor:
             self.runner.positions.column(sibling) in resume.decision.ahead for sibling in siblings
         )
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
-        if runner.guesses is not None and commits:
-            runner.guesses.reports = commits
-        rules = runner.commits, runner.redoes_whole_steps, resume.settled
+        if runner.speculation is not None and commits:
+            runner.speculation.reports = commits
+        rules = runner.commits, runner.redoes_whole_steps, resume.confirmed
         for action in recovery.actions(self.client.rank, status, resume.decision, resume.donors, *rules):
             if isinstance(action, recovery.CommitTogether):
                 commits = self.client.commit(action.step, runner.payload)
@@ -318,8 +318,8 @@ class Executor:
         runner.verifier.inspect(resume.inspects, resume.excused)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
-        if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step
-            runner.guesses.report(self.version - 1, runner.payload, guesses=True)
+        if runner.speculation is not None and runner.speculation.speculative:  # the others have yet to report the step
+            runner.speculation.report(self.version - 1, runner.payload, speculative=True)
         if resume.becomes:
             self._get_ready(resume)
 
@@ -409,8 +409,8 @@ class Executor:
             case recovery.Apply():
                 with self.runner.stage.as_in_training(), self.client.busy("STEP", OpKind.STEP.value):
                     self.runner.apply(commits)
-            case recovery.Settle():
-                self.runner.settle_in_recovery(action.step, commits)
+            case recovery.Confirm():
+                self.runner.confirm_in_recovery(action.step, commits)
             case recovery.Adopt():
                 is_committed = action.step < resume.decision.version
                 self.runner.adopt(action.step, action.donor, action.lacks, is_committed)

@@ -228,10 +228,10 @@ class WholeStepRunner(StepRunner):
             )
 
     @override
-    def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+    def apply(self, payloads: Mapping[int, CommitPayload], speculative: bool = False) -> None:
         """Makes the finished step count."""
         self._has_begun = False
-        super().apply(payloads, guesses)
+        super().apply(payloads, speculative)
 
 
 _T = TypeVar("_T")
