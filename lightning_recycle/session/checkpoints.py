@@ -32,7 +32,7 @@ from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,

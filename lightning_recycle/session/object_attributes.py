@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.pickling import written_class
-from lightning_recycle.runtime.stage.stage import unsharded_class
+from lightning_recycle.runtime.stage import unsharded_class
 
 TableKey: TypeAlias = tuple[str, str]
 """The name of a parameter, empty for the owner itself, and the name of the table."""

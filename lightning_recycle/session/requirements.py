@@ -31,7 +31,7 @@ from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.runtime.stage.stage import can_be_reset, fully_sharded_modules
+from lightning_recycle.runtime.stage import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.lightning_internals import mode_of, saves_on_exception, synchronises_batchnorm
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by

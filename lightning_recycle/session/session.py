@@ -20,7 +20,7 @@ from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import CallResult, RecordedModule, recorded, restore_class
 from lightning_recycle.randomness import quicken
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.stage import fully_sharded_modules
+from lightning_recycle.runtime.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     GENERATORS,
     INTERNAL_ATTRIBUTES,

@@ -1,7 +1,7 @@
 """Training steps of one worker: run by Lightning's loops and an executor.
 
 The loops (:mod:`~lightning_recycle.session.loops`) and the executor
-(:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`) call its methods.
+(:class:`~lightning_recycle.runtime.executor_callbacks.ExecutorCallbacks`) call its methods.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
     clip_factor,

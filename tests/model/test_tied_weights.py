@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.model.layers import AbsentLayer, even_parts, merge_groups, ties_between_stages
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 
 VOCABULARY, WIDTH = 11, 6
 FIRST, LAST = "layers.0.weight", "layers.3.logits.weight"

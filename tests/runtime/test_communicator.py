@@ -21,11 +21,11 @@ from communicator_team import Failure, Team
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.comm.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
-from lightning_recycle.runtime.comm.connections import CHECK_SECONDS
-from lightning_recycle.runtime.comm.groups import UnreachableError
-from lightning_recycle.runtime.comm.transports import PACKED_BYTES, Transport
-from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
+from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
+from lightning_recycle.runtime.connections import CHECK_SECONDS
+from lightning_recycle.runtime.groups import UnreachableError
+from lightning_recycle.runtime.transports import PACKED_BYTES, Transport
+from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
@@ -312,7 +312,7 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes:
 
 @pytest.mark.parametrize("part_bytes", [64, 100, 5000])
 def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    monkeypatch.setattr("lightning_recycle.runtime.comm.communicator._PART_BYTES", part_bytes)
+    monkeypatch.setattr("lightning_recycle.runtime.communicator._PART_BYTES", part_bytes)
     tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
     parts = _pieces(tensors)
     assert [[piece.nbytes for piece in part] for part in parts] == [

@@ -24,8 +24,8 @@ from lightning_recycle.control.network.connection import (
     Handshake,
     Role,
 )
-from lightning_recycle.runtime.comm import connections
-from lightning_recycle.runtime.comm.connections import CHECK_SECONDS, Doorbell, Gate, Link, connect, unreachable
+from lightning_recycle.runtime import connections
+from lightning_recycle.runtime.connections import CHECK_SECONDS, Doorbell, Gate, Link, connect, unreachable
 
 SHORT = 0.5  # seconds
 NEVER = threading.Event()

@@ -3,7 +3,7 @@
 A worker connects only with workers that share a group with it, so costs do not grow with the number of workers. A
 *meshed* group connects all of its members, for collectives; any other serves messages between two workers, and each
 member numbers the others by itself. Each connection has proved that it leads to a worker of this run
-(:mod:`~lightning_recycle.runtime.comm.connections`) before it is handed to Gloo. If reachability is in doubt, workers
+(:mod:`~lightning_recycle.runtime.connections`) before it is handed to Gloo. If reachability is in doubt, workers
 check before they connect: connecting takes longer, and only one side may notice.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.runtime.comm.connections import (
+from lightning_recycle.runtime.connections import (
     Doorbell,
     Gate,
     Link,
@@ -62,7 +62,7 @@ class Device:
     Gloo's own listening sockets accept anyone who sends the next of some consecutive numbers, and end the process if
     they run out of descriptors (torch 2.13: ``haveConnection`` and ``handleEvents`` in its
     ``transport/tcp/listener.cc``). So they are *muted*. Gloo connects to ports of its own process where nothing listens
-    (:class:`~lightning_recycle.runtime.comm.connections.Doorbell`), and these connections are exchanged, under the same
+    (:class:`~lightning_recycle.runtime.connections.Doorbell`), and these connections are exchanged, under the same
     descriptors, for authenticated ones.
 
     How: Gloo's store gives this process's own address with the port of a doorbell per peer. It is lower than that of

@@ -1,6 +1,6 @@
 """Messages between workers: connections, values between stages, sums in a stage.
 
-All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.comm.groups`), without a default
+All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.groups`), without a default
 process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the main
 thread holds a connection's lock (measured: half of its processor time). Connecting happens in a thread that can be
 abandoned.
@@ -21,7 +21,7 @@ A damaged value ends the attempt at a step, as a broken connection does; after t
 unreachable.
 
 **Sums** of small tensors go without Gloo, some by the transport from device to device
-(:mod:`~lightning_recycle.runtime.comm.transports`), others by Gloo through the host's memory.
+(:mod:`~lightning_recycle.runtime.transports`), others by Gloo through the host's memory.
 
 **Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
 under way at a time. They arrive on the CPU, so neither side needs room on its device.
@@ -50,8 +50,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.comm.connections import Doorbell, OpenSockets
-from lightning_recycle.runtime.comm.groups import (
+from lightning_recycle.runtime.connections import Doorbell, OpenSockets
+from lightning_recycle.runtime.groups import (
     CommunicationError,
     Group,
     GroupFactory,
@@ -59,8 +59,9 @@ from lightning_recycle.runtime.comm.groups import (
     Rendezvous,
     UnreachableError,
 )
-from lightning_recycle.runtime.comm.transports import SmallAllreduce, Transport
-from lightning_recycle.runtime.comm.wire import (
+from lightning_recycle.runtime.machine_errors import is_machine_error
+from lightning_recycle.runtime.transports import SmallAllreduce, Transport
+from lightning_recycle.runtime.wire import (
     MAX_TENSORS,
     Channel,
     HostMemory,
@@ -70,11 +71,10 @@ from lightning_recycle.runtime.comm.wire import (
     Value,
     ValueLayout,
 )
-from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
 LOOK = timedelta(seconds=0.1)
 """Interval between checks whether the generation was aborted."""
@@ -197,7 +197,7 @@ class Communicator:
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
-            UnreachableError: after :data:`~lightning_recycle.runtime.comm.connections.CHECK_SECONDS`.
+            UnreachableError: after :data:`~lightning_recycle.runtime.connections.CHECK_SECONDS`.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self._end()
