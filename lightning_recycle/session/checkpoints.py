@@ -196,7 +196,7 @@ class Checkpoints(StageStates):
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
-        self.weights = WeightCallbacks(context.trainer, self, context.seed)
+        self.weights = WeightCallbacks(context.trainer, self)
 
     # ------------------------------------------------------------------ for callbacks that save
 
@@ -568,8 +568,7 @@ class Checkpoints(StageStates):
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            pace = None if batch.copies.are_originals else group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -745,7 +744,7 @@ class Checkpoints(StageStates):
             for n, state in enumerate(part.states)
         ]
         rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
-        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming, group.pace)
+        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming)
 
     # ------------------------------------------------------------------ beginning and end
 

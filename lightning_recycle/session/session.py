@@ -19,7 +19,6 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import CallResult, RecordedModule, recorded, restore_class
-from lightning_recycle.randomness import quicken
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.gradient_clipping import complete_norms
@@ -178,7 +177,6 @@ class Session:
         show_whole_run(trainer, parts, self.collectives)
         adapt_connector(trainer, self._share_attributes)
         spare_moves()
-        quicken()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches
