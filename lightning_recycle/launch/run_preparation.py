@@ -35,6 +35,7 @@ from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gat
 from lightning_recycle.session.gradient_clipping import steps_alone
 from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,8 @@ def prepare(
     parts = parts_of(module, grid.stages, options.layers)
     parts.check()
     _describe(parts, call, outside is not None)
+    check_weight_averaging(trainer, parts)
+    check_pruning(trainer, grid.stages)
     if options.members > 1:
         requirements.check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)

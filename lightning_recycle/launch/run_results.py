@@ -58,7 +58,7 @@ from lightning_recycle.session.optimizer_states import (
     merged_names,
 )
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.weight_callbacks import load_parameter_groups
+from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 from lightning_recycle.torch_internals import tree_leaves, version_of
 
@@ -357,6 +357,7 @@ def make_optimizers(
         ) from error
     of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
     load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in of_stages])
+    swap_schedules(module.trainer, optimizers, configs)
     if len(configs) != len(schedulers):
         raise ConfigurationError(
             f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
@@ -422,8 +423,10 @@ def _take_weights(
     module = trainer.lightning_module
     try:
         parts_of(module).build()
+        take_pruned_form(module, state)
         if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
             module.configure_model()  # has run in the workers only
+            take_pruned_form(module, state)
         if _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
             reshape(state)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

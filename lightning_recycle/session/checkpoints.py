@@ -196,7 +196,7 @@ class Checkpoints(StageStates):
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
-        self.weights = WeightCallbacks(context.trainer, self)
+        self.weights = WeightCallbacks(context.trainer, self, context.seed)
 
     # ------------------------------------------------------------------ for callbacks that save
 

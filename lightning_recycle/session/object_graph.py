@@ -28,6 +28,7 @@ from weakref import ref
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -615,7 +616,7 @@ def user_graph(trainer: pl.Trainer, training: TrainingParts | None = None) -> Ob
     loaders = {f"{name} loader {i}": value for name in loops for i, value in _numbered(loops[name]).items()}
     streams = streams_among(loaders)
     roots = {
-        **_objects(trainer),
+        **_objects(trainer, schedules=training is not None),
         **{name: loader for name, loader in loaders.items() if name not in streams},
         **_optimizers(trainer),
         "callbacks": CallbackList(trainer.callbacks),  # type: ignore[attr-defined]
@@ -692,9 +693,14 @@ def streams_among(loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {**streams, **{f"{name}.dataset": getattr(loader, "dataset", None) for name, loader in streams.items()}}
 
 
-def _objects(trainer: pl.Trainer) -> dict[str, Any]:
+def _objects(trainer: pl.Trainer, schedules: bool = False) -> dict[str, Any]:
     """Module, data module, and callbacks that do not belong to their process."""
-    callbacks = {name: value for name, value in _callbacks(trainer).items() if not is_bound_to_process(value)}
+    others = () if schedules else (StochasticWeightAveraging,)
+    callbacks = {
+        name: value
+        for name, value in _callbacks(trainer).items()
+        if not (is_bound_to_process(value) or isinstance(value, others))
+    }
     return {"module": trainer.lightning_module, **callbacks, "datamodule": getattr(trainer, "datamodule", None)}
 
 

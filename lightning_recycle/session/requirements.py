@@ -64,7 +64,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
             "strategy='recycle' does not support sync_batchnorm=True: there is no process group to synchronise over,"
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
-    _check_callbacks(trainer)
+    _check_finders(trainer)
     if outside is not None:
         outside.check_device(trainer.num_devices)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
@@ -75,33 +75,27 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
             )
 
 
-_TRIALS = (
-    ", whose trials rewind a training within one process. Tune on one device first, Tuner(Trainer(devices=1)).{}(model,"
-    " ...), and give this run the {} that it finds."
-)
-_REFUSED_CALLBACKS = {
-    LearningRateFinder: " and Tuner.lr_find" + _TRIALS.format("lr_find", "learning rate"),
-    BatchSizeFinder: " and Tuner.scale_batch_size" + _TRIALS.format("scale_batch_size", "batch size (of one pipeline)"),
-    StochasticWeightAveraging: ": it replaces the schedule of the learning rate, and makes a pass over the data for"
-    " BatchNorm. Use WeightAveraging or EMAWeightAveraging, with a schedule from configure_optimizers().",
-    ModelPruning: ": it needs the whole model, and rewinds its parameters. Prune the model before fit, or after it.",
-}
-
-
-def _check_callbacks(trainer: pl.Trainer) -> None:
+def _check_finders(trainer: pl.Trainer) -> None:
+    """Raises UnsupportedFeatureError for callbacks that tune."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                name = type(callback).__name__
-                raise UnsupportedFeatureError(f"strategy='recycle' does not support {name}{reason}")
+        if isinstance(callback, LearningRateFinder):
+            search, value = "lr_find", "learning rate"
+        elif isinstance(callback, BatchSizeFinder):
+            search, value = "scale_batch_size", "batch size (of one pipeline)"
+        else:
+            continue
+        raise UnsupportedFeatureError(
+            f"strategy='recycle' does not support {type(callback).__name__} and Tuner.{search}, whose trials rewind a"
+            f" training within one process. Tune on one device first, Tuner(Trainer(devices=1)).{search}(model, ...),"
+            f" and give this run the {value} that it finds."
+        )
 
 
 def check_members(trainer: pl.Trainer, options: Options) -> None:
     """Refuses features that positions of several processes lack."""
     recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
-    used = [
-        type(callback).__name__ for callback in callbacks if isinstance(callback, (WeightAveraging, BaseFinetuning))
-    ]
+    averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
+    used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",

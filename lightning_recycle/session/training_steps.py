@@ -165,6 +165,7 @@ class TrainingSteps:
         context.resumed_seed = seed
         self.loaders.reseed(seed)
         self.executor.runner.stage.seed = seed
+        self.checkpoints.weights.prune_by(seed)
 
     def agree_to_stop(self, place: StopPlace) -> None:
         self._stop_requests.agree(place, self.executor.version, self._after_step)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
+from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
@@ -45,6 +46,7 @@ from lightning_recycle.session.output_recorder import OutputRecorder, metric_sta
 from lightning_recycle.session.save_batches import CommonState
 from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
+from lightning_recycle.session.weight_callbacks import take_pruned_form
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext
 from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
 from lightning_recycle.torch_internals import version_of
@@ -64,6 +66,7 @@ class WorkerSnapshot:
     """
 
     objects: ObjectPack
+    weights: tuple[str, ...]
     precision: dict[str, Any]
     trainer: TrainerState
     orders: tuple[tuple[dict[str, Any], ...], ...]
@@ -171,6 +174,7 @@ class StateTransfer:
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
+            weights=tuple(weights_of(module)),
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
             orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
@@ -234,7 +238,8 @@ class StateTransfer:
 
     def _restore_objects(self, snapshot: WorkerSnapshot) -> TrainingParts:
         """Restores the donor's objects as they were when it took the snapshot."""
-        trainer = self._trainer
+        trainer, module = self._trainer, self._module
+        take_pruned_form(module, snapshot.weights)
         training = TrainingParts(trainer)
         user_graph(trainer, training).update(snapshot.objects, self._context.device, self._large)
         training.take_up(trainer)

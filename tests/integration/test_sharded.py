@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from sharded import (
     BATCH,
     BOTH,
@@ -157,7 +157,7 @@ def test_a_stage_is_lost_with_its_last_whole_position(grid: tuple[int, int, int]
         (Ordinary(), {"devices": 3}, "multiple of 2"),
         (Ordinary(), {"devices": 4, "strategy": {"pipeline_parallel_size": 4}}, "4 devices .* multiple of 8, or"),
         (Ordinary(), {"strategy": {"verify": 0.1}}, "verify"),
-        (Ordinary(), {"callbacks": [WeightAveraging()]}, "WeightAveraging"),
+        (Ordinary(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         (Ordinary(), {"callbacks": [FaultInjectionCallback([Fault("kill", 0, 0, 1, member=2)])]}, "one of 0 to 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

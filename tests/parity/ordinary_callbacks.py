@@ -21,10 +21,12 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     ModelSummary,
     OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
+    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
@@ -156,6 +158,14 @@ def lambdas(root: Path) -> list[Any]:
             on_train_epoch_start=lambda trainer, module: setattr(module, "epoch_seen", trainer.current_epoch)
         ),
     ]
+
+
+class ByEpoch(Ordinary):
+    """With a schedule that StochasticWeightAveraging replaces."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
 class Backbone(Ordinary):
@@ -350,6 +360,20 @@ CALLBACKS: dict[str, Case] = {
         ),
         lambda run: "saved/last.ckpt" in files(run),
     ),
+    "StochasticWeightAveraging": Case(
+        ("`StochasticWeightAveraging`",),
+        fits(
+            callbacks=lambda root: [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)],
+            max_epochs=4,
+        ),
+        lambda run: run.progress == (4, 16),
+        at=("training", 9),
+    ),
+    "StochasticWeightAveraging instead of a schedule": Case(
+        ("`StochasticWeightAveraging`", "the Trainer after a run"),
+        fits(ByEpoch, callbacks=lambda root: [StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
+        lambda run: type(run.trainer.lr_scheduler_configs[0].scheduler).__name__ == "SWALR",
+    ),
     "GradientAccumulationScheduler": Case(
         ("`GradientAccumulationScheduler`",),
         fits(callbacks=lambda root: [GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})], max_epochs=4),
@@ -367,6 +391,12 @@ CALLBACKS: dict[str, Case] = {
         fits(Backbone, callbacks=lambda root: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)], max_epochs=3),
         lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
         strategy={"layers": ["backbone", "head"]},
+    ),
+    "ModelPruning": Case(
+        ("`ModelPruning`",),
+        fits(callbacks=lambda root: [ModelPruning("l1_unstructured", amount=0.3)]),
+        lambda run: int((run.weights["net.0.weight"] == 0).sum()) > 10,
+        stages=(1,),
     ),
     "should_stop": Case(
         ("`trainer.should_stop`",),

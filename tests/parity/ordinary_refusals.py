@@ -9,10 +9,11 @@ import pytest
 import same_script as same
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging
 from ordinary_flags import fits
-from ordinary_runs import STAGES, Case, Script, Session, on_a_grid
+from ordinary_runs import STAGES, Case, Ordinary, Script, Session, on_a_grid
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_recycle import UnsupportedFeatureError
+from lightning_recycle import LayerSpec, UnsupportedFeatureError
 from lightning_recycle.launch.run_attempt import RunAttempt
 
 
@@ -45,6 +46,17 @@ def check(refusal: Refusal, stages: int, pipeline: bool, root: Path, monkeypatch
     assert all(word in str(caught.value) for word in refusal.words), caught.value
 
 
+class PipelineWithBatchNorm(same.Classifier):
+    def configure_pipeline(self) -> list[Any]:
+        return [LayerSpec(nn.BatchNorm1d, 8), *super().configure_pipeline()]
+
+
+class WithBatchNorm(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net).double()
+
+
 def with_loader(make: Callable[[Session], Any]) -> Script:
     return fits(data=make, validates=False)
 
@@ -55,15 +67,16 @@ REFUSALS: dict[str, Refusal] = {
         ("`precision` `16-true`, others",), fits(precision="16-true"), ("precision='16-true'", "'bf16-true'")
     ),
     "sync_batchnorm": Refusal(("`sync_batchnorm`",), fits(sync_batchnorm=True), ("sync_batchnorm=True", "LayerNorm")),
-    "StochasticWeightAveraging": Refusal(
+    "StochasticWeightAveraging with BatchNorm": Refusal(
         ("`StochasticWeightAveraging`",),
-        fits(callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
-        ("StochasticWeightAveraging", "EMAWeightAveraging"),
+        fits(WithBatchNorm, PipelineWithBatchNorm, callbacks=lambda root: [StochasticWeightAveraging(1e-2)]),
+        ("StochasticWeightAveraging", "BatchNorm", "EMAWeightAveraging"),
     ),
     "ModelPruning": Refusal(
         ("`ModelPruning`",),
         fits(callbacks=lambda root: [ModelPruning("l1_unstructured")]),
-        ("ModelPruning", "before fit"),
+        ("ModelPruning", "one stage", "pipeline_parallel_size=1"),
+        stages=(2,),
     ),
     "a sampler of one replica": Refusal(
         ("another sampler that divides the data",),

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
@@ -76,8 +77,12 @@ AVERAGING: dict[str, Callable[[], Callback]] = {
     "WeightAveraging by epoch": EveryEpoch,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
     "EMAWeightAveraging without buffers": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+    "StochasticWeightAveraging linear": lambda: StochasticWeightAveraging(
+        [0.02], swa_epoch_start=0.5, annealing_strategy="linear", device=None
+    ),
 }
-EMAS = ["EMAWeightAveraging", "EMAWeightAveraging without buffers"]
+EMA_AND_SWA = ["EMAWeightAveraging", "StochasticWeightAveraging"]
 
 # ---------------------------------------------------------------------- what is frozen
 
@@ -202,7 +207,7 @@ def long(parameters: list[Any]) -> list[Any]:
     [
         *sampled([(name, 2) for name in FREEZING], 2),
         *long(sampled([(name, 2) for name in AVERAGING], 2)),
-        *long(sampled([(name, 1) for name in EMAS], 1)),
+        *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
     ],
 )
 def test_all_that_is_trained_is_that_of_one_device(name: str, stages: int, tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ FROZEN_NAMES = ["the first stage is frozen", "the last stage is frozen", "BaseFi
     ("name", "fault"),
     [
         *sampled(itertools.product(FROZEN_NAMES, FAULTS), 1),
-        *long(sampled(itertools.product(EMAS, FAULTS), 1)),
+        *long(sampled(itertools.product(EMA_AND_SWA, FAULTS), 1)),
     ],
 )
 def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) -> None:
@@ -256,7 +261,7 @@ def test_the_same_though_a_worker_dies(name: str, fault: str, tmp_path: Path) ->
     ("name", "joins", "stages"),
     [
         *sampled(itertools.product(FROZEN_NAMES, [9], [2]), 1),
-        *long(sampled(itertools.product(["WeightAveraging by epoch", *EMAS], [5, 10], [1, 2]), 3)),
+        *long(sampled(itertools.product(["WeightAveraging by epoch", *EMA_AND_SWA], [5, 10], [1, 2]), 3)),
     ],
 )
 def test_the_same_though_the_donor_of_a_replacement_dies(name: str, joins: int, stages: int, tmp_path: Path) -> None:
@@ -346,7 +351,7 @@ def resumed_on_one_device(name: str, step: int) -> Run:
 SAVED = ["the first stage is frozen", "BaseFinetuning"]
 
 
-@pytest.mark.parametrize("name", [*sampled(SAVED, 1), *long(sampled(["WeightAveraging", *EMAS], 1))])
+@pytest.mark.parametrize("name", [*sampled(SAVED, 1), *long(sampled(["WeightAveraging", *EMA_AND_SWA], 1))])
 def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
     one, grid = (checkpoints_of(name, writer) for writer in ("one device", "one file"))
     for step in (2, AT_EPOCH_END, 14):
@@ -364,7 +369,7 @@ def test_checkpoints_hold_what_those_of_one_device_hold(name: str) -> None:
     ("name", "writer"),
     [
         *sampled([(name, "one file") for name in SAVED], 1),
-        *sampled([(EMAS[0], "one file"), *((name, "sharded") for name in EMAS)], 1),
+        *sampled([(EMA_AND_SWA[0], "one file"), *((name, "sharded") for name in EMA_AND_SWA)], 1),
     ],
 )
 def test_a_checkpoint_resumes_on_one_device(name: str, writer: str, tmp_path: Path) -> None:
@@ -384,7 +389,7 @@ WRITTEN = (("one device", 6), ("one file", AT_EPOCH_END), ("one file", 14), ("sh
     [
         ("the first stage is frozen", "one file", AT_EPOCH_END),
         ("BaseFinetuning", "one file", 14),  # what it has thawed is frozen after any resume
-        *sampled([(name, *written) for name in EMAS for written in WRITTEN], 3),
+        *sampled([(name, *written) for name in EMA_AND_SWA for written in WRITTEN], 3),
     ],
 )
 def test_a_checkpoint_resumes_on_another_grid(name: str, writer: str, step: int, tmp_path: Path) -> None:
