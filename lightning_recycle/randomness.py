@@ -19,6 +19,14 @@ import torch
 
 from lightning_recycle.devices import default_generator
 
+GENERATORS: tuple[tuple[type[Any], Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
+    (torch.Generator, lambda g: g.get_state().numpy(), lambda g, state: g.set_state(torch.from_numpy(state))),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+)
+"""Classes of generators of random numbers, with the functions that read and write their states."""
+
 _FOUR = struct.Struct("<4q")  # (seed, step, micro-batch, layer), once for each layer and micro-batch
 _seed_of: Callable[[int], int] | None = None
 _draw_for: Callable[[int], None] | None = None
