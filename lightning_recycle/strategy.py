@@ -53,9 +53,10 @@ from lightning_recycle.session.lightning_internals import (
     AFTER_SAVING,
     WrappingCheckpointIO,
     lower_on,
+    plain_optimizer,
     set_device_mesh,
 )
-from lightning_recycle.session.optimizer_states import stepping_on_shards
+from lightning_recycle.session.optimizer_states import complete_state, stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
 from lightning_recycle.session.weight_callbacks import await_stage
@@ -518,14 +519,14 @@ class ReCycleStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, or the stage's with sharded checkpoints."""
+        """The model's state dict; in a worker that of its stage."""
         return super().lightning_module_state_dict() if self._session is None else self._session.checkpoints.state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._session is None:
             return super().optimizer_state(optimizer)
-        return self._session.checkpoints.optimizer_state(optimizer)
+        return complete_state(plain_optimizer(optimizer))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

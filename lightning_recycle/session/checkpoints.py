@@ -17,14 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_recycle import tensor_memory
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.devices import free_bytes, release_cache, reset_peak, storage_bytes
@@ -73,9 +70,8 @@ from lightning_recycle.session.worker_snapshot import (
     boundary_of,
     complete,
     frozen,
-    mark_of,
 )
-from lightning_recycle.tensor_memory import on_device, part_like, to_cpu
+from lightning_recycle.tensor_memory import merge_shards, on_device, part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
@@ -86,42 +82,14 @@ _FURTHER_WEIGHTS = ("current_model_state",)
 _WEIGHTS = ("state_dict", *_FURTHER_WEIGHTS)
 
 
-def users_save_hook(trainer: pl.Trainer) -> str | None:
-    """The name of the user's hook that sees checkpoints, if there is one."""
-    for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
-        hook = owner.on_save_checkpoint
-        package = str(getattr(hook, "func", hook).__module__).partition(".")[0]  # this package has made it a partial
-        if package not in ("lightning", "pytorch_lightning", __name__.partition(".")[0]):
-            return f"{type(owner).__name__}.on_save_checkpoint()"
-    return None
-
-
-def _saves_in_background(context: WorkerContext) -> bool:
-    """Whether this run saves in the background; otherwise all wait for checkpoints."""
-    wanted, collectives = context.options.checkpoints, context.collectives
-    by_stage = wanted.save_distributed_checkpoint or collectives.grid.stages == 1
-    if not context.fitting or not wanted.background or context.mesh is not None:
-        return False
-    hook = users_save_hook(context.trainer) if wanted.background == "auto" and not by_stage else None
-    if hook and collectives.is_leader:
-        log.info(
-            "The training waits for checkpoints, so that %s sees the whole model. With"
-            " CheckpointOptions(background=True) it does not wait, and the hook sees the part of one stage.",
-            hook,
-        )
-    return not hook
-
-
 @dataclass(frozen=True)
 class _StagePart:
     """One stage's part of a checkpoint.
 
-    ``is_whole``: whether weights and states are those of the whole model, which each worker has. ``weights``: the state
-    dict and other values by parameter, by their names in the checkpoint. ``names``: of each optimizer's parameters.
-    ``copies``: as in :class:`Checkpoints`, when it was copied.
+    ``weights``: the state dict and other values by parameter, by their names in the checkpoint. ``names``: of each
+    optimizer's parameters. ``copies``: as in :class:`Checkpoints`, when it was copied.
     """
 
-    is_whole: bool
     weights: dict[str, dict[str, Any]]
     states: list[dict[str, Any]]
     names: list[list[list[str]]]
@@ -182,7 +150,6 @@ class Checkpoints(StageStates):
         self.is_training = False
         self.stall_seconds = 0.0
         self._unwinding = False
-        self._before_hooks: dict[str, tuple[Any, Any]] | None = None
         self._asked: list[_Asked] = []
         self._boundary: StepBoundary | None = None
         self._on_files: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
@@ -195,7 +162,7 @@ class Checkpoints(StageStates):
             context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
-        self._may_go_on = _saves_in_background(context)
+        self._may_go_on = context.fitting and context.options.checkpoints.background and context.mesh is None
         self.weights = WeightCallbacks(context.trainer, self)
 
     # ------------------------------------------------------------------ for callbacks that save
@@ -223,59 +190,10 @@ class Checkpoints(StageStates):
         """Whether this worker is alone, at places where the others have saved already."""
         return self.collectives.client.joining
 
-    @property
-    @override
-    def by_stage(self) -> bool:
-        return self.sharded or self.in_background or self._joins
-
     def state(self) -> dict[str, Any]:
-        """The state dict for a checkpoint: of the whole model, or of the stage."""
+        """The state dict of this stage, for its part of a checkpoint."""
         self.collectives.settle()
-        state = self.module.state_dict()
-        if self.by_stage:
-            return state
-        whole = self.joined("model state", state)
-        # On one device hooks that write into the state dict write into the weights.
-        whole |= {name: value for name, value in state.items() if not tensor_memory.is_sharded(value)}
-        if self.collectives.grid.stages > 1:
-            self._before_hooks = {name: (value, mark_of(value)) for name, value in whole.items()}
-        return whole
-
-    def _after_hooks(self, weights: Mapping[str, Any], before: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """The state dict of the whole model from the ``weights`` that hooks left here.
-
-        They changed the state dict ``before``, elsewhere perhaps to other weights: each sees the values of one stage,
-        such as averages. So the hooks on its stage decide about a name, or where they changed nothing at all, those on
-        the leader. Raises UnsupportedFeatureError if only the leader's hooks have taken out a value of another stage.
-        """
-        own = set(self.module.state_dict())
-        changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
-        changed |= {name: (v,) for name, v in weights.items() if name not in before or mark_of(v) != before[name][1]}
-
-        def changes(wanted: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
-            return to_cpu({name: value for name, value in changed.items() if wanted(name)})  # type: ignore[no-any-return]
-
-        parts = self.collectives.gather_stages(
-            "state dict after hooks", lambda: (own, bool(changed), changes(lambda n: n in own or n not in before))
-        )
-        decided = {name: found for names, has_changed, found in parts if has_changed for name in names}
-        added = {name: found for _, _, found in parts for name in found if name not in before}
-        leaders = self.collectives.by_leader(
-            "state dict after hooks of the leader", lambda: (own, changes(lambda name: name not in decided))
-        )
-        if lost := [name for name, found in leaders[1].items() if not found and name not in leaders[0]]:
-            raise UnsupportedFeatureError(
-                f"{users_save_hook(self.module.trainer) or 'A hook'} takes {lost[0]} and {len(lost) - 1} others out of"
-                " checkpoint['state_dict'] on one worker only, which has another stage of the model: whether they are"
-                " to be left out of the checkpoint is unknown. Let it run on all workers, without is_global_zero and"
-                " rank_zero_only; each decides about the layers that it has."
-            )
-        merged = {}
-        for name in dict.fromkeys([*before, *leaders[1], *added]):
-            found = decided.get(name, leaders[1] if name in leaders[1] else added.get(name, {}))
-            if value := found.get(name, before.get(name, ())[:1]):
-                merged[name] = value[0]
-        return to_cpu(merged, copies=False)  # type: ignore[no-any-return]
+        return self.module.state_dict()
 
     # ------------------------------------------------------------------ loading
 
@@ -401,9 +319,6 @@ class Checkpoints(StageStates):
                 "CheckpointOptions(save_distributed_checkpoint=True) writes folders on file systems of this machine,"
                 f" and {path} is in none: mount it, or leave the option out."
             )
-        if self._before_hooks is not None:
-            before, self._before_hooks = self._before_hooks, None
-            checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
         is_new = self._is_new(path)
         self._exists(path)
         marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
@@ -688,8 +603,9 @@ class Checkpoints(StageStates):
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
         if not batch.waits:
             self._limit(copies, (weights, states))
+        elif not self.sharded:
+            weights, states = to_cpu(weights), to_cpu(states)
         return _StagePart(
-            not self.by_stage,
             copies.take(weights, ("weights",)),
             [copies.take(state, ("optimizer", index), only_step) for index, state in enumerate(states)],
             [group_names(self.module, optimizer) for optimizer in self._optimizers[: len(states)]],
@@ -701,7 +617,7 @@ class Checkpoints(StageStates):
     ) -> SaveFailure | None:
         group = batch.group
         if not group.is_leader:
-            group.send(replace(part, weights={}, states=[]) if part.is_whole else part)
+            group.send(part)
             return None
         rest = content()
         received: list[Any] = []
@@ -710,20 +626,19 @@ class Checkpoints(StageStates):
             own = self.collectives.rank
             parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
             received.extend((one.weights, one.states) for one in parts)
+            members = group.positions.members
+            contents = [(one.weights, one.states, one.names) for one in parts]
+            stages = [merge_shards(contents[at : at + members]) for at in range(0, len(parts), members)]
             for kind in part.weights:
-                rest[kind] = {name: value for one in parts for name, value in one.weights.get(kind, {}).items()}
+                rest[kind] = {name: value for weights, *_ in stages for name, value in weights.get(kind, {}).items()}
             if "optimizer_states" in rest:
-                states = zip(*(one.states for one in parts), strict=True)
-                names = zip(*(one.names for one in parts), strict=True)
-                rest["optimizer_states"] = (
-                    part.states
-                    if part.is_whole
-                    else [
-                        merge_optimizer_states(of_stages, of_names, part.copies)
-                        for of_stages, of_names in zip(states, names, strict=True)
-                    ]
-                )
-            add_parts(rest, [one.completion for one in parts], group.positions.members)
+                states = zip(*(states for _, states, _ in stages), strict=True)
+                names = zip(*(names for *_, names in stages), strict=True)
+                rest["optimizer_states"] = [
+                    merge_optimizer_states(of_stages, of_names, part.copies)
+                    for of_stages, of_names in zip(states, names, strict=True)
+                ]
+            add_parts(rest, [one.completion for one in parts], members)
             mine = {kind: rest[kind] for kind in (*part.weights, "optimizer_states") if kind in rest}
             self._save_file({**rest, **on_device(mine, torch.device("cpu"))}, path, storage_options, batch)
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from lightning_recycle.arguments import (
+    BOOLEAN,
     SECONDS,
     SWITCH,
     Check,
@@ -47,8 +48,7 @@ class CheckpointOptions(OptionGroup):
         save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
             one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
         background: write checkpoints while the training goes on: at the step boundary one worker of each stage copies
-            its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where your
-            ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
+            its state, and all go on. A checkpoint counts when it is complete.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
@@ -67,7 +67,7 @@ class CheckpointOptions(OptionGroup):
     """
 
     save_distributed_checkpoint: bool = option(False)
-    background: Literal["auto"] | bool = option("auto", SWITCH)
+    background: bool = option(True, BOOLEAN)
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.session.lightning_internals import plain_optimizer
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import is_sharded, local_part, part_like, sharded_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
@@ -296,11 +295,6 @@ class StageStates:
         return self.parts.module
 
     @property
-    def by_stage(self) -> bool:
-        """Whether checkpoints asked for now get the stages' states one by one."""
-        return self.sharded
-
-    @property
     def stage(self) -> int:
         return self.collectives.worker.stage
 
@@ -319,19 +313,6 @@ class StageStates:
         """``state`` of the whole model without what belongs to layers of other stages."""
         owned = set(self.module.state_dict())
         return {key: value for key, value in state.items() if key in owned or not self.parts.is_elsewhere(key)}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole model's optimizer state, parameters numbered in the order of layers.
-
-        Where checkpoints get the stages' states one by one, the stage's own, numbered later.
-        """
-        optimizer = plain_optimizer(optimizer)
-        if self.by_stage:
-            return complete_state(optimizer)
-        parts = self.collectives.gather_stages(
-            "optimizer state", lambda: (to_cpu(complete_state(optimizer)), group_names(self.module, optimizer))
-        )
-        return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
     def own_optimizer_state(self, whole: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
         """This stage's part of the whole model's optimizer state, with parameter names."""
