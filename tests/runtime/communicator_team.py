@@ -56,7 +56,7 @@ class Meeting:
         self.hidden = False
 
     def publish(self, key: str, value: bytes) -> None:
-        if self.hidden and "doorbell" in key:
+        if self.hidden and "gate" in key:
             value = b"127.0.0.1 1"
         path = self._directory / key.replace("/", "_")
         path.with_suffix(f".{os.getpid()}").write_bytes(value)
@@ -248,7 +248,7 @@ def configure_tied(
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
-    """From now on nobody can reach this member who checks its links, or again everybody."""
+    """From now on no member that dials this one reaches it, or again all do."""
     communicator.meeting.hidden = hidden  # type: ignore[attr-defined]
 
 
