@@ -25,7 +25,6 @@ from typing import Any
 
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
-from lightning_recycle.control.journal import JournaledState
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
 from lightning_recycle.control.protocol.state import (
@@ -258,15 +257,6 @@ class Promises:
         """Another coordinator begins."""
         self._revivals += 1
         self._is_revived = True
-
-    def on_adoption(self, kept: JournaledState) -> None:
-        """Another coordinator begins from what the workers know: generations and verdicts that none has heard of never
-        were.
-        """
-        self._rosters = {number: roster for number, roster in self._rosters.items() if number <= kept.generation}
-        self._leader = kept.roster.leader
-        newest = -1 if kept.stop_round is None else kept.stop_round.point
-        self._verdicts = {point: agreed for point, agreed in self._verdicts.items() if point <= newest}
 
     def on_all_returned(self, state: MembershipState) -> None:
         """All have returned: what none of them has heard is as if it had not been said."""

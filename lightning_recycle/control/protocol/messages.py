@@ -708,8 +708,7 @@ class Returned:
         run: as in :class:`Enrolled`.
         incarnation, joining: as in its :class:`Assign`.
         wants: the request of its script, with the grid that it was assigned.
-        generation: the newest that was announced to it; ``roster`` and ``leader`` are of that one.
-        resumed: the newest generation whose :class:`Resume` it has; ``cuts``: the layout of that one.
+        generation: the newest that was announced to it.
         applied: the newest step that it has applied, or got with its state.
         joins_after: the step after which the newest generation gives it its state.
         restored: the steps of the checkpoint that it resumed from; 0 without one.
@@ -720,11 +719,10 @@ class Returned:
         answer: the newest answer to a control collective that others may lack.
         known: the newest commit, also by a recovery.
         request, raised, confirm: those that have no answer yet.
-        verdict: that on the latest stop point.
         save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
         announced, saves_ended: of that batch, as its writer.
         hook: that it has entered with its siblings, some of which may not know.
-        is_ready, entered, leave, ends_run, measured: the messages of that kind that it has sent.
+        is_ready, leave, ends_run, measured: the messages of that kind that it has sent.
     """
 
     rank: int
@@ -737,10 +735,6 @@ class Returned:
     joining: bool = False
     wants: RunRequest | None = None
     generation: int = -1
-    roster: tuple[int, ...] = ()
-    leader: int = -1
-    resumed: int = -1
-    cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
     restored: int = 0
@@ -752,7 +746,6 @@ class Returned:
     answer: Answer | None = None
     known: Committed | None = None
     request: StopWish | None = None
-    verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
     save: SaveBegun | None = None
@@ -760,7 +753,6 @@ class Returned:
     saves_ended: tuple[SaveEnded, ...] = ()
     hook: HookEntered | None = None
     is_ready: bool = False
-    entered: bool = False
     leave: Leave | None = None
     ends_run: bool = False
     measured: Measured | None = None
