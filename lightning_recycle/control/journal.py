@@ -14,7 +14,7 @@ key (known by a digest) is not believed. A file that cannot be written is remove
 outdated state must not be believed. A known generation number is never used again; nothing is redone but by the rules
 of :mod:`~lightning_recycle.control.protocol.recovery`.
 
-Never kept: moves, facts of one generation only, better plans, and the record except its counters.
+Never kept: facts of one generation only, better plans, and the record except its counters.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def journal_entry(state: MembershipState) -> JournaledState:
     stop, nobody = state.collectives.stop_round, frozenset[int]()
     return JournaledState(
         state.generation.number,
-        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody, moves={}),
+        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody),
         state.has_resumed,
         state.faults,
         replace(stop, wanted=nobody) if stop is not None and stop.is_over else None,

@@ -100,7 +100,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),
-        "RecoveryOptions(move_workers=True)": recovery.move_workers,
         "RecoveryOptions(num_pipelines=...)": recovery.num_pipelines is not None,
         "RecoveryOptions(min_pipelines=...)": recovery.min_pipelines is not None,
         "RecoveryOptions(max_pipelines=...)": recovery.max_pipelines is not None,

@@ -55,7 +55,6 @@ from lightning_recycle.control.protocol.state import (
     LayoutReady,
     Lost,
     MembershipState,
-    MovePlanned,
     Pair,
     PlanReady,
     Record,
@@ -925,13 +924,13 @@ class Run:
         self._say(f"{record}")
         self.met[record.kind] += 1
         self.promises.on_record(record, self.state)
-        if record.kind in ("left", "moved", "released") and record.rank is not None:
+        if record.kind in ("left", "released") and record.rank is not None:
             worker = self._connections.pop(record.rank, None)
             if worker is not None:
                 self._post(worker, STOP)
             elif record.kind != "released":  # the siblings of one that is lost may have yet to return
                 raise Violation(f"rank {record.rank} has {record.kind}, and nobody is there")
-        if record.kind in ("left", "moved", "failure", "released"):
+        if record.kind in ("left", "failure", "released"):
             self._at(self.random() * 0.3, self._fill)
 
     def _gone(self, worker: SimulatedWorker, cause: str) -> None:
@@ -957,7 +956,7 @@ class Run:
             self._at(self.random() * 0.3, self._fill)
 
     def _fill(self) -> None:
-        """Starts a process for an empty position, sometimes on the device of a worker that has to move for it."""
+        """Starts a process for an empty position."""
         vacant = [rank for rank in self.state.vacant if rank not in self._connections]
         if self.outcome is not None or self.state.generation.number < 0 or not vacant or not self._spawns_left:
             return
@@ -966,21 +965,7 @@ class Run:
             return
         self._spawns_left -= 1
         rank = self.chance.choice(vacant)
-        movers = (
-            []
-            if self._with_kills or self.members > 1
-            else [  # only a launching process plans moves, and its coordinator ends with it
-                r
-                for r in self.state.roster.ranks
-                if r % self.grid.stages != rank % self.grid.stages and r in self._connections
-            ]
-        )
-        if movers and not self.state.roster.moves and self.random() < 0.3:
-            mover = self._connections[self.chance.choice(movers)]
-            self._handle(MovePlanned(rank, mover.rank))
-            self.promises.moves.append((self._start(rank, joins=True), mover))
-        else:
-            self._start(rank, joins=True)
+        self._start(rank, joins=True)
 
     # ------------------------------------------------------------------ faults
 
