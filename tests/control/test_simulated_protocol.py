@@ -32,6 +32,7 @@ from lightning_recycle.control.protocol import (
 from lightning_recycle.control.protocol.member import Member, MessageRecord
 
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
+SAMPLE_OF_VARIANTS = (range(120), range(120, 1000))
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
 SAMPLE_WITH_FEWER = (range(50), range(50, 1000))
 SAMPLE_OF_MEMBERS = (range(50), range(50, 1000))
@@ -101,14 +102,14 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
     assert not {kind for kind in MEETS if not met[kind]}
 
 
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
     met = play(histories, ends=True)
     assert met["Ended"] > len(histories) / 3
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
     met = play(histories, ends=ends, stops=True)
     assert met["stopped at once"] > len(histories) / 20
@@ -116,7 +117,7 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, 
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, plans_late=True)
     assert met["held"] > len(histories) / 2
@@ -149,7 +150,7 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kills: bool) -> None:
     met = play(histories, saves=True, kills=kills)
     assert met["Finished"] > len(histories) / 2
@@ -158,7 +159,7 @@ def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kil
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, layouts=True)
     assert met["layers_moved"] > len(histories) / 10
@@ -167,14 +168,14 @@ def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> 
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, checks=True)
     assert met["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, strays=True)
     assert met["dismissed"] > len(histories) / 10

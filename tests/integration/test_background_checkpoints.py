@@ -82,6 +82,7 @@ def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
     fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", max_steps=LENGTH)
 
 
+@pytest.mark.long
 @FORMATS
 def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(
     sharded: bool, tmp_path: Path
@@ -95,6 +96,7 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
     assert damage(tmp_path / "step=5.ckpt") is None
 
 
+@pytest.mark.long
 def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
     saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
@@ -102,6 +104,7 @@ def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: P
     assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
 
 
+@pytest.mark.long
 @FOLDER
 def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded: bool, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
@@ -123,6 +126,7 @@ class SavesAtStart(L.Callback):
         trainer.save_checkpoint(self._path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
 def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(
     grid: tuple[int, int], tmp_path: Path

@@ -51,7 +51,7 @@ def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) ->
     return model, run
 
 
-@pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 2))
+@pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 1))
 def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
     devices: int, stages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,6 +77,7 @@ def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None
     assert rates[0] == rates[1]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant() -> None:
     """A replacement for each position that has a device, and no process for the others."""
     callbacks = [FaultInjectionCallback([Fault("kill", 1, 0, step=2)]), AwaitHeld(4)]

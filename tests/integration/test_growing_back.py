@@ -110,6 +110,7 @@ def test_several_workers_lost_at_once_all_come_back(grid: tuple[int, int], lost:
     check_complete(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", sampled(["setup", "recovery"], 1, rest=pytest.mark.long))
 def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point: str, tmp_path: Path) -> None:
     with Meanwhile(lambda: mark_of(tmp_path, 2, 1), kill):
@@ -170,6 +171,7 @@ def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(wor
     assert committed_steps(run) == list(range(10))
 
 
+@pytest.mark.long
 def test_a_worker_told_to_end_is_replaced() -> None:
     run = grow([Fault("preempt", 1, 1, step=2)], strategy=ONE_PLAN)
     assert rejoined(run) == [(1, 1)]

@@ -82,7 +82,7 @@ def uninterrupted(name: str) -> dict[str, Tensor]:
             ("tied", (2, 2), EPOCH, ONE_DEVICE),
             ("tied", ONE_DEVICE, 6, (1, 3)),
         ],
-        4,
+        2,
         rest=pytest.mark.long,
     ),
 )
