@@ -146,9 +146,6 @@ def _is_name(host: str) -> bool:
 
 # ---------------------------------------------------------------------- runs of this user on this machine
 
-RUN, AGENT = "sock", "agent"
-"""Kinds of sockets: of coordinators, which are asked for their status, and of ``recycle-run``."""
-
 _BACKLOG = 16
 _CONNECT_SECONDS = 2.0
 
@@ -177,17 +174,17 @@ def _made(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
-    """A socket of ``kind`` that listens where this user's runs are found.
+def listen_here() -> Iterator[socket.socket]:
+    """A socket that listens where this user's runs are found.
 
     Raises OSError if no such place can be used.
     """
-    sockets(kind)  # removes what killed processes left
+    sockets()  # removes what killed processes left
     problem: OSError | None = None
     for folder in 2 * list(dict.fromkeys(_folders())):  # twice: a run that ends just now may remove its folder
         if not _made(folder):
             continue
-        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.{kind}"
+        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listener = socket.socket(socket.AF_UNIX)
         try:
             # Under its name it always answers: who finds a socket that does not takes it for a dead one.
@@ -210,11 +207,11 @@ def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
     raise problem or OSError(f"none of {', '.join(map(str, _folders()))} is a folder of this user alone")
 
 
-def sockets(kind: str = RUN) -> list[Path]:
-    """This user's sockets of ``kind``, oldest first; removes those of dead processes."""
+def sockets() -> list[Path]:
+    """Sockets of this user's runs, oldest first; removes those of dead processes."""
     found: dict[Path, float] = {}
     for folder in dict.fromkeys(_folders()):
-        for path in folder.glob(f"*.{kind}") if _is_mine(folder) else ():
+        for path in folder.glob("*.sock") if _is_mine(folder) else ():
             try:
                 began = path.stat().st_mtime
                 connect_to(path).close()
