@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import stat
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -290,38 +288,6 @@ def _read(path: str) -> bytes:
 
 
 # ---------------------------------------------------------------------- addresses of this machine
-
-_SIOCGIFADDR = 0x8915
-
-
-def address_at(interface: str, setting: str) -> str:
-    """The address of this machine on an interface ("eth0") or in a network.
-
-    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: its
-    variable, for errors. Raises ConfigurationError if there is none.
-    """
-    found = None
-    if "/" in interface:
-        try:
-            network = ipaddress.ip_network(interface, strict=False)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{setting}={interface!r}: {error}. Give a network such as 10.1.0.0/16, or the name of an interface."
-            ) from error
-        with contextlib.suppress(OSError):  # there is no way there
-            own = own_address_towards(str(network[min(1, network.num_addresses - 1)]))
-            found = own if ipaddress.ip_address(own) in network else None
-    else:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            asked = struct.pack("256s", interface.encode()[:15])
-            found = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, asked)[20:24])
-    if found is None:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise ConfigurationError(
-            f"{setting}={interface!r}: this machine ({socket.gethostname()}) has no such IPv4 address; its interfaces"
-            f" are {names}. Give one of them, or a network such as 10.1.0.0/16 or fd00::/8."
-        )
-    return found
 
 
 def family_of(host: str) -> socket.AddressFamily:
