@@ -193,16 +193,6 @@ class Coordinator:
         """
         return self._views.ask(timeout)
 
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Totals of the run: those of its history, committed steps, live workers."""
-        state = self._state
-        return {
-            "steps": float(state.steps.version),
-            "live_workers": float(len(state.roster.live)),
-            **self._history.counters,
-        }
-
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit.
 

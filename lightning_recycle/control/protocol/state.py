@@ -100,39 +100,7 @@ class EndWanted:
 
 
 MembershipEvent: TypeAlias = (
-    Joined
-    | StartDue
-    | Lost
-    | PlanReady
-    | LayoutReady
-    | GraceElapsed
-    | EndWanted
-    | messages.Report
-    | messages.Broken
-    | messages.Losses
-    | messages.Applied
-    | messages.Commit
-    | messages.Undo
-    | messages.Arrive
-    | messages.Heartbeat
-    | messages.StopWish
-    | messages.Raised
-    | messages.Disputed
-    | messages.Voted
-    | messages.NotFinite
-    | messages.Incomparable
-    | messages.Crash
-    | messages.LayoutWanted
-    | messages.Ready
-    | messages.Leave
-    | messages.EndRun
-    | messages.Paused
-    | messages.Reached
-    | messages.Restored
-    | messages.Returned
-    | messages.SaveBegun
-    | messages.SaveAnnounced
-    | messages.SaveEnded
+    Joined | StartDue | Lost | PlanReady | LayoutReady | GraceElapsed | EndWanted | messages.FromWorker
 )
 
 
