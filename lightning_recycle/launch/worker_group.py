@@ -3,11 +3,12 @@
 Callable from any thread. Once :meth:`WorkerGroup.end` has begun, no new worker is taken. On this machine a fork server
 with the slow imports forks the workers, which do not depend on it: each ends with the launching process, which sees the
 end of each by itself. If the server dies, the next start brings up a new one, and only its workers' exit codes are
-lost.
+lost. A server that was stopped is killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
@@ -20,7 +21,7 @@ import termios
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.connection import wait
@@ -35,7 +36,7 @@ from lightning_recycle.control.options import WorkerProcess
 from lightning_recycle.errors import WorkerStartError
 from lightning_recycle.launch.worker_payload import NameWithEnvironment, WorkerPayload, modules_found
 from lightning_recycle.pickling import import_of_main, main_module
-from lightning_recycle.processes import die_when_closed, end_with
+from lightning_recycle.processes import die_when_closed, end_with, process_space, thread_states
 
 _EXIT_SECONDS = 10.0  # for a killed worker to be gone
 
@@ -139,6 +140,8 @@ def _await_exits(workers: Iterable[WorkerProcess], patience: float) -> None:
 log = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 1.0  # for the fork server to report how a process ended
+_STOPPED_SECONDS = 5  # that a fork server may be stopped while a worker is to start
+_SLOW_SECONDS = 60  # to fork a worker; the imports of the fork server come before its first one
 _START_ATTEMPTS = 3  # of one worker, if the fork server dies in each
 
 
@@ -172,7 +175,7 @@ class LocalWorker(WorkerHandle):
                 _ensure_fork_server()
                 # Not daemonic: DataLoader processes are its children.
                 made = context.Process(target=target, name=name, daemon=False)  # type: ignore[attr-defined]
-                with import_of_main(self._imports_main):
+                with import_of_main(self._imports_main), _fork_server_watched():
                     made.start()
             except (ConnectionError, EOFError):  # the fork server has just died; the next attempt brings up a new one
                 if attempt == _START_ATTEMPTS:
@@ -255,6 +258,55 @@ def _ensure_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _fork_server_pid() -> int | None:
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _is_stopped(pid: int | None) -> bool:
+    return pid is not None and set(thread_states(pid, process_space())) == {"T"}
+
+
+@atexit.register
+def _end_stopped_fork_server() -> None:
+    """Kills a stopped fork server, which would not notice the end of this process."""
+    with forkserver._forkserver._lock:  # type: ignore[attr-defined]  # whoever holds it may find the process dead
+        pid = _fork_server_pid()
+        if pid is None or not _is_stopped(pid):
+            return
+        log.warning("The fork server that starts the workers (process %d) was stopped; it is killed.", pid)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@contextlib.contextmanager
+def _fork_server_watched() -> Iterator[None]:
+    """Within the block, kills a stopped fork server and warns of a slow one."""
+    started = threading.Event()
+    threading.Thread(target=_watch_fork_server, args=(started,), name="recycle-fork-server-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
+
+
+def _watch_fork_server(started: threading.Event) -> None:
+    seconds = stopped = 0  # counted in looks: this process may be stopped, too
+    while not started.wait(1.0):
+        seconds += 1
+        pid = _fork_server_pid()
+        stopped = stopped + 1 if _is_stopped(pid) else 0
+        if stopped >= _STOPPED_SECONDS:
+            _end_stopped_fork_server()
+            stopped = 0
+        if seconds % _SLOW_SECONDS == 0:
+            log.warning(
+                "The fork server that starts the workers (process %s) has not started one for %d s: it still imports,"
+                " or hangs.", pid, seconds,
+            )  # fmt: skip
+
+
 def _run_worker(launcher: int, target: Callable[[Any], None], argument: Any) -> None:
     """The main function of a worker process, which ends with process ``launcher``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process decides
@@ -296,6 +348,11 @@ class LocalWorkerGroup(WorkerGroup):
     @override
     def attend(self, coordinator: Coordinator) -> None:
         """Workers of this machine need nothing else."""
+
+    @override
+    def end(self, awaited: Collection[WorkerProcess] = (), patience: float = 0.0) -> None:
+        _end_stopped_fork_server()  # it would report the end of none
+        super().end(awaited, patience)
 
     @override
     def __exit__(self, *_: object) -> None:

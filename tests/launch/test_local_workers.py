@@ -84,6 +84,62 @@ def test_how_a_worker_ended_is_known_also_if_others_ask_about_all_processes(stat
         assert worker.describe_exit(SECONDS) == expected
 
 
+@pytest.mark.long
+def test_a_stopped_fork_server_is_replaced_and_how_its_workers_end_is_not_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with LocalWorkerGroup(time.sleep, None) as group:
+        worker, ends = group.start(SECONDS, "killed"), group.start(SECONDS, "killed, too")
+        server = fork_server()
+        server.suspend()
+        worker.kill()
+        assert "has not reported it within 1 s" in str(worker.describe_exit(SECONDS))
+        started = time.monotonic()
+        later = group.start(SECONDS, "started by a new fork server")
+        assert time.monotonic() - started < 60
+        assert f"process {server.pid}) was stopped" in caplog.text
+        assert ends.describe_exit(0.0) is None, "it goes on"
+        assert fork_server().pid != server.pid
+        lose(later)
+
+
+STOPPED = """
+import psutil, sys, time
+from multiprocessing import forkserver
+from lightning_recycle.launch.worker_group import LocalWorkerGroup
+def stop():
+    server = psutil.Process(forkserver._forkserver._forkserver_pid)
+    server.suspend()
+    while server.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+if __name__ == "__main__":
+    with LocalWorkerGroup(time.sleep, None) as group:
+        group.start(100.0, "worker")
+        if sys.argv[1] == "in the run":
+            stop()
+    if sys.argv[1] == "after it":
+        stop()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["in the run", "after it"])
+def test_a_stopped_fork_server_does_not_outlive_the_launching_process(when: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    done = subprocess.run(
+        [sys.executable, str(script), when], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    server = int(done.stdout)
+    try:
+        assert wait_for(lambda: not is_alive(server), 5.0)
+    finally:
+        if is_alive(server):
+            os.kill(server, signal.SIGKILL)
+    assert "was stopped; it is killed" in done.stderr
+
+
 LOADS = """
 import multiprocessing, sys, time
 import torch

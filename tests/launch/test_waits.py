@@ -46,6 +46,7 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
                                        "_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
+    "launch/worker_group.py _watch_fork_server": BOUNDED,
     "launch/worker_group.py _run_worker": BOUNDED,
     "launch/worker_group.py describe_exit": ("a process, for a time", "test_how_a_worker_ended_is_known_also_if_others"
                                               "_ask_about_all_processes"),
