@@ -158,7 +158,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
             {"seed": seed, "throughput": run.throughput, "ratio": run.ratio, "node_failures": run.failures}
             for seed, run in zip(scenario.seeds, found.results, strict=True)
         ],
-        "timeline": _first_timeline(first),
+        "timeline": {"intervals": list(map(asdict, first.intervals)), "events": list(map(asdict, first.events))},
         "seconds": seconds,
     }
 
@@ -204,16 +204,10 @@ def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
-def _first_timeline(result: simulation.SimulationResult) -> dict[str, Any]:
-    data = result.to_dict()
-    return {"intervals": data["intervals"], "events": data["events"]}
-
-
 Result = Mapping[str, Any]
 
 _NAME = "recycle-simulate"
 _ROOT, _CONFIG = str(resources.files("lightning_recycle.conf") / "simulation"), "simulate"
-_BAR = 24  # characters
 
 _sweep: list[Result] = []
 """One for each job of this process, for the table at the end of a sweep."""
@@ -361,33 +355,28 @@ def _summary(result: Result) -> Table:
 
 def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
-    table = _bars("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
+    table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
-        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total))
+        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %")
     lost = sum(result["losses"].values())
-    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total), style="bold")
+    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", style="bold")
     return table
 
 
 def _gpu_time(result: Result) -> Table:
-    table = _bars("GPU time, by cause", "GPU-hours", "of all")
+    table = _by_cause("GPU time, by cause", "GPU-hours", "of all")
     for cause, part in result["fractions"].items():
         hours = result["gpu_seconds"][cause] / 3600
-        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %", _bar(part))
+        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %")
     return table
 
 
-def _bars(title: str, *columns: str) -> Table:
+def _by_cause(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("", min_width=14)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
     return table
-
-
-def _bar(part: float) -> str:
-    return "█" * round(_BAR * max(0.0, min(1.0, part)))
 
 
 if __name__ == "__main__":

@@ -209,12 +209,8 @@ class PlanLibrary:
             return f"{self.path} holds no plans"
         stored = self._alike(problem)
         if not stored:
-            grid = problem.grid
-            counts = [sum(worker.stage == stage for worker in problem.failed) for stage in range(grid.stages)]
-            failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
-            slow = f", {len(problem.worker_factors)} slow workers" if problem.worker_factors else ""
             return (
-                f"no plan for failures {failures or 'none'}{slow}, grid {grid}, {problem.technique} of the planner "
+                f"no plan for these failures, the grid {problem.grid} and {problem.technique} of the planner "
                 f"{self.planner!r} of this version of the package"
             )
         difference = min(cost_difference(problem.costs, each.schedule.problem.costs) for each in stored)

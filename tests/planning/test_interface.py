@@ -28,7 +28,6 @@ def test_ranks_put_the_stages_of_a_pipeline_next_to_each_other() -> None:
     assert GRID.global_microbatches == 18
     assert GRID.workers()[:5] == (p.Worker(0, 0), p.Worker(0, 1), p.Worker(0, 2), p.Worker(0, 3), p.Worker(1, 0))
     assert [GRID.rank(worker) for worker in GRID.workers()] == list(range(12))
-    assert GRID.peers(p.Worker(1, 2)) == (p.Worker(0, 2), p.Worker(2, 2))
     assert len(list(GRID.all_microbatches())) == 18
     assert p.Worker(2, 3) in GRID
     assert p.Worker(3, 0) not in GRID
