@@ -76,6 +76,14 @@ class Trace:
         """The largest number of nodes available at once."""
         return max((count for _, count in self.availability), default=0)
 
+    @property
+    def mean(self) -> float:
+        """Mean number of available nodes over the duration."""
+        steps = self.availability
+        ends = [time for time, _ in steps[1:]] + [self.duration]
+        total = sum(count * (end - time) for (time, count), end in zip(steps, ends, strict=True))
+        return total / self.duration if self.duration else 0.0
+
 
 def available_traces() -> tuple[str, ...]:
     """The names that :func:`load_trace` knows."""
