@@ -58,19 +58,6 @@ GPUS = {
 }
 
 
-def get_gpu(gpu: str | Gpu) -> Gpu:
-    """The GPU of that name; a Gpu is returned unchanged.
-
-    Raises:
-        ConfigurationError: when the name is unknown.
-    """
-    if isinstance(gpu, Gpu):
-        return gpu
-    if gpu not in GPUS:
-        raise ConfigurationError(f"unknown GPU {gpu!r}: choose one of {', '.join(GPUS)}, or give a Gpu(...).")
-    return GPUS[gpu]
-
-
 @dataclass(frozen=True, slots=True)
 class Transformer:
     """A GPT-style decoder.
@@ -169,7 +156,12 @@ class TrainingModel:
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "global_batch", "microbatch"):
             whole("TrainingModel", name, getattr(self, name), 1)
-        object.__setattr__(self, "gpu", get_gpu(self.gpu))
+        if isinstance(self.gpu, str):
+            if self.gpu not in GPUS:
+                raise ConfigurationError(
+                    f"unknown GPU {self.gpu!r}: choose one of {', '.join(GPUS)}, or give a Gpu(...)."
+                )
+            object.__setattr__(self, "gpu", GPUS[self.gpu])
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
         if self.global_batch % (self.pipelines * self.microbatch):
@@ -196,7 +188,8 @@ class TrainingModel:
     @property
     def device(self) -> Gpu:
         """The GPU type."""
-        return get_gpu(self.gpu)
+        assert isinstance(self.gpu, Gpu)
+        return self.gpu
 
     @property
     def units(self) -> int:
