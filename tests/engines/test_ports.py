@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
-<<<<<<< HEAD:tests/engines/test_interfaces.py
-from lightning_recycle.control.network.addresses import address_at
-from lightning_recycle.engines.worker_environment import discover, port_range
-from lightning_recycle.runtime.connections import Gate, listen
-=======
 from lightning_recycle.engines.worker_environment import port_range
-from lightning_recycle.runtime.comm.connections import Doorbell, Gate, listen
->>>>>>> ctl:tests/engines/test_ports.py
+from lightning_recycle.runtime.connections import Gate, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 
