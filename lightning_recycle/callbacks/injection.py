@@ -32,7 +32,7 @@ from lightning_recycle.planning.grid import Op, OpKind, Positions, Worker
 from lightning_recycle.traces import load_trace
 
 if TYPE_CHECKING:
-    from lightning_recycle.runtime.executor.executor import Executor
+    from lightning_recycle.runtime.executor import Executor
 
 log = logging.getLogger(__name__)
 

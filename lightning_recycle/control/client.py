@@ -347,12 +347,12 @@ class ControlClient(ActivityRecorder):
 
         Raises Interrupted when a generation was announced before that.
         """
-        self.tell(step, payload, guesses=False)
+        self.tell(step, payload, speculative=False)
         return unpack_all(self.await_committed(step).payloads)
 
-    def tell(self, step: int, payload: Any, guesses: bool) -> None:
-        """:meth:`commit` without waiting; ``guesses``: nor in :meth:`await_committed`."""
-        self.send(self.member.commit(step, pack(payload), guesses))
+    def tell(self, step: int, payload: Any, speculative: bool) -> None:
+        """:meth:`commit` without waiting; ``speculative``: nor in :meth:`await_committed`."""
+        self.send(self.member.commit(step, pack(payload), speculative))
 
     def committed(self, step: int) -> messages.Committed | None:
         """The answer that every live worker is REDUCED in ``step``; None before."""
@@ -363,7 +363,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(lambda: self.member.committed(step), "the commit", interruptible=True)
 
     def undo(self, step: int, timeout: float) -> NoReturn:
-        """Reports a wrong guess about ``step``; raises Interrupted when it is dropped."""
+        """Reports a wrong speculation in ``step``; raises Interrupted when it is dropped."""
         self.send(self.member.undo(step))
         self.await_announcement(timeout)
         raise Interrupted

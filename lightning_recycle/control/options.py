@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from lightning_recycle.arguments import (
-    BOOLEAN,
     SECONDS,
     SHARE,
     Check,
@@ -55,8 +54,6 @@ class RecoveryOptions(OptionGroup):
             checkpoint on all devices that are left, whichever processes were alive: at most ``max_restarts`` times from
             the same checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if
             the Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
-        move_workers: whether a healthy worker moves to another stage if failures are distributed badly and there is no
-            replacement.
         rebalance: whether layers move between stages while the run goes on: "auto", where a step gets at least 5 %
             shorter and that pays for the move until the next failure is expected; "always", wherever it gets shorter by
             as much; or "never". What has been measured decides, from the tenth step on, and again whenever workers are
@@ -84,7 +81,6 @@ class RecoveryOptions(OptionGroup):
     on_stage_lost: Literal["auto", "raise", "restart"] = option(
         "auto", choice("auto", "raise", "restart"), by_launcher=True
     )
-    move_workers: bool = option(False, BOOLEAN, by_launcher=True)
     rebalance: Rebalance = option("auto", choice("auto", "always", "never"), shared="when layers move to other stages")
     shadow: Literal["device", "host"] = option("device", choice("device", "host"))
     start_timeout: float = option(
@@ -124,11 +120,11 @@ class RecoveryOptions(OptionGroup):
 
     def without_changes(self) -> RecoveryOptions:
         """These options for an evaluation, which lacks step boundaries for changes."""
-        return replace(self, max_restarts=0, move_workers=False, rebalance="never")
+        return replace(self, max_restarts=0, rebalance="never")
 
     @property
     def most_starts(self) -> int:
-        """Limit of processes started for lost workers or movers, and of restarts.
+        """Limit of processes started for lost workers, and of restarts.
 
         The latter from the same checkpoint.
         """

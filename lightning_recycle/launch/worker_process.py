@@ -109,7 +109,7 @@ def run_worker(
     session = Session(WorkerContext(strategy.options, setup, place, client, trainer))
     strategy.enter(session)
     user = run_results.UserObjects(call, keeps_large=reports)
-    with session.settled():
+    with session.errors_judged():
         returned = call()
         session.checkpoints.weights.release()
         way = run_results.result_route(session, setup.gathering)

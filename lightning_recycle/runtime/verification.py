@@ -33,9 +33,9 @@ from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_F
 from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
-from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.wire import MAX_TENSORS, Channel, Incoming
 from lightning_recycle.tensor_memory import checksum, local_part, put_together, take_apart
 from lightning_recycle.torch_internals import foreach_add_, version_of
 

@@ -32,7 +32,7 @@ from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
@@ -230,7 +230,7 @@ class Checkpoints(StageStates):
 
     def state(self) -> dict[str, Any]:
         """The state dict for a checkpoint: of the whole model, or of the stage."""
-        self.collectives.settle()
+        self.collectives.confirm_step()
         state = self.module.state_dict()
         if self.by_stage:
             return state
@@ -392,9 +392,15 @@ class Checkpoints(StageStates):
 
         Raises CheckpointError on all workers, in the background later, if the file system refuses, and a checkpoint
         that is not written ends the run, or is to be :meth:`noticed`. Otherwise the leader warns.
+        UnsupportedFeatureError for a folder elsewhere than on this machine.
         """
         if self._joins:
             return
+        if self.sharded and local_path(path) is None:
+            raise UnsupportedFeatureError(
+                "CheckpointOptions(save_distributed_checkpoint=True) writes folders on file systems of this machine,"
+                f" and {path} is in none: mount it, or leave the option out."
+            )
         if self._before_hooks is not None:
             before, self._before_hooks = self._before_hooks, None
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
@@ -546,8 +552,8 @@ class Checkpoints(StageStates):
             log.warning("The checkpoint %s was given up, could not be deleted and stays: %s.", path, error)
 
     def _delete(self, path: Any) -> None:
-        if self.sharded and (local := local_path(path)) is not None:
-            remove(local)
+        if self.sharded:
+            remove(path)
         else:
             self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -568,8 +574,7 @@ class Checkpoints(StageStates):
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            pace = None if batch.copies.are_originals else group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -733,7 +738,7 @@ class Checkpoints(StageStates):
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
         group, checkpoint = batch.group, content()
 
-        def before_naming(temporary: Path | None) -> None:
+        def before_naming(temporary: Path) -> None:
             self.reach("checkpoint", batch.version)
             group.confirm(temporary)
 
@@ -745,7 +750,9 @@ class Checkpoints(StageStates):
             for n, state in enumerate(part.states)
         ]
         rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
-        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming, group.pace)
+        local = local_path(path)
+        assert local is not None, "save() refuses others"
+        return save_sharded(local, self._shard(part.weights, states), rest, group, before_naming)
 
     # ------------------------------------------------------------------ beginning and end
 

@@ -190,7 +190,7 @@ def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def go_on(trainer: pl.Trainer, mid_epoch: bool) -> None:
-    """Makes the loops continue at their counters, not where Lightning guesses."""
+    """Makes the loops continue at their counters, not at those that Lightning infers."""
     loop = trainer.fit_loop
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):

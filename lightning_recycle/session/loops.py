@@ -29,8 +29,8 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
-from lightning_recycle.runtime.executor.executor_callbacks import StepResult
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
+from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.session.gradient_clipping import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
 from lightning_recycle.session.step_loaders import addressed_loaders
@@ -219,7 +219,7 @@ class PipelineEpochLoop(_TrainingEpochLoop):
         if self.trainer._val_check_time_interval is not None and self._should_check_val_epoch():
             decided = bool(self.trainer.strategy.broadcast(decided))  # each worker has its own clock
         if decided:
-            self._runner.settle()
+            self._runner.confirm_step()
         return decided
 
     @override
@@ -303,7 +303,7 @@ class PipelineFitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self._goes_on = False
-        self.runner.settle()  # hooks at the end of an epoch may look at parameters
+        self.runner.confirm_step()  # hooks at the end of an epoch may look at parameters
         super().on_advance_end()
         self.runner.at_boundary(StepBoundary.EPOCH)
 

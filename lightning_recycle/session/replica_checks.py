@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.runtime.stage.stage_bundle import StageTies
+from lightning_recycle.runtime.stage_bundle import StageTies
 from lightning_recycle.tensor_memory import checksum
 from lightning_recycle.torch_internals import tree_flatten
 

@@ -19,8 +19,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import CallResult, RecordedModule, recorded, restore_class
-from lightning_recycle.randomness import quicken
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoints import Checkpoints
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
@@ -119,7 +118,7 @@ class Session:
             hook(point, step)
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def errors_judged(self) -> Iterator[None]:
         """Ends the process in the block if a fault of the machine may explain an error.
 
         Where the others can go on without this worker. An exception that leaves the block is the user's own.
@@ -178,7 +177,6 @@ class Session:
         show_whole_run(trainer, parts, self.collectives)
         adapt_connector(trainer, self._share_attributes)
         spare_moves()
-        quicken()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches

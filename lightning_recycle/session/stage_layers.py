@@ -44,16 +44,16 @@ from lightning_recycle.planning.partition import (
     shared_layers,
 )
 from lightning_recycle.randomness import derive_seed, seeded_everything
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.executor_callbacks import CommitRules, ExecutorCallbacks
-from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.executor.step_runner import StepRunner
-from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.executor_callbacks import CommitRules, ExecutorCallbacks
+from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.nccl.nccl_transport import transport_for
-from lightning_recycle.runtime.stage.gradients import GradientBuffers
-from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.step_measurements import StepMeasurements
+from lightning_recycle.runtime.step_runner import StepRunner
+from lightning_recycle.runtime.whole_steps import WholeStepRunner
 from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (

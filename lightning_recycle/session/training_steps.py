@@ -1,7 +1,7 @@
 """Training steps of one worker: run by Lightning's loops and an executor.
 
 The loops (:mod:`~lightning_recycle.session.loops`) and the executor
-(:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`) call its methods.
+(:class:`~lightning_recycle.runtime.executor_callbacks.ExecutorCallbacks`) call its methods.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
     clip_factor,
@@ -115,7 +115,7 @@ class TrainingSteps:
             plugin = self._trainer.strategy.precision_plugin
             plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-        context.collectives.settle = self.settle
+        context.collectives.confirm_step = self.confirm_step
         self.transfer = StateTransfer(
             context, self.module, recorder, self.executor, self._stop_requests, self.left_gradients, self.describe
         )
@@ -253,8 +253,8 @@ class TrainingSteps:
             )
         self.executor.runner.replace_parameters(parameters)
 
-    def settle(self) -> None:
-        self.executor.settle_newest()
+    def confirm_step(self) -> None:
+        self.executor.confirm_newest()
 
     def at_boundary(self, boundary: StepBoundary) -> None:
         """The step is over up to ``boundary``: its checkpoints are written."""
@@ -352,7 +352,7 @@ class TrainingSteps:
     def describe_step(self, step: int) -> Facts:
         counters, options, inputs = self._numbers()
         checked = None
-        if self._checks.is_due(step) and self.executor.runner.is_settled:
+        if self._checks.is_due(step) and self.executor.runner.is_confirmed:
             with self._client.busy("a check of the parameters"):
                 checked = self._checks.check(step, self.module, self._optimizers)
         return Facts(counters, options, checked, inputs)

@@ -56,7 +56,7 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.tensor_memory import merge_shards
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -142,7 +142,7 @@ class WorkerCollectives(StageGroup):
         self.worker = self.positions.position(client.rank)
         self.is_in_step = is_in_step
         """Whether the user's code runs that sees one micro-batch: other workers may not run it as often."""
-        self.settle: Callable[[], None] = lambda: None
+        self.confirm_step: Callable[[], None] = lambda: None
         """Called before a worker's part is made: what it holds must be what it will be."""
         self._answers: dict[str, Any] = {}
 
@@ -200,7 +200,7 @@ class WorkerCollectives(StageGroup):
                 " with each other (negatives) has those of its micro-batch: use a larger batch_size, or"
                 " num_microbatches=1."
             )
-        self.settle()
+        self.confirm_step()
         return self.client.arrive(name, value)
 
     def barrier(self, name: str | None = None) -> None:
@@ -288,7 +288,7 @@ class WorkerCollectives(StageGroup):
 
         Raises UnsupportedFeatureError in a joining worker, which is alone, if there are other columns.
         """
-        self.settle()
+        self.confirm_step()
         if self.client.joining:
             if self.positions.columns > 1:
                 raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
@@ -302,7 +302,7 @@ class WorkerCollectives(StageGroup):
 def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> PositionMesh | None:
     if run.positions.members == 1:
         return None
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
     member, device_type = run.positions.member(client.rank), trainer.strategy.root_device.type
     return PositionMesh(run.mesh_sizes, member, device_type, client.joining)

@@ -30,7 +30,7 @@ from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import (

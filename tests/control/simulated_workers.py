@@ -197,8 +197,8 @@ class SimulatedWorker:
         self.strayed: int | None = None  # the step since which it has other values than the others
         self.open = -1  # the step that all must have passed
         self.payloads: Mapping[int, Any] = {}  # of the commit that is being applied
-        self.guesses = False  # whether it goes on without the answer to its commit of this step
-        self.unsettled = False  # and has done so
+        self.speculates = False  # whether it goes on without the answer to its commit of this step
+        self.speculative = False  # and has done so
         self.committed_in = (-1, -1)  # generation and step of its newest commit
         self.parameters: list[int] = []  # the gradients applied, by step
         self.shadow = -1  # version that the shadow holds
@@ -306,7 +306,7 @@ class SimulatedWorker:
     # ------------------------------------------------------------------ the main thread
 
     def main(self) -> Waits:
-        """Session.settled."""
+        """Session.errors_judged."""
         try:
             yield from self.life()
         except Mishap as error:
@@ -359,7 +359,7 @@ class SimulatedWorker:
     def hook(self, place: tuple[str, int]) -> Waits:
         """Two collectives of its position in a hook: ControlClient.enter_hook, and MemberGroup.run."""
         if place[0] != "in":
-            yield from self.settled()
+            yield from self.confirmed()
         while True:
             self.send(self.member.reach_hook())
             try:
@@ -527,7 +527,7 @@ class SimulatedWorker:
 
     def arrive(self, name: str, payload: Any, regroups: bool = True) -> Waits:
         """ControlClient.arrive."""
-        yield from self.settled()
+        yield from self.confirmed()
         message = self.member.arrive(name, payload)
         self.send(message)
         yield from self.await_answer_of_all(message, regroups)
@@ -594,7 +594,7 @@ class SimulatedWorker:
         version = self.version if self.has_state else -1
         if self.reduced and (self.leaves_open(self.version) or unproven == self.version):
             self.reduced, self.payload = False, None
-        status = messages.WorkerStatus(self.column, version, self.reduced, self.unsettled, self.has_shadow)
+        status = messages.WorkerStatus(self.column, version, self.reduced, self.speculative, self.has_shadow)
         self.send(self.member.report(status, self.payload, self.cuts))
         yield from self.wait(lambda: self.member.resumed() is not None)
         resume = self.member.resumed()
@@ -622,10 +622,10 @@ class SimulatedWorker:
             resume.donors,
             network.commits,
             network.tied or network.whole,
-            resume.settled,
+            resume.confirmed,
         ):
             yield from self.carry_out(action, resume)
-        if self.unsettled:
+        if self.speculative:
             self.tell_of(self.version - 1)
         if resume.becomes:
             yield from self.get_ready(resume)
@@ -657,7 +657,7 @@ class SimulatedWorker:
 
     def get_ready(self, resume: messages.Resume) -> Waits:
         """Executor._get_ready."""
-        assert not self.unsettled, "it gives layers that are a guess"
+        assert not self.speculative, "it gives layers of a speculative step"
         assert self.version == resume.decision.version, "it gives layers of another step"
         before = self.layout(resume.cuts)
         assert self.cuts == before
@@ -690,7 +690,7 @@ class SimulatedWorker:
                 assert self.has_state, "it gives a state that it does not have"
                 assert self.version == version, "it gives the state of another step"
                 assert self.strayed is None, "it gives a state that is wrong"
-                assert not self.unsettled, "it gives a state that is a guess"
+                assert not self.speculative, "it gives a speculative state"
                 member = self.member
                 numbers = (member.next_collective, member.hooks)
                 saves = (member.saves, self.batches, self.pending, self.given_up, self.unnamed)
@@ -717,9 +717,9 @@ class SimulatedWorker:
                     raise Dies
             case recovery.Apply():
                 yield from self.apply()
-            case recovery.Settle():
+            case recovery.Confirm():
                 self.payloads = resume.commits
-                self.settle_step(action.step)
+                self.confirm_step(action.step)
             case recovery.Adopt() if self.network.whole:  # WholeStepRunner.adopt
                 assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
@@ -780,7 +780,7 @@ class SimulatedWorker:
         if step == self.version:
             yield from self.know_newest()
         if self.is_last:
-            assert right, f"it tells losses of step {step} that follow from a wrong guess"
+            assert right, f"it tells losses of step {step} that follow from a wrong speculation"
             wrong = 1e3 * self.network.is_spoiled(self, step)
             losses = {m: loss_of(step, m) + wrong for m in plan.microbatches}
             proven_in = self.generation if self.leaves_open(step) else None
@@ -800,7 +800,7 @@ class SimulatedWorker:
         if part.computes_weights and self.network.gathers:
             yield from self.meet("W of the layers", step)
         if part.reduces:
-            assert right or not plan.microbatches, f"it reduces what follows from a wrong guess before step {step}"
+            assert right or not plan.microbatches, f"it reduces what follows from a wrong speculation: {step}"
             self.tell("W", step, sum(16**m for m in plan.microbatches) + self.network.is_spoiled(self, step) / 2)
             yield from self.exchange("W", step, plan.peers)
             self.buffers[step % 2] = (step, sum(self.received("W", step, plan.peers)))
@@ -814,8 +814,8 @@ class SimulatedWorker:
         if part.applies:
             if self.network.commits:
                 yield from self.commit(step)
-            if self.network.guesses:
-                yield from self.step_on_a_guess(step)
+            if self.network.speculates:
+                yield from self.step_speculatively(step)
             else:
                 yield from self.apply()
 
@@ -856,59 +856,59 @@ class SimulatedWorker:
             if step != self.ahead[0] or self.stage not in self.ahead[1]:
                 self.shared[step % 2][first] = frozenset().union(*self.received(what, step, parts))
 
-    # ------------------------------------------------------------------ guesses
+    # ------------------------------------------------------------------ speculative steps
 
     def is_right(self, step: int) -> bool:
         """Whether the parameters with which it computes ``step`` are what they will be."""
-        return not (self.unsettled and step == self.version and self.network.is_wrong(step - 1))
+        return not (self.speculative and step == self.version and self.network.is_wrong(step - 1))
 
     def tell_of(self, step: int) -> None:
         """Executor._tell."""
         self.committed_in = (self.generation, step)
-        self.send(self.member.commit(step, (self.column, step), self.guesses))
+        self.send(self.member.commit(step, (self.column, step), self.speculates))
 
-    def step_on_a_guess(self, step: int) -> Waits:
+    def step_speculatively(self, step: int) -> Waits:
         """Executor._commit_and_apply, where the optimizer may step before all are REDUCED."""
-        self.guesses = self.network.may_speculate(self)
+        self.speculates = self.network.may_speculate(self)
         self.tell_of(step)
-        if not self.guesses:
+        if not self.speculates:
             yield from self.wait(lambda: self.member.committed(step) is not None)
         committed = self.member.committed(step)
         if committed is None:
-            yield from self.apply(guess=True)
+            yield from self.apply(speculative=True)
             return
         yield from self.undo_if_wrong(step)
         self.payloads = committed.payloads
         yield from self.apply()
 
     def undo_if_wrong(self, step: int) -> Waits:
-        """All have told of ``step``: if somebody has made a wrong guess, a new generation begins."""
+        """All have told of ``step``: if somebody has speculated wrongly, a new generation begins."""
         committed = self.member.committed(step)
         assert committed is not None
-        if committed.guessed and self.network.is_wrong(step):
+        if committed.speculative and self.network.is_wrong(step):
             self.send(self.member.undo(step))
             yield from self.wait(lambda: self.interrupted, interruptible=False)
             raise Interrupted
 
     def know_newest(self) -> Waits:
-        """Executor._settle: waits until it knows whether its guess was right."""
-        if self.unsettled:
+        """StepRunner.confirm: waits until it knows whether its speculation was right."""
+        if self.speculative:
             step = self.version - 1
             yield from self.wait(lambda: self.member.committed(step) is not None)
             yield from self.undo_if_wrong(step)
-            self.unsettled = False
+            self.speculative = False
 
-    def settle_step(self, step: int) -> None:
+    def confirm_step(self, step: int) -> None:
         """Executor._correct: what all have told of ``step`` is in :attr:`payloads`."""
         expected = {column: (column, step) for column in range(self.columns)}
-        assert dict(self.payloads) == expected, f"it settles step {step} with the norms {dict(self.payloads)}"
-        assert self.unsettled, "it has made no guess"
+        assert dict(self.payloads) == expected, f"it confirms step {step} with the norms {dict(self.payloads)}"
+        assert self.speculative, "it has made no speculative step"
         assert step == self.version - 1
-        self.unsettled = False
+        self.speculative = False
 
-    def settled(self) -> Waits:
-        """Before anything that others see: Executor.settle_newest, with the regroup that it may need."""
-        while self.unsettled:
+    def confirmed(self) -> Waits:
+        """Before anything that others see: Executor.confirm_newest, with the regroup that it may need."""
+        while self.speculative:
             try:
                 yield from self.know_newest()
             except Interrupted:
@@ -944,7 +944,7 @@ class SimulatedWorker:
         assert committed is not None
         self.payloads = committed.payloads
 
-    def apply(self, guess: bool = False) -> Waits:
+    def apply(self, speculative: bool = False) -> Waits:
         """Executor._apply."""
         step = self.version
         assert self.reduced, "it applies a gradient that it does not hold"
@@ -952,7 +952,7 @@ class SimulatedWorker:
         loss = self.member.loss(step)
         assert loss is not None
         self.after_step = loss.after_step
-        if self.network.commits or (self.network.guesses and not guess):
+        if self.network.commits or (self.network.speculates and not speculative):
             expected = {column: (column, step) for column in range(self.columns)}
             assert dict(self.payloads) == expected, f"it applies step {step} with the norms {dict(self.payloads)}"
         self.is_past = True
@@ -960,7 +960,7 @@ class SimulatedWorker:
         self.network.applied(self, step, gradient, self.shared[step % 2])
         self.parameters.append(gradient)
         self.shadow, self.version, self.reduced = step, step + 1, False
-        self.payload, self.unsettled = (self.payload, True) if guess else (None, False)
+        self.payload, self.speculative = (self.payload, True) if speculative else (None, False)
         self.burn()
         if ("in", step) in self.network.hooks:
             yield from self.hook(("in", step))

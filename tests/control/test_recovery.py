@@ -13,11 +13,11 @@ from lightning_recycle.control.protocol.recovery import (
     Apply,
     AwaitPeers,
     CommitTogether,
+    Confirm,
     Forget,
     Give,
     Part,
     Serve,
-    Settle,
     Take,
     actions,
     decide,
@@ -208,18 +208,18 @@ def test_actions_of_a_worker_in_a_recovery(
 @pytest.mark.parametrize(
     ("decision", "options", "expected"),
     [
-        (AHEAD, {}, [Serve(T)]),  # it stays a guess
-        (AHEAD, {"settled": True}, [Settle(T), Serve(T)]),
-        (Decision(T + 1, frozenset(), ()), {}, [Settle(T)]),
-        (ROLLED_FORWARD, {}, [Settle(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
-        (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Settle(T), Give((2,))]),
+        (AHEAD, {}, [Serve(T)]),  # it stays speculative
+        (AHEAD, {"confirmed": True}, [Confirm(T), Serve(T)]),
+        (Decision(T + 1, frozenset(), ()), {}, [Confirm(T)]),
+        (ROLLED_FORWARD, {}, [Confirm(T), Adopt(T, 2, lacks=False), AwaitPeers()]),
+        (Decision(T + 1, frozenset(), ()), {"donors": {2: 0}}, [Confirm(T), Give((2,))]),
     ],
 )
-def test_a_guess_is_settled_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
+def test_a_speculative_step_is_confirmed_first_if_the_step_is_committed_or_all_contributions_to_it_are_known(
     decision: Decision, options: dict[str, Any], expected: list[Action]
 ) -> None:
     arguments = {"donors": {}, "commits": False, "tied": False, **options}
-    status = WorkerStatus(0, T + 1, False, unsettled=True)
+    status = WorkerStatus(0, T + 1, False, speculative=True)
     assert status.commit_step == T
     assert actions(0, status, decision, **arguments) == tuple(expected)
 

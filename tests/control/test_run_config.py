@@ -114,8 +114,8 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
         (Overrides(), replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
         (
             Overrides(),
-            replace(WANTS, needs_launcher=("RecoveryOptions(move_workers=True)",)),
-            r"\(move_workers=True\) needs a launching process",
+            replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
+            r"\(profile='auto'\) needs a launching process",
         ),
         (Overrides(2, 2), None, "the coordinator was given none"),
     ],

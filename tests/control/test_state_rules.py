@@ -54,9 +54,9 @@ def test_every_transition_and_every_message_of_the_tests_is_checked() -> None:
         (WorkerStatus(0, 4, False), StepState.RUNNING),
         (WorkerStatus(0, 5, False), StepState.RUNNING),
         (WorkerStatus(0, 5, True), StepState.REDUCED),
-        (WorkerStatus(0, 6, False, unsettled=True), StepState.GUESSED),
+        (WorkerStatus(0, 6, False, speculative=True), StepState.SPECULATIVE),
         (WorkerStatus(0, 6, True), StepState.APPLIED),
-        (WorkerStatus(0, 7, False, unsettled=True), StepState.APPLIED),
+        (WorkerStatus(0, 7, False, speculative=True), StepState.APPLIED),
     ],
 )
 def test_the_state_of_a_worker_in_step_5(status: WorkerStatus, state: StepState) -> None:

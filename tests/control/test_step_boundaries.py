@@ -8,7 +8,6 @@ from membership_feed import (
     applied,
     feed,
     messages,
-    records,
     report,
     reports,
     running_without_3,
@@ -17,8 +16,6 @@ from membership_feed import (
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import WorkerStatus
-from lightning_recycle.planning.grid import Grid
 
 THREE = (0, 1, 2)
 
@@ -71,39 +68,6 @@ def joining_3(step: int = 2) -> s.MembershipState:
 
 def rejoined_3(step: int = 2) -> s.MembershipState:
     return feed(joining_3(step), entered(3, 2))[0]
-
-
-# ---------------------------------------------------------------------- who speaks
-
-
-# ---------------------------------------------------------------------- moving
-
-WIDE = Grid(3, 2, 1)  # ranks 0, 2, 4 are stage 0, ranks 1, 3, 5 stage 1
-
-
-def wide_without(*lost: int) -> s.MembershipState:
-    """A run on WIDE whose workers ``lost`` are vacant; the others run in generation 1."""
-    live = frozenset(range(6)).difference(lost)
-    roster = s.Roster(live, joined=live, leader=min(live & {1, 3, 5}))
-    state = s.MembershipState(WIDE, roster, s.Generation(0))
-    return feed(state, s.GraceElapsed(0, "reset"), *wide_reports(sorted(live), 1))[0]
-
-
-def wide_reports(ranks: Iterable[int], generation: int, version: int = 0) -> list[m.Report]:
-    return [m.Report(rank, generation, WorkerStatus(rank % 2, version, False)) for rank in ranks]
-
-
-def test_who_moves_leaves_its_stage_in_the_generation_in_which_it_enters_the_other() -> None:
-    state, commands = feed(wide_without(1, 3), s.MovePlanned(3, 4))
-    assert commands == [], "the new process must be ready first"
-    state, commands = feed(state, m.Ready(3))
-    assert messages(commands, m.Pause) == [m.Pause(1)]
-    ranks = (0, 2, 4, 5)
-    state, commands = feed(state, *applied(ranks, 0), *paused(ranks, 1, 0), *arrived(ranks, 1, 1))
-    assert records(commands, "moved") == [s.Record("moved", 1, 4, {"to": (1, 1)})]
-    assert records(commands, "left") == []
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 2, 3, 5), 5)]
-    assert state.roster.moves == {}
 
 
 # ---------------------------------------------------------------------- late and twice

@@ -68,7 +68,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_on_a_guess_is_made_again(kind: str) -> None:
+def test_a_wrong_speculative_step_is_made_again(kind: str) -> None:
     expected, module = steps(kind)
     halve(module)
     expected.step()

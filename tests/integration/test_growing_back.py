@@ -17,7 +17,6 @@ from support.waiting import wait_for
 from torch import Tensor
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.planning.costs import Profile, StageProfile, save_profile
 
 LENGTH = 16  # steps
 # With a limit of micro-batches no other plan is made for all workers when memory has been measured, whenever that is.
@@ -178,32 +177,3 @@ def test_a_worker_told_to_end_is_replaced() -> None:
     assert rejoined(run) == [(1, 1)]
     assert not happened(run, "redone")
     check_complete(run)
-
-
-# ---------------------------------------------------------------------- moves
-
-
-def test_a_healthy_worker_moves_where_failures_have_piled_up(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"  # so that the plans, and the decision, do not depend on what is measured
-    save_profile(profile, Profile((StageProfile(1.0, 1.0, 1.0),) * 2))
-    faults = [Fault("kill", 1, 0, step=2), Fault("kill", 2, 0, step=4)]
-    options: dict[str, Any] = {"strategy": {"move_workers": True, "profile": profile}, "callbacks": [AwaitMove(10)]}
-    run = exact_fit(Regression().double(), 3, 2, faults, max_steps=LENGTH, **options)
-    (moved,) = happened(run, "moved")
-    assert moved.worker[1] == 1
-    assert [moved.details["to"]] == rejoined(run)
-    assert moved.details["to"] in failures(run)
-    assert sorted(worker.stage for worker in run.strategy.schedules[-1].failed) == [0, 1]  # not two of one stage
-    assert committed_steps(run) == list(range(LENGTH))
-
-
-class AwaitMove(L.Callback):
-    """Before ``step``, waits until no stage has lost two workers."""
-
-    def __init__(self, step: int) -> None:
-        self._wait = AwaitReplacement([step])
-
-    def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
-        lost = set(range(6)) - set(trainer.strategy.live_workers)
-        if {rank % 2 for rank in lost} == {0}:
-            self._wait.on_train_batch_start(trainer, *arguments)

@@ -76,7 +76,7 @@ def test_one_that_does_not_come_again_leaves_nothing_behind() -> None:
 def test_a_device_that_makes_them_is_evicted_because_its_peer_does_not(backwards: bool) -> None:
     model = Wrong((1, 1), 1000, backwards).double()
     expected = plain_loop(model, dataset())
-    run = fit(model, 2, 2, gradient_clip_val=1e3)  # steps are made on a guess
+    run = fit(model, 2, 2, gradient_clip_val=1e3)  # steps are speculative
     assert corruptions(run) == [((1, 1), STEP, "computation")]
     assert [event.worker for event in run.strategy.history if event.kind == "evicted"] == [(1, 1)]
     assert difference(model.state_dict(), expected) < TOLERANCE

@@ -99,7 +99,7 @@ LONG: list[Any] = [
     (Ordinary, FSDP, [Kill(1, 2, 2)], {"accumulate_grad_batches": 2}),
     *((Ordinary, grid, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1}) for grid in (TENSOR, FSDP, BOTH)),
     (Ordinary, TENSOR, [Kill(3, 2, 1)], {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-    (Piped, STAGES, [Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # on a guess
+    (Piped, STAGES, [Kill(0, 1, 5)], {"gradient_clip_val": 0.45}),  # speculative steps
     (SequenceParallelBlocks, TENSOR, [Kill(2, 1, 2)], {}),
 ]
 

@@ -96,7 +96,7 @@ class AtHookCollective(Victim):
         self.step, self.number, self.when, self.seen = step, number, when, 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+        from lightning_recycle.runtime.position_mesh import MemberGroup
 
         strategy: Any = trainer.strategy
         run: Callable[..., Any] = MemberGroup.run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.stage.gradients import BucketedReduction, GradientBuffers
+from lightning_recycle.runtime.gradients import BucketedReduction, GradientBuffers
 
 CPU = torch.device("cpu")
 F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD
@@ -67,12 +67,12 @@ class Bench:
         self.parameters = [nn.Parameter(torch.ones(16 * n)) for n in (1, 2, 3)]
         holders = {self.parameters[index]: stages for index, stages in tied.items()}
         self.gradients = GradientBuffers(self.parameters, CPU, bucket_bytes=1, holders=holders)
-        self.line, self.is_settled = Line(), True
+        self.line, self.is_confirmed = Line(), True
         self.line.has_mesh = not tied
         waits = [self.parameters[index] for index in waiting]
         self.stage: Any = types.SimpleNamespace(waiting_parameters=lambda _: waits, differentiates_itself=True)
         line: Any = self.line
-        self.reduction = BucketedReduction(line, self.gradients, self.stage, lambda: self.is_settled)
+        self.reduction = BucketedReduction(line, self.gradients, self.stage, lambda: self.is_confirmed)
 
     def backward(self, *uses: int, last: bool = True) -> list[list[int]]:
         """A BW of a step of its own; returns what had begun after each of the passes over the parameters ``uses``."""
@@ -115,9 +115,9 @@ def test_what_w_does_not_compute_is_complete_before_it() -> None:
     assert bench.line.begun == [48, 32, 16]
 
 
-def test_nothing_leaves_before_the_newest_step_is_settled() -> None:
+def test_nothing_leaves_before_the_newest_step_is_confirmed() -> None:
     bench = Bench()
-    bench.is_settled = False
+    bench.is_confirmed = False
     program = [task(W, 0)]
     bench.reduction.begin(0, program)
     done = bench.reduction.during_weights(program[0])
@@ -125,7 +125,7 @@ def test_nothing_leaves_before_the_newest_step_is_settled() -> None:
     for parameter in reversed(bench.parameters[1:]):
         done(parameter)
     assert not bench.line.begun
-    bench.is_settled = True
+    bench.is_confirmed = True
     done(bench.parameters[0])
     assert bench.line.begun == [48, 32, 16]
 
@@ -255,13 +255,13 @@ def test_an_operation_that_may_add_to_all_gradients_is_awaited() -> None:
     assert bench.seen(adds_to_all=bench.program[3])[0] == []
 
 
-def test_it_leaves_as_soon_as_the_newest_step_is_settled() -> None:
+def test_it_leaves_as_soon_as_the_newest_step_is_confirmed() -> None:
     bench = Halfway()
-    bench.is_settled = False
+    bench.is_confirmed = False
     bench.reduction.begin(0, [*bench.program[:2], task(W, 7), *bench.program[2:]])
     bench.reduction.completed(bench.program[1])
     assert bench.line.begun == []
-    bench.is_settled = True
+    bench.is_confirmed = True
     bench.reduction.completed(task(W, 7))
     assert bench.line.begun == [48]
 

@@ -8,7 +8,7 @@ import pytest
 from support.fake_nccl import FakeComm
 from transport_world import ALL, World
 
-from lightning_recycle.runtime.comm.groups import CommunicationError
+from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Kind,

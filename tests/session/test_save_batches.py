@@ -133,7 +133,7 @@ class Worker:
         self.client: Any = SimpleNamespace(rank=rank, returns=0, member=SimpleNamespace(saves=SaveStatus(holders, 7)))
         self.client.send, self.client.forget_parcels = self.sent.append, lambda number: None
         self.collectives: Any = SimpleNamespace(
-            positions=Positions(Grid(2, 2, 2)), settle=lambda: None, is_leader=rank == 1
+            positions=Positions(Grid(2, 2, 2)), confirm_step=lambda: None, is_leader=rank == 1
         )
         options = Options(checkpoints=CheckpointOptions(signal_timeout=1.0))
         self.followed: list[Any] = []

@@ -48,7 +48,7 @@ class MessageRecord:
         self.saves_ended: tuple[messages.SaveEnded, ...] = ()
         self.applied = self.joins_after = -1
         self.restored = 0
-        self.is_ready = self.entered = self.ends_run = False
+        self.is_ready = self.ends_run = False
         self.leave: messages.Leave | None = None
         self.measured: messages.Measured | None = None
         self._losses: dict[int, messages.Losses] = {}
@@ -85,7 +85,6 @@ class MessageRecord:
                 self.restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
                 self.applied = self.joins_after
-                self.entered = True
             case messages.Ready():
                 self.is_ready = True
             case messages.Leave():
@@ -115,7 +114,7 @@ class MessageRecord:
                 self.known = message
             case messages.Resume():
                 if message.commits:
-                    step = message.decision.version - (not message.settled)
+                    step = message.decision.version - (not message.confirmed)
                     self.known = messages.Committed(message.generation, step, message.commits)
                 if rank in message.donors:
                     self.joins_after = message.decision.version - 1
@@ -264,7 +263,7 @@ class Member:
                 self._announced = message
             case messages.Resume():
                 self._resume, self.in_hook = message, False
-                if message.settled:
+                if message.confirmed:
                     step = message.decision.version
                     self._committed = messages.Committed(message.generation, step, message.commits, False)
             case messages.StepLoss():
@@ -319,16 +318,9 @@ class Member:
     def returned(self, **who: Any) -> messages.Returned:
         """First message to a restarted coordinator; ``who``: the sender, by field."""
         assert self._memory is not None, "it ends with its coordinator"
-        announced, resume = self._announced, self._resume
-        if announced is not None:
-            who.update(roster=announced.roster, leader=announced.leader)
-        if resume is not None:
-            who.update(resumed=resume.generation, cuts=resume.cuts)
-        if self._verdicts:
-            who.update(verdict=self._verdicts[max(self._verdicts)])
         if self.in_hook:
             who.update(hook=self._hook)
-        generation = -1 if announced is None else announced.generation
+        generation = -1 if self._announced is None else self._announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     def validate(self) -> None:
@@ -441,12 +433,12 @@ class Member:
             (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
         )
 
-    def commit(self, step: int, payload: Any, guesses: bool = False) -> messages.Commit:
-        """Message that this worker is REDUCED in ``step``; ``guesses``: does not wait."""
-        return messages.Commit(self.rank, self.generation, step, payload, guesses)
+    def commit(self, step: int, payload: Any, speculative: bool = False) -> messages.Commit:
+        """Message that this worker is REDUCED in ``step``; ``speculative``: does not wait."""
+        return messages.Commit(self.rank, self.generation, step, payload, speculative)
 
     def undo(self, step: int) -> messages.Undo:
-        """The message that the guess of some worker about ``step`` was wrong."""
+        """The message that a worker's speculation in ``step`` was wrong."""
         return messages.Undo(self.rank, self.generation, step)
 
     def committed(self, step: int) -> messages.Committed | None:

@@ -35,7 +35,6 @@ from lightning_recycle.control.protocol.state import (
     Lost,
     MembershipEvent,
     MembershipState,
-    MovePlanned,
     Next,
     PlanReady,
     Record,
@@ -127,7 +126,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 def _lose(state: MembershipState, event: Lost) -> Next:
     if event.rank not in state.roster.live:
-        return _drop_candidate(state, event.rank)
+        return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
         state = fault_attribution.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
@@ -141,13 +140,6 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     if state.returned is not None:
         return state, commands  # the others are awaited
     return after(commands, _go_on_without(state))
-
-
-def _drop_candidate(state: MembershipState, rank: int) -> Next:
-    """A process that was to join is gone, with its move."""
-    roster = state.roster
-    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
-    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def _go_on_without(state: MembershipState) -> Next:
@@ -210,12 +202,12 @@ def _decide(state: MembershipState, statuses: Mapping[int, WorkerStatus]) -> Nex
     for rank in state.roster.joining:
         if any(statuses[holder].version != decision.version for holder in state.holders(state.column_of(rank))):
             return end(state, Failed(f"A stage went on without worker {rank}, which had not entered yet."))
-    commits, settled = _known_commits(state, statuses, decision.version)
-    return _resume(state, statuses, decision, commits, settled)
+    commits, confirmed = _known_commits(state, statuses, decision.version)
+    return _resume(state, statuses, decision, commits, confirmed)
 
 
 def _resume(
-    state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, settled: bool
+    state: MembershipState, statuses: Mapping[int, WorkerStatus], decision: Decision, commits: Any, confirmed: bool
 ) -> Next:
     """All connect, carry out ``decision``, and go on."""
     reports, roster, joining, cuts = (
@@ -226,9 +218,9 @@ def _resume(
     )
     state, vote, excused = fault_attribution.call_vote(state, statuses, decision.version)
     # A worker that applies what is answered need not send it again.
-    step = decision.version if settled else decision.version - 1
+    step = decision.version if confirmed else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
-    state = state.with_generation(regrouping=False, committed=step if settled else -1).with_steps(answered=answered)
+    state = state.with_generation(regrouping=False, committed=step if confirmed else -1).with_steps(answered=answered)
     state = state.updated(has_resumed=True)
     resume = messages.Resume(
         state.generation.number,
@@ -236,7 +228,7 @@ def _resume(
         decision,
         None,
         commits,
-        settled,
+        confirmed,
         donors={rank: min(state.holders(state.column_of(rank))) for rank in joining},
         cuts=cuts,
         becomes=state.generation.becomes,
@@ -251,11 +243,11 @@ def _resume(
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
-    """Contributions to the newest commit by column; whether they settle ``version``.
+    """Contributions to the newest commit by column; whether they confirm ``version``.
 
     They do where a worker has applied that step, which runs again, and all stages' contributions to it are known: that
-    worker may have gone on from them, and would not announce the step again, so they hold for all, guesses included.
-    Otherwise they are those to the step before, as far as reported or answered.
+    worker may have gone on from them, and would not announce the step again, so they hold for all, speculative ones
+    included. Otherwise they are those to the step before, as far as reported or answered.
     """
     known, payloads = state.steps.answered
     if known == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
@@ -431,7 +423,6 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
     GraceElapsed: fault_attribution.on_grace_elapsed,
     EndWanted: _on_end_wanted,
     Lost: _lose,
-    MovePlanned: step_commit.on_move_planned,
     PlanReady: step_commit.on_plan_ready,
     LayoutReady: step_commit.on_layout_ready,
     messages.Ready: step_commit.on_ready,

@@ -71,7 +71,7 @@ class StepState(Enum):
 
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
     REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
-    GUESSED = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
+    SPECULATIVE = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
     APPLIED = "the step counts as applied and is never redone; the shadow has the parameters of before"
 
 
@@ -81,7 +81,7 @@ class WorkerStatus:
 
     ``column``: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
     stage. ``version``: optimizer steps applied to its parameters. ``reduced``: whether it holds the complete reduced
-    gradient of step ``version``. ``unsettled``: whether it has applied its newest step on a guess that nothing has
+    gradient of step ``version``. ``speculative``: whether its newest step is speculative and not yet
     confirmed; then it is not ``reduced``. ``has_shadow``: whether it can compute with the parameters of the version
     before.
     """
@@ -89,18 +89,18 @@ class WorkerStatus:
     column: int
     version: int
     reduced: bool
-    unsettled: bool = False
+    speculative: bool = False
     has_shadow: bool = True
 
     def state_in(self, step: int) -> StepState:
         if self.version > step:
-            return StepState.GUESSED if self.unsettled and self.version == step + 1 else StepState.APPLIED
+            return StepState.SPECULATIVE if self.speculative and self.version == step + 1 else StepState.APPLIED
         return StepState.REDUCED if self.reduced and self.version == step else StepState.RUNNING
 
     @property
     def commit_step(self) -> int | None:
         """The step to whose commit it contributes, if any."""
-        return self.version if self.reduced else self.version - 1 if self.unsettled else None
+        return self.version if self.reduced else self.version - 1 if self.speculative else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +383,9 @@ class Confirm:
 class Report:
     """A survivor stopped for ``generation`` and reports what it holds.
 
-    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; after a step on
-    a guess, that to the commit of this step. ``begun``: the newest step that it has begun. ``cuts``: its layout.
+    ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; after a
+    speculative step, that to the commit of this step. ``begun``: the newest step that it has begun. ``cuts``: its
+    layout.
     """
 
     rank: int
@@ -492,19 +493,19 @@ class Commit:
     """The worker is REDUCED in ``step``; the answer brings the payloads of all stages.
 
     Only if stages exchange facts before they step, or the optimizer is not staggered. The answer comes when all are
-    REDUCED. ``guesses``: it steps before that, on a guess that the answer may prove wrong.
+    REDUCED. ``speculative``: it steps before that; the answer may prove that wrong.
     """
 
     rank: int
     generation: int
     step: int
     payload: Payload | None
-    guesses: bool = False
+    speculative: bool = False
 
 
 @_from_worker
 class Undo:
-    """A guess about ``step`` was wrong: drop its consequences and connect again."""
+    """The speculation in ``step`` was wrong: drop its consequences and connect again."""
 
     rank: int
     generation: int
@@ -707,8 +708,7 @@ class Returned:
         run: as in :class:`Enrolled`.
         incarnation, joining: as in its :class:`Assign`.
         wants: the request of its script, with the grid that it was assigned.
-        generation: the newest that was announced to it; ``roster`` and ``leader`` are of that one.
-        resumed: the newest generation whose :class:`Resume` it has; ``cuts``: the layout of that one.
+        generation: the newest that was announced to it.
         applied: the newest step that it has applied, or got with its state.
         joins_after: the step after which the newest generation gives it its state.
         restored: the steps of the checkpoint that it resumed from; 0 without one.
@@ -719,11 +719,10 @@ class Returned:
         answer: the newest answer to a control collective that others may lack.
         known: the newest commit, also by a recovery.
         request, raised, confirm: those that have no answer yet.
-        verdict: that on the latest stop point.
         save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
         announced, saves_ended: of that batch, as its writer.
         hook: that it has entered with its siblings, some of which may not know.
-        is_ready, entered, leave, ends_run, measured: the messages of that kind that it has sent.
+        is_ready, leave, ends_run, measured: the messages of that kind that it has sent.
     """
 
     rank: int
@@ -736,10 +735,6 @@ class Returned:
     joining: bool = False
     wants: RunRequest | None = None
     generation: int = -1
-    roster: tuple[int, ...] = ()
-    leader: int = -1
-    resumed: int = -1
-    cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
     restored: int = 0
@@ -751,7 +746,6 @@ class Returned:
     answer: Answer | None = None
     known: Committed | None = None
     request: StopWish | None = None
-    verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
     save: SaveBegun | None = None
@@ -759,7 +753,6 @@ class Returned:
     saves_ended: tuple[SaveEnded, ...] = ()
     hook: HookEntered | None = None
     is_ready: bool = False
-    entered: bool = False
     leave: Leave | None = None
     ends_run: bool = False
     measured: Measured | None = None
@@ -914,8 +907,8 @@ class Resume:
     """Program of this worker for a step. The coordinator's shell adds it: each worker has another one."""
     commits: Mapping[int, Payload | None]
     """Contributions of the stages to the commit of step ``decision.version - 1``, by stage, as far as known; or of all
-    stages to that of ``decision.version``, if ``settled``."""
-    settled: bool = False
+    stages to that of ``decision.version``, if ``confirmed``."""
+    confirmed: bool = False
     """Whether step ``decision.version`` runs again although a worker has applied it as all contributed to it."""
     donors: Mapping[int, int] = field(default_factory=dict)
     """For each rank that joins, the peer that gives it its state."""
@@ -956,13 +949,13 @@ class HookEntered:
 class Committed:
     """All are REDUCED in ``step``, or were before a loss: apply it once REDUCED.
 
-    ``payloads``: by stage. ``guessed``: whether some have applied it already, on a guess.
+    ``payloads``: by stage. ``speculative``: whether some have applied it already.
     """
 
     generation: int
     step: int
     payloads: Mapping[int, Payload | None]
-    guessed: bool = False
+    speculative: bool = False
 
 
 class AfterStep(Enum):

@@ -14,9 +14,9 @@ them, only with tied stages (:class:`Forget`), and by a worker itself where the 
 (:mod:`~lightning_recycle.runtime.verification`). Losses can die with a worker: a step without its loss is not
 committed, and stages that hold its gradient compute it again.
 
-A version applied on a *guess* is unsettled until all contributions are known. Its worker is not REDUCED in the next
-step and sends no results of it, so nothing that follows from a guess is kept. If the decision does not commit the
-guessed step it is announced again, unless all contributions were known before the loss: then these settle it.
+A *speculative* version is not confirmed until all contributions are known. Its worker is not REDUCED in the next
+step and sends no results of it, so nothing that follows from it is kept. If the decision does not commit the
+speculative step it is announced again, unless all contributions were known before the loss: then these confirm it.
 
 Rosters hold whole positions: the siblings of a lost member are released.
 """
@@ -165,8 +165,8 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """The commit of guessed ``step`` is known: correct the step if it was wrong."""
+class Confirm:
+    """The commit of speculative ``step`` is known: correct the step if it was wrong."""
 
     step: int
 
@@ -213,7 +213,7 @@ class Serve:
     step: int
 
 
-Action: TypeAlias = Give | Take | Apply | Settle | Adopt | AwaitPeers | CommitTogether | Forget | Serve
+Action: TypeAlias = Give | Take | Apply | Confirm | Adopt | AwaitPeers | CommitTogether | Forget | Serve
 
 
 def actions(
@@ -223,13 +223,13 @@ def actions(
     donors: Mapping[int, int],
     commits: bool,
     tied: bool,
-    settled: bool = False,
+    confirmed: bool = False,
 ) -> tuple[Action, ...]:
     """A worker's actions in a connected generation, before ``decision.version`` runs.
 
     ``status``: as reported; its version is -1 if the worker joins. ``donors``: for each rank that joins, the peer that
     gives it its state. ``commits``: whether stages commit a step together before they apply it. ``tied``: whether
-    stages hold copies of one parameter, so that a step is REDUCED in all of them or in none. ``settled``: whether all
+    stages hold copies of one parameter, so that a step is REDUCED in all of them or in none. ``confirmed``: whether all
     contributions to step ``decision.version`` are known.
 
     Raises:
@@ -245,8 +245,8 @@ def actions(
         found.append(Apply())
         version, reduced = version + 1, False
 
-    if status.unsettled and (version == decision.version or settled):
-        found.append(Settle(version - 1))
+    if status.speculative and (version == decision.version or confirmed):
+        found.append(Confirm(version - 1))
     if receivers := tuple(sorted(other for other, donor in donors.items() if donor == rank)):
         found.append(Give(receivers))
     if rank in donors:

@@ -1,8 +1,8 @@
 """Results of a step, reports between stages, and the executor's questions.
 
 A REDUCED worker reports its stage's part of the whole gradient. If only the norm matters, and only a large one, it may
-step on the guess that it is small. Its newest step is then *unsettled* until all have reported. All workers of a
-generation find the same answer right or wrong; each that learns of a wrong guess ends in the generation begun for that.
+step as if it were small. That step is *speculative* until all have reported, which confirms it. All workers of a
+generation find the same speculation right or wrong; each that finds it wrong enters the generation begun for that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StepResult:
     """Results of a step, the same on every worker.
 
     Args:
-        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if scaled; 0 on a guess that it
-            is small enough.
+        gradient_norm: the norm of all gradients, if needed, else NaN; of a scaled loss, if scaled; 0 in a speculative
+            step.
         outputs: hooks' results for the outputs, by global micro-batch, if there are such hooks.
         check_next: whether all check their state after the next step.
         add_gradients: adds the gradients of the step to those of the parameters, as a backward does.
@@ -97,13 +97,13 @@ class ExecutorCallbacks(Protocol):
         """Parameters of no optimizer: their gradients are not clipped or counted."""
 
     def must_know(self, step: int) -> bool:
-        """Whether ``step`` may not be made on a guess."""
+        """Whether ``step`` may not be speculative."""
 
     def keep_optimizer(self) -> None:
-        """The optimizer is about to step on a guess."""
+        """The optimizer is about to make a speculative step."""
 
     def step_again(self, norm: float) -> None:
-        """Repeats the newest step, made on a wrong guess, with gradients of norm ``norm``.
+        """Repeats the newest step, a wrong speculation, with gradients of norm ``norm``.
 
         The parameters and ``parameter.grad`` are restored before.
         """
@@ -115,8 +115,8 @@ class ExecutorCallbacks(Protocol):
         """Takes over a peer's :meth:`take_snapshot`."""
 
 
-_GROWTH = 1.1  # of the norm since the step before, which a guess allows for
-_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong guess to the new generation
+_GROWTH = 1.1  # of the norm since the step before, which a speculation allows for
+_ANNOUNCEMENT_TIMEOUT = 60.0  # seconds from the proof of a wrong speculation to the new generation
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class CommitRules:
     Args:
         staggered: whether a stage may step before the others hold their gradients.
         presumes: norm of all gradients -> whether the step is the same without knowing the norm. With it a stage
-            guesses so, unless reports say otherwise; without it all stages know the norm first.
+            speculates on it, unless reports say otherwise; without it all stages know the norm first.
     """
 
     norm: bool = False
@@ -149,33 +149,33 @@ def norm_of(payloads: Mapping[int, CommitPayload]) -> float:
 
 
 class SpeculativeCommits:
-    """A worker's guesses, and its known reports.
+    """Speculative steps of a worker, and the reports it knows.
 
-    ``hold``: norm -> whether the step is the same without knowing it. ``unsettled``: the newest step is an unconfirmed
-    guess. ``reports``: by column, for the newest step that all have reported.
+    ``hold``: norm -> whether the step is the same without knowing it. ``speculative``: the newest step is not
+    confirmed. ``reports``: by column, for the newest step that all have reported.
     """
 
     def __init__(self, client: ControlClient, column: int, columns: int, hold: Callable[[float], bool]) -> None:
-        self.unsettled = False
+        self.speculative = False
         self.reports: Mapping[int, CommitPayload] = {}
         self._client, self._column, self._columns, self._hold = client, column, columns, hold
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a guess will hold, by the previous reports; the same in all of a column."""
+        """Whether a speculation will hold, by the previous reports; the same in all of a column."""
         others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))
 
-    def were_right(self, known: Mapping[int, CommitPayload]) -> bool:
-        """Whether guesses about a step that all have reported were right."""
+    def was_right(self, known: Mapping[int, CommitPayload]) -> bool:
+        """Whether speculating on a step that all have reported was right."""
         return self._hold(norm_of(known))
 
-    def report(self, step: int, own: CommitPayload | None, guesses: bool) -> None:
-        """Reports ``step`` once in a generation; ``guesses``: without waiting."""
+    def report(self, step: int, own: CommitPayload | None, speculative: bool) -> None:
+        """Reports ``step`` once in a generation; ``speculative``: without waiting."""
         if self._reported_in != (self._client.generation, step):
             self._reported_in = (self._client.generation, step)
-            self._client.tell(step, own, guesses)
+            self._client.tell(step, own, speculative)
 
     def is_reported(self, step: int) -> bool:
         return self._client.committed(step) is not None
@@ -184,6 +184,6 @@ class SpeculativeCommits:
         """Waits until all have reported ``step``; Interrupted by a new generation."""
         answer = self._client.await_committed(step)
         self.reports = unpack_all(answer.payloads)
-        if answer.guessed and not self.were_right(self.reports):
+        if answer.speculative and not self.was_right(self.reports):
             self._client.undo(step, _ANNOUNCEMENT_TIMEOUT)
         return self.reports

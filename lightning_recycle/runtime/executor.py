@@ -1,6 +1,6 @@
 """The executor: a worker's steps, evaluations and recoveries.
 
-:meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.executor.step_runner`) until
+:meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.step_runner`) until
 this worker has applied it. A new generation ends the current attempt with :class:`Interrupted` or
 :class:`CommunicationError`. The worker then reports its state, reconnects, brings itself to the committed version, and
 runs its step again or, if its own part is done, serves other workers. None of that shows outside. An exception that a
@@ -23,14 +23,14 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import receive_object, send_object
-from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
-from lightning_recycle.runtime.comm.wire import Channel
-from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, RecordOutput, StepResult
-from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
+from lightning_recycle.runtime.communicator import receive_object, send_object
+from lightning_recycle.runtime.executor_callbacks import CommitPayload, RecordOutput, StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
+from lightning_recycle.runtime.groups import CommunicationError, UnreachableError
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.stage_bundle import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.step_runner import READING, Step, StepRunner
+from lightning_recycle.runtime.wire import Channel
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,10 @@ class Executor:
         assert step.result is not None
         return step.result
 
-    def settle_newest(self) -> None:
+    def confirm_newest(self) -> None:
         """Waits until the parameters are final, before any use of them."""
-        if not self.runner.is_settled:
-            self._retried(self.runner.settle)
+        if not self.runner.is_confirmed:
+            self._retried(self.runner.confirm)
 
     # ------------------------------------------------------------------ attempts
 
@@ -137,10 +137,10 @@ class Executor:
                     return result
 
     def _is_undone(self) -> bool:
-        """Whether a new generation drops this worker's results, as of a wrong guess."""
+        """Whether a new generation drops this worker's results, as of a wrong speculation."""
         try:
             if not self.runner.attempt.is_past:
-                self.runner.settle()
+                self.runner.confirm()
         except Interrupted:
             return True
         return False
@@ -286,7 +286,7 @@ class Executor:
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
             runner.forget()
         status = messages.WorkerStatus(
-            self._column, version, runner.reduced, not self.runner.is_settled, runner.has_shadow
+            self._column, version, runner.reduced, not self.runner.is_confirmed, runner.has_shadow
         )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
@@ -307,9 +307,9 @@ class Executor:
             self.runner.positions.column(sibling) in resume.decision.ahead for sibling in siblings
         )
         commits: Mapping[int, CommitPayload] = unpack_all(resume.commits)
-        if runner.guesses is not None and commits:
-            runner.guesses.reports = commits
-        rules = runner.commits, runner.redoes_whole_steps, resume.settled
+        if runner.speculation is not None and commits:
+            runner.speculation.reports = commits
+        rules = runner.commits, runner.redoes_whole_steps, resume.confirmed
         for action in recovery.actions(self.client.rank, status, resume.decision, resume.donors, *rules):
             if isinstance(action, recovery.CommitTogether):
                 commits = self.client.commit(action.step, runner.payload)
@@ -318,8 +318,8 @@ class Executor:
         runner.verifier.inspect(resume.inspects, resume.excused)
         if resume.vote is not None:
             runner.verifier.vote(resume.vote)
-        if runner.guesses is not None and runner.guesses.unsettled:  # the others have yet to report the step
-            runner.guesses.report(self.version - 1, runner.payload, guesses=True)
+        if runner.speculation is not None and runner.speculation.speculative:  # the others have yet to report the step
+            runner.speculation.report(self.version - 1, runner.payload, speculative=True)
         if resume.becomes:
             self._get_ready(resume)
 
@@ -409,8 +409,8 @@ class Executor:
             case recovery.Apply():
                 with self.runner.stage.as_in_training(), self.client.busy("STEP", OpKind.STEP.value):
                     self.runner.apply(commits)
-            case recovery.Settle():
-                self.runner.settle_in_recovery(action.step, commits)
+            case recovery.Confirm():
+                self.runner.confirm_in_recovery(action.step, commits)
             case recovery.Adopt():
                 is_committed = action.step < resume.decision.version
                 self.runner.adopt(action.step, action.donor, action.lacks, is_committed)

@@ -4,11 +4,11 @@ Receives are posted at the start of the step and sends leave as soon as their va
 from the program without operations of its own. A stage steps its optimizer when its own gradient is reduced, much of it
 in the background; a copy of the previous version's parameters (the shadow) stays until the next STEP. If stages depend
 on each other's results before they step, or staggering is off, a commit through the coordinator comes first. If they
-depend on the norm of the whole gradient alone, a stage may step on the guess that it is small, and steps again if it
+depend on the norm of the whole gradient alone, a stage may speculate that it is small, and steps again if it
 was wrong.
 
 An attempt ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
-:mod:`~lightning_recycle.runtime.executor.executor` then recovers and repeats it.
+:mod:`~lightning_recycle.runtime.executor` then recovers and repeats it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.wire import Channel, Incoming
-from lightning_recycle.runtime.executor.executor_callbacks import (
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor_callbacks import (
     CommitPayload,
     CommitRules,
     ExecutorCallbacks,
@@ -44,10 +43,11 @@ from lightning_recycle.runtime.executor.executor_callbacks import (
     StepResult,
     norm_of,
 )
-from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.stage.gradients import AccumulationPart, BucketedReduction
-from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
+from lightning_recycle.runtime.gradients import AccumulationPart, BucketedReduction
+from lightning_recycle.runtime.stage_bundle import Shadow, StageBundle
+from lightning_recycle.runtime.step_measurements import StepMeasurements
 from lightning_recycle.runtime.verification import Recomputation, Verifier
+from lightning_recycle.runtime.wire import Channel, Incoming
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class StepRunner:
 
     Attributes:
         version: steps applied to the parameters; with gradient accumulation, batches.
-        payload: its report to other stages; that of an unsettled step stays.
+        payload: its report to other stages; that of a speculative step stays.
         stage_leaders: the rank that speaks for each stage.
         ahead: a step that is run again, and the stages that are done with it.
         siblings_done: whether the other members of this worker's position are done with that step, too.
@@ -137,7 +137,7 @@ class StepRunner:
         self._waits_to_read = is_accelerator(self._device)  # a number of the device
         has_ties = bool(bundle.ties.ties)
         waits = rules.overflow or not rules.staggered or has_ties
-        self.guesses = (
+        self.speculation = (
             None
             if waits or rules.presumes is None
             else SpeculativeCommits(client, self.positions.column(client.rank), self.positions.columns, rules.presumes)
@@ -161,13 +161,13 @@ class StepRunner:
         """Sets up this worker for the layers of ``bundle``; nothing may be under way."""
         self.stage, self.gradients, self.ties = bundle.stage, bundle.gradients, bundle.ties
         self._parameters, self._not_counted = bundle.parameters, bundle.not_counted
-        self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_settled)
+        self._reduction = BucketedReduction(self.communicator, self.gradients, self.stage, lambda: self.is_confirmed)
         # A single column is never ahead of others: what it has applied is what is committed.
-        is_ahead = not self.commits and (self.positions.columns > 1 or self.guesses is not None)
+        is_ahead = not self.commits and (self.positions.columns > 1 or self.speculation is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
         self._measurements.begin_layers(self._held)
-        # A guess, or the user's own backward, may differ.
-        comparing = self.guesses is None and self.stage.differentiates_itself
+        # A speculative step, or the user's own backward, may differ.
+        comparing = self.speculation is None and self.stage.differentiates_itself
         self._microbatches = self.grid.global_microbatches
         self._recompute_again = recompute = Recomputation(
             self.stage, self._parameters, self._microbatches, self.callbacks.computing_again
@@ -240,8 +240,8 @@ class StepRunner:
         for task in program:
             if member.interrupted:
                 raise Interrupted
-            if self.guesses is not None:
-                self.settle(waits=False)
+            if self.speculation is not None:
+                self.confirm(waits=False)
             kind = task.op.kind
             self.client.doing(step, task.label, kind.value, task.index)
             self.attempt.place = (step, task.label)
@@ -252,7 +252,7 @@ class StepRunner:
                 forwards_left -= 1
                 if self._is_last and not forwards_left:
                     if step == self.version:
-                        self.settle()
+                        self.confirm()
                     losses, outputs = self._results()
                     if step == self.version:
                         self.verifier.check_losses(step, losses)
@@ -366,7 +366,7 @@ class StepRunner:
             self.communicator.send(_GRADIENTS, input_grads, task.destination, task.index)
 
     def _reduce(self, step: int) -> None:
-        self.settle()
+        self.confirm()
         self.timings.await_device(self.client.progressed)
         with self.client.waiting("peers"), self.timings.of[OpKind.REDUCE]:
             self._reduction.finish()
@@ -376,7 +376,7 @@ class StepRunner:
         self.payload, self.reduced = payload, True
 
     def _protect_lent_gradients(self, step: int) -> None:
-        if not self.commits and self.guesses is None:  # otherwise no peer needs them once they have been clipped
+        if not self.commits and self.speculation is None:  # otherwise no peer needs them once they have been clipped
             self.gradients.protect_lent(step)
 
     def _givers(self, step: int) -> dict[tuple[int, ...], int]:
@@ -396,21 +396,21 @@ class StepRunner:
         )
 
     def _commit_and_apply(self) -> None:
-        if self.guesses is not None:
-            self._apply_at_once_or_later(self.guesses, self.version)
+        if self.speculation is not None:
+            self._apply_at_once_or_later(self.speculation, self.version)
         elif self.commits:
             self.apply(self.client.commit(self.version, self.payload))
         else:
             self.apply({})
 
-    def apply(self, payloads: Mapping[int, CommitPayload], guesses: bool = False) -> None:
+    def apply(self, payloads: Mapping[int, CommitPayload], speculative: bool = False) -> None:
         """Steps the optimizer with the reduced gradient of step :attr:`version`.
 
-        ``payloads``: by stage; ``guesses``: whether they are not known yet.
+        ``payloads``: by stage; ``speculative``: they are not known yet.
         """
         number = self.version
         step = self.steps[number]
-        norm = 0.0 if guesses else norm_of(payloads)
+        norm = 0.0 if speculative else norm_of(payloads)
         overflow = any(payload.overflow for payload in payloads.values())
         known = self.client.await_loss(number)
         self.verifier.applied(known.loss)
@@ -421,14 +421,14 @@ class StepRunner:
             if self._shadow is not None:
                 self._shadow.update()
                 self._shadow_of = number
-            if guesses:
+            if speculative:
                 self.callbacks.keep_optimizer()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
             self.version += 1
             self.reduced = False
-            if guesses:
-                assert self.guesses is not None
-                self.guesses.unsettled = True
+            if speculative:
+                assert self.speculation is not None
+                self.speculation.speculative = True
             else:
                 self.payload = None
             self.attempt.is_past = True
@@ -443,28 +443,28 @@ class StepRunner:
         self.attempt.is_past = False
         self._measurements.report()
 
-    # ------------------------------------------------------------------ steps on a guess
+    # ------------------------------------------------------------------ speculative steps
 
-    def _apply_at_once_or_later(self, guesses: SpeculativeCommits, step: int) -> None:
-        """Applies this stage's gradient on a guess if it may, else after all reports."""
+    def _apply_at_once_or_later(self, speculation: SpeculativeCommits, step: int) -> None:
+        """Applies this stage's gradient speculatively if it may, else after all reports."""
         assert self.payload is not None
-        on_a_guess = guesses.is_likely(self.payload) and not self.callbacks.must_know(step)
-        guesses.report(step, self.payload, on_a_guess)
-        if on_a_guess and not guesses.is_reported(step):
-            self.apply({}, guesses=True)
+        speculative = speculation.is_likely(self.payload) and not self.callbacks.must_know(step)
+        speculation.report(step, self.payload, speculative)
+        if speculative and not speculation.is_reported(step):
+            self.apply({}, speculative=True)
         else:
-            self.apply(guesses.await_reports(step))
+            self.apply(speculation.await_reports(step))
 
-    def settle(self, waits: bool = True) -> None:
-        """Checks whether a guess was right; without ``waits`` only if that is known.
+    def confirm(self, waits: bool = True) -> None:
+        """Confirms the newest step, if speculative; without ``waits`` only if that is known.
 
-        No consequence of a guess may be reduced, or leave the executor. Raises Interrupted when a generation was
-        announced, in which a wrong guess is corrected.
+        No consequence of a speculative step may be reduced, or leave the executor. Raises Interrupted when a generation
+        was announced, in which a wrong speculation is corrected.
         """
-        guesses, step = self.guesses, self.version - 1
-        if guesses is not None and guesses.unsettled and (waits or guesses.is_reported(step)):
-            guesses.await_reports(step)
-            guesses.unsettled, self.payload = False, None
+        speculation, step = self.speculation, self.version - 1
+        if speculation is not None and speculation.speculative and (waits or speculation.is_reported(step)):
+            speculation.await_reports(step)
+            speculation.speculative, self.payload = False, None
 
     @property
     def has_shadow(self) -> bool:
@@ -472,15 +472,15 @@ class StepRunner:
         return self._shadow is not None and self._shadow_of == self.version - 1
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the parameters are final: no guess may be corrected."""
-        return self.guesses is None or not self.guesses.unsettled
+    def is_confirmed(self) -> bool:
+        """Whether the parameters are final: no speculation may be corrected."""
+        return self.speculation is None or not self.speculation.speculative
 
-    def settle_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
-        """Settles ``step``, applied on a guess; ``known``: the reports of all stages."""
-        assert self.guesses is not None
-        self.guesses.unsettled, self.payload = False, None
-        if not self.guesses.were_right(known):
+    def confirm_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
+        """Confirms or corrects speculative ``step``; ``known``: the reports of all stages."""
+        assert self.speculation is not None
+        self.speculation.speculative, self.payload = False, None
+        if not self.speculation.was_right(known):
             self._step_again(step, norm_of(known))
 
     def _step_again(self, step: int, norm: float) -> None:

@@ -1,7 +1,7 @@
-"""Clipping by norm with the staggered optimizer: stages step on the guess that nothing is clipped, to the same bits.
+"""Clipping by norm with the staggered optimizer: stages speculate that nothing is clipped, to the same bits.
 
 A parameter of the first layer has a large gradient when the data says so. The stage that holds it knows that at once,
-and the others step on a guess that is wrong, unless the step before has warned them.
+and the others speculate wrongly, unless the step before has warned them.
 """
 
 import itertools
@@ -116,14 +116,14 @@ def test_a_corrected_step_is_logged_once_with_what_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 3)])
-def test_wrong_guesses_are_corrected_bit_by_bit(waiting: Any, grid: tuple[int, int]) -> None:
+def test_wrong_speculations_are_corrected_bit_by_bit(waiting: Any, grid: tuple[int, int]) -> None:
     """And their steps are seen once."""
     model = Surprised()
     run = train(model, grid)
     assert bits(model) == bits(waiting[grid])
-    assert undone(run), "no guess was wrong: the test is about nothing"
+    assert undone(run), "no speculation was wrong: the test is about nothing"
     assert set(undone(run)) <= set(SURPRISES)
-    assert 7 not in undone(run), "the step before was clipped, and yet somebody guessed"
+    assert 7 not in undone(run), "the step before was clipped, and yet somebody speculated"
     assert committed_steps(run) == list(range(STEPS))
     assert run.strategy.schedules[0].problem.technique.staggered
 
@@ -137,7 +137,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("worker", "step", "at"), sampled(KILLS, 3))
-def test_weights_are_the_same_after_a_kill_around_a_wrong_guess(
+def test_weights_are_the_same_after_a_kill_around_a_wrong_speculation(
     waiting: Any, worker: tuple[int, int], step: int, at: str
 ) -> None:
     model = Surprised()
@@ -147,7 +147,7 @@ def test_weights_are_the_same_after_a_kill_around_a_wrong_guess(
     assert committed_steps(run) == list(range(STEPS))
 
 
-def test_checkpoints_and_replacements_hold_no_guesses(waiting: Any, tmp_path: Path) -> None:
+def test_checkpoints_and_replacements_hold_no_speculative_step(waiting: Any, tmp_path: Path) -> None:
     model = Surprised()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     run = train(
@@ -168,7 +168,7 @@ def test_checkpoints_and_replacements_hold_no_guesses(waiting: Any, tmp_path: Pa
     assert difference(state, barrier.state_dict()) == 0.0
 
 
-def test_nobody_guesses_where_somebody_may_look(waiting: Any) -> None:
+def test_no_step_is_speculative_where_somebody_may_look(waiting: Any) -> None:
     model = Looks()
     run = train(model, (2, 2))
     assert bits(model) == bits(waiting[2, 2])

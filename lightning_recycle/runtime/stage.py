@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_recycle.devices import default_generator
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
-from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.tensor_memory import whole
 from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_root
 
