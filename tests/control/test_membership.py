@@ -25,9 +25,6 @@ from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import with_leader
 
-# ---------------------------------------------------------------------- losses
-
-
 # ---------------------------------------------------------------------- what is over
 
 
@@ -37,10 +34,11 @@ from lightning_recycle.control.protocol.recovery import with_leader
         report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), report(3, 1),
         m.Commit(3, 1, 0, None), m.Applied(3, 0, {}), m.Losses(3, 0, {0: 1.0}), m.Arrive(3, 0, "barrier", None),
         m.Broken(3, 1, "reset"), dummy(m.Crash, rank=3), s.Joined(3), s.Lost(3, "again"),
+        s.StartDue(frozenset(ALL), least=1),
     ],
     ids=repr,
 )  # fmt: skip
-def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: s.MembershipEvent) -> None:
+def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale: s.MembershipEvent) -> None:
     state = running_without_3()
     assert transition(state, stale) == (state, ())
 

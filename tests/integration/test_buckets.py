@@ -96,7 +96,7 @@ def options(technique: str) -> dict[str, Any]:
     return {**chosen, "strategy": {"bucket_cap_mb": TINY, **chosen.get("strategy", {})}}
 
 
-@pytest.mark.parametrize(("grid", "technique"), sampled(itertools.product([(2, 1), (3, 2)], TECHNIQUES), 1))
+@pytest.mark.parametrize(("grid", "technique"), sampled(itertools.product([(2, 1), (3, 2)], TECHNIQUES), 2))
 def test_buckets_leave_before_the_last_backward_has_ended(
     tmp_path: Path, grid: tuple[int, int], technique: str
 ) -> None:
@@ -134,7 +134,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("grid", "technique", "kill"), sampled(KILLS, 2))
+@pytest.mark.parametrize(("grid", "technique", "kill"), sampled(KILLS, 4))
 def test_a_kill_between_buckets_changes_nothing(
     tmp_path: Path, grid: tuple[int, int], technique: str, kill: Any
 ) -> None:

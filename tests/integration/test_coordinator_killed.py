@@ -24,7 +24,6 @@ def test_a_coordinator_killed_between_two_steps_goes_on(tmp_path: Path) -> None:
         assert '"kind": "failure"' not in record
 
 
-@pytest.mark.long
 def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path: Path) -> None:
     with cluster(tmp_path, 24, 0.1, "await") as run:
         run.start("--timeout", "3")
@@ -37,7 +36,6 @@ def test_a_worker_that_dies_in_the_same_moment_is_lost_and_replaced(tmp_path: Pa
         assert record.count('"kind": "failure"') == record.count('"kind": "rejoined"') == 1, record
 
 
-@pytest.mark.long
 def test_kills_at_the_start_in_the_middle_and_while_it_goes_on_from_the_last_one(tmp_path: Path) -> None:
     with cluster(tmp_path, 16, 0.1, "validate") as run:
         run.start("--runs", "2")
@@ -67,7 +65,6 @@ def test_without_the_file_the_workers_end_and_the_log_says_what_to_do(tmp_path: 
         assert "start it again from its newest checkpoint" in run.words()
 
 
-@pytest.mark.long
 def test_workers_that_have_given_up_a_stopped_coordinator_go_on_with_another_one(tmp_path: Path) -> None:
     with cluster(tmp_path, 16, 0.1) as run:
         run.start("--coordinator-timeout", "2")

@@ -112,7 +112,6 @@ def test_what_the_user_asked_for_is_written(kind: str, tmp_path: Path) -> None:
     check_resumed(path, tmp_path)
 
 
-@pytest.mark.long
 def test_with_accumulation_the_run_ends_when_the_optimizer_has_stepped(tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 7, "strategy": {"save_on_signal": True}}
     interrupt(tmp_path, send(signal.SIGTERM), 143, **options)
@@ -150,7 +149,6 @@ def test_a_run_that_cannot_save_in_time_ends_and_says_so(tmp_path: Path, caplog:
     assert "none was complete within 1 s" in caplog.text
 
 
-@pytest.mark.long
 def test_a_worker_dies_meanwhile(tmp_path: Path) -> None:
     def kill_and_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -160,7 +158,6 @@ def test_a_worker_dies_meanwhile(tmp_path: Path) -> None:
     check_resumed("hpc", tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 def test_the_leader_dies_while_it_writes(background: bool, tmp_path: Path) -> None:
     hooked = Fault("kill", 0, 1, at="checkpoint")

@@ -24,8 +24,8 @@ from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.model.parts import LayerParts
 from lightning_recycle.runtime import communicator as communicator_module
+from lightning_recycle.runtime import stage_bundle
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.runtime.stage import stage_bundle
 from lightning_recycle.runtime.step_runner import StepRunner
 from lightning_recycle.session import stage_layers
 

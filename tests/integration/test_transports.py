@@ -23,7 +23,6 @@ def test_weights_equal_after_a_kill_in_the_middle_of_payloads_and_sums_by_nccl()
     assert failures(run) == [(1, 0), (0, 1)]
 
 
-@pytest.mark.long
 def test_weights_equal_after_kills_that_find_their_connections_prepared() -> None:
     faults = [Fault("kill", pipeline=1, stage=0, step=3), Fault("kill", pipeline=0, stage=1, step=6)]
     run = exact_fit(Prepared().double(), 3, 2, faults)
@@ -45,7 +44,6 @@ def test_a_replacement_gets_its_state_from_device_to_device() -> None:
     assert sorted(rejoined(run)) == [(0, 1), (1, 0)]
 
 
-@pytest.mark.long
 def test_weights_equal_when_tied_gradients_are_added_by_nccl() -> None:
     run = exact_fit(WideTied().double(), 2, 2, [Fault("kill", pipeline=1, stage=1, step=4, at="reduce", when="after")])
     assert failures(run) == [(1, 1)]
@@ -66,7 +64,6 @@ def test_a_worker_whose_device_is_lost_is_lost_and_the_others_go_on() -> None:
     assert "CUDA error: an illegal memory access" in causes(run)[0]
 
 
-@pytest.mark.long
 def test_nccl_that_fails_on_one_worker_costs_nothing_but_time() -> None:
     """In the generation after the kill, too, in which that worker does not try it again."""
     run = exact_fit(OnTrial().double(), 2, 2, [Fault("kill", pipeline=1, stage=0, step=3)])

@@ -5,6 +5,7 @@ itself where there is a device.
 """
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ import communicator_team as tasks
 import pytest
 import torch
 from communicator_team import Failure, Team
+from support.sampling import sampled
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
@@ -379,9 +381,10 @@ def call(task: tuple[Any, ...], peer: int) -> tuple[Any, ...]:
     return task if task[0] in (tasks.broadcast, tasks.all_reduce_zeros) else (*task, peer)
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-@pytest.mark.parametrize("operation", CUT)
-@pytest.mark.parametrize("who", ["sender", "receiver"])
+@pytest.mark.parametrize(
+    ("who", "operation", "end"),
+    sampled(itertools.product(["sender", "receiver"], CUT, ["kill", "stop"]), 6, seed=2, rest=pytest.mark.long),
+)
 def test_a_message_of_which_one_side_ends_in_the_middle_holds_nobody_up(
     team: Team, who: str, operation: str, end: str
 ) -> None:
