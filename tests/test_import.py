@@ -249,7 +249,7 @@ PRIVATE = {
         "torch.amp:GradScaler._unscale_grads_",
     ],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.session.model_checkpoint": [
+    "lightning_recycle.session.checkpoint_callbacks": [
         "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
         "lightning.pytorch.callbacks:ModelCheckpoint._save_last_checkpoint",
         "lightning.pytorch.callbacks:ModelCheckpoint._link_checkpoint",

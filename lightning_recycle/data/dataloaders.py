@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ from torch.utils.data import (
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.randomness import GENERATORS, seeded_everything
-from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.tensor_memory import checksum, memory_of
 from lightning_recycle.torch_internals import tree_leaves
 
 
@@ -403,27 +404,18 @@ def _is_object(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bytes | None:
-    """A digest of a large tensor, array or list of numbers; None for any other value."""
+    """A digest of a large tensor, array or list of plain values; None for any other value."""
+    if isinstance(value, list):
+        is_wanted = 8 * len(value) > _LARGE and all(type(item) in _PLAIN for item in value)
+        return hashlib.blake2b(pickle.dumps(value), digest_size=16).digest() if is_wanted else None
+    if not isinstance(value, (Tensor, np.ndarray)) or value.nbytes <= _LARGE:
+        return None
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy() if value.dtype is not torch.bfloat16 else None
-    elif isinstance(value, list) and len(value) * 8 > _LARGE:
-        value = _as_array(value)
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
-        return None
-    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
+        return checksum([value])
+    return None if value.dtype.hasobject else hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
-def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
-    kind = type(values[0])
-    if kind not in (int, float) or any(type(value) is not kind for value in values):
-        return None
-    try:
-        return np.array(values, np.int64 if kind is int else np.float64)
-    except OverflowError:
-        return None
-
-
-_ARRAY, _DEQUE, _GENERATOR, _LONG = (f"lightning_recycle {kind}" for kind in ("array", "deque", "generator", "long"))
+_ARRAY, _DEQUE, _GENERATOR = (f"lightning_recycle {kind}" for kind in ("array", "deque", "generator"))
 """First items of tuples that stand for values which ``torch.load(weights_only=True)`` would refuse."""
 
 
@@ -438,8 +430,6 @@ def _encode(value: Any) -> Any:
     for number, (kind, read, _) in enumerate(GENERATORS):
         if isinstance(value, kind):
             return _GENERATOR, number, _encode(read(value))
-    if type(value) is list and len(value) * 8 > _LARGE and (array := _as_array(value)) is not None:
-        return _LONG, torch.from_numpy(array)
     if type(value) is dict:
         return {_encode(key): _encode(item) for key, item in value.items()}
     if type(value) is deque:
@@ -464,8 +454,6 @@ def _decode(encoded: Any, current: Any = None) -> Any:
         return array[()] if is_number else array
     if kind == _GENERATOR:
         return _set_generator(_MAKE[content[0]](content[1]), content[1])
-    if kind == _LONG:
-        return content[0].tolist()
     if kind == _DEQUE:
         return deque(map(_decode, content[0]), content[1])
     return type(encoded)(map(_decode, encoded))

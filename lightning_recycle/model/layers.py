@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import prune
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer
@@ -268,6 +269,23 @@ class AbsentLayer(nn.Module):
     @override
     def extra_repr(self) -> str:
         return repr(self.spec) if self.spec is not None else ""
+
+
+def has_recipes(module: nn.Module) -> bool:
+    """Whether some layers of this stage are not built yet."""
+    return any(isinstance(layer, AbsentLayer) and not layer.elsewhere for layer in module.modules())
+
+
+def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
+    """Masks the parameters that are masked in a state dict with ``names``, only them."""
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name in [name for name, value in parameters_of(part).items() if value is not None]:
+            plain = name.removesuffix("_orig")
+            if name == plain and f"{prefix}{name}_orig" in names and f"{prefix}{name}_mask" in names:
+                prune.identity(part, name)
+            elif name != plain and hasattr(part, plain + "_mask") and f"{prefix}{plain}" in names:
+                prune.remove(part, plain)
 
 
 # ---------------------------------------------------------------------- stages

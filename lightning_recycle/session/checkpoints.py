@@ -61,7 +61,6 @@ from lightning_recycle.session.save_batches import (
     StateCopies,
     settle_files,
 )
-from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
     COMPLETION,
@@ -157,7 +156,6 @@ class Checkpoints(StageStates):
     and the step right before one is written.
 
     Attributes:
-        weights: the callbacks that change weights.
         completion: completes the loaded checkpoint, until the training begins.
         restored_objects: if the run begins again, the users' objects, from the loaded checkpoint.
         restored_steps: the steps of the loaded checkpoint; randomness is numbered by the step.
@@ -196,7 +194,6 @@ class Checkpoints(StageStates):
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
-        self.weights = WeightCallbacks(context.trainer, self, context.seed)
 
     # ------------------------------------------------------------------ for callbacks that save
 
@@ -210,6 +207,9 @@ class Checkpoints(StageStates):
     def records(self) -> dict[str, Any]:
         """The records of the callbacks that save, with the checkpoints asked for."""
         return {}
+
+    def join_states(self, states: dict[str, Any]) -> None:
+        """Makes ``states`` of callbacks those of the whole model, on all workers."""
 
     # ------------------------------------------------------------------ state
 
@@ -460,7 +460,7 @@ class Checkpoints(StageStates):
     def _common_state(self, asked: Sequence[_Asked], boundary: StepBoundary | None) -> dict[str, Any]:
         """The part of a checkpoint's completion that all workers have in common."""
         state = self.transfer.common_state()
-        self.weights.join_states(state["callbacks"])
+        self.join_states(state["callbacks"])
         follows = [
             [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
             for action in self.saves.noted

@@ -20,11 +20,10 @@ from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import CallResult, RecordedModule, recorded, restore_class
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
-from lightning_recycle.session.model_checkpoint import leave_saves_alone
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
@@ -102,7 +101,7 @@ class Session:
         return self.steps.executor
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> CallbackCheckpoints:
         return self.steps.checkpoints
 
     def leave(self) -> None:
