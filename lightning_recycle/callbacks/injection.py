@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.arguments import is_integer, is_number
+from lightning_recycle.arguments import is_integer, is_number, suggests_options
 from lightning_recycle.callbacks.faults import (
     EFFECTS,
     KINDS_AT_TIMES,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@suggests_options
 class FaultInjectionCallback(pl.Callback):
     """Makes workers fail during ``fit``.
 

@@ -218,6 +218,9 @@ _BAR = 24  # characters
 _sweep: list[Result] = []
 """One for each job of this process, for the table at the end of a sweep."""
 
+_written: list[Path] = []
+"""Files of the jobs of a sweep."""
+
 
 def simulate_and_show(config: DictConfig) -> float:
     """Run one job; returns the throughput, which a sweeper can optimize."""
@@ -232,6 +235,7 @@ def simulate_and_show(config: DictConfig) -> float:
     with Console(stderr=True).status("Planning and simulating"):  # nothing where that is no terminal
         result, written = _simulated(config, given, folder)
     if job.mode is RunMode.MULTIRUN:
+        _written.extend(filter(None, [written]))
         console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(Group(_summary(result), "", _losses(result), "", _gpu_time(result)))
@@ -256,7 +260,13 @@ def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tu
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _overview(_sweep) if len(_sweep) > 1 else None)
+    _written.clear()
+    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _sweep_summary() if len(_sweep) > 1 else None)
+
+
+def _sweep_summary() -> Group:
+    files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
+    return Group(_overview(_sweep), *files)
 
 
 # -- experiments -------------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_a_plan_for_torch_has_a_line_for_each_stage(tmp_path: Path) -> None:
 
 
 def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     plan(
         tmp_path,
         "grid.pipelines=2",
@@ -236,7 +237,11 @@ BAD = [
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered='maybe': give true or false"),
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
+    (["output=mistyped/plan.json"], "there is no folder mistyped"),
+    (["library=mistyped/plans"], "there is no folder mistyped"),
     (["output=[]"], "output=[]"),
+    (["--output=plan.json"], "--output=plan.json. Settings are NAME=VALUE, without dashes; see recycle-plan --help"),
+    (["plan.json"], "cannot read 'plan.json': settings are NAME=VALUE"),
     (["picture=plan.gif"], "ends with .svg"),
     (["format=xml"], "format='xml': give json or csv"),
     (["format=csv"], "format=csv is for a file"),

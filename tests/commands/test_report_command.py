@@ -76,6 +76,8 @@ class Page(HTMLParser):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of the quick experiment, and a sweep with other failures."""
     directory = tmp_path_factory.mktemp("sweep")
+    for name in ("results", "out"):  # commands make no folder beside what they are asked for
+        (directory / name).mkdir()
     calls = [
         ["experiment=quick", "output=results/quick"],
         ["-m", "model=gpt3_medium", "failures=llama3,rsc1", "failures.repair=1h", "policy=restart", "seeds=2",
@@ -86,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "wrote 52 results" in answers[0][1]
     assert f"To see them as a page: recycle-report {directory}/results/quick -o report.html" in answers[0][1]
     assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
+    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[1][1]
     return directory
 
 

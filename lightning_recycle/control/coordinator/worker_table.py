@@ -297,7 +297,7 @@ class Vacancies:
         self._restarts += not is_first
         self._starting.add(rank)
         incarnation = self.next_incarnation(rank)
-        start_worker = self._start_worker
+        start_worker, name = self._start_worker, f"worker {self._positions.name(rank)}"
 
         def run() -> None:
             process: WorkerProcess | None = None
@@ -305,12 +305,12 @@ class Vacancies:
                 process = start_worker(rank, incarnation, rank if on is None else on)
             except Exception as error:
                 if not self._stopped:  # otherwise it was refused, because the run is over
-                    log.warning("A replacement for rank %d could not be started: %s", rank, error)
+                    log.warning("A process for %s could not be started: %s", name, error)
             self._started.put((rank, process))
             self._wake()
 
-        what = "worker" if is_first else "replacement"
-        log.info("Starting a %s for rank %d%s.", what, rank, "" if on is None else f" on the device of rank {on}")
+        what = name if is_first else f"a replacement of {name}"
+        log.info("Starting %s%s.", what, "" if on is None else f" on the device of worker {self._positions.name(on)}")
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
