@@ -13,7 +13,8 @@ Importing this package, which Hydra does for ``pkg://``, registers what they are
 
 And for the commands, that write nothing unless they are asked to, and show the comments of their files in ``--help``:
 
-- ``${recycle.folder:FOLDER,...}``: the folder, or a temporary one while all that follows is null or "auto";
+- ``${recycle.folder:FOLDER,...}``: the folder, or a temporary one while all that follows is null or "auto"; where it is
+  one of these, its parent must exist;
 - ``${recycle.settings:FILE,GROUP,...}``: the groups with their options, and the settings with their comments.
 """
 
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from lightning_recycle.files import check_parent
 
 _HERE = Path(__file__).parent
 
@@ -60,7 +63,11 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _folder(folder: Any, *wanted: Any) -> str:
-    return _scratch().name if all(value in (None, "auto") for value in wanted) else str(folder)
+    if all(value in (None, "auto") for value in wanted):
+        return _scratch().name
+    if folder in wanted:
+        check_parent("output", folder)
+    return str(folder)
 
 
 def _settings(file: str, *groups: str, _root_: Any) -> str:

@@ -33,6 +33,10 @@ __version__ = "0.1.0"
 
 class _Parser(argparse.ArgumentParser):
     @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    @override
     def print_help(self, file: Any = None) -> None:
         try:
             print(self.format_help(), end="", file=file, flush=True)
@@ -198,14 +202,14 @@ def shared_options(group: type[Any]) -> tuple[Field[Any], ...]:
 
 
 def suggests_options(cls: _Class) -> _Class:
-    """Class decorator: an unknown argument is an error that names the nearest option.
+    """Class decorator: an unknown or missing argument is an error with a remedy.
 
-    An argument that belongs to an option group among the class's arguments is answered with that group. A class whose
-    arguments are the options of another one names it as ``options_type``; remedies for names of other libraries are its
-    ``other_names``, with ``{}`` for the value.
+    An unknown argument is answered with the nearest option, or with the option group among the class's arguments to
+    which it belongs. A class whose arguments are the options of another one names it as ``options_type``; remedies for
+    names of other libraries are its ``other_names``, with ``{}`` for the value.
 
     Raises:
-        ConfigurationError: by the decorated class, for an argument that does not exist.
+        ConfigurationError: by the decorated class, for an argument that does not exist or is missing.
     """
     initialize = cls.__init__
 
@@ -217,6 +221,11 @@ def suggests_options(cls: _Class) -> _Class:
             if name not in names:
                 groups = {parameter.name: type(parameter.default) for parameter in known}
                 raise ConfigurationError(_answer(cls, name, value, names, groups))
+        if missing := [
+            each.name for each in known[len(args) :] if each.default is each.empty and each.name not in kwargs
+        ]:
+            given = [*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())]
+            raise ConfigurationError(f"{cls.__name__}({', '.join(given)}): give {', '.join(missing)} too.")
         initialize(self, *args, **kwargs)
 
     cls.__init__ = checked
@@ -246,7 +255,8 @@ def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups:
 
 def _accepts(cls: type[Any], name: str, value: Any) -> bool:
     options = getattr(cls, "options_type", cls)
-    check = next((item.metadata.get("check") for item in fields(options) if item.name == name), None)
+    known = fields(options) if dataclasses.is_dataclass(options) else ()
+    check = next((item.metadata.get("check") for item in known if item.name == name), None)
     return check is None or bool(check.accepts(value))
 
 

@@ -93,6 +93,15 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
     write_atomically(path, json.dumps(data, allow_nan=False, separators=(",", ":")) + "\n")
 
 
+def check_parent(setting: str, path: str | PathLike[str]) -> None:
+    """Raises ConfigurationError if the folder in which ``path`` is to be does not exist."""
+    folder = Path(path).parent
+    if not folder.exists():
+        raise ConfigurationError(
+            f"{setting}={path}: there is no folder {folder}: give another path, or make it with mkdir -p {folder}."
+        )
+
+
 @contextlib.contextmanager
 def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iterator[None]:
     """Turns OSError in the block into ``kind``: "cannot {action}: reason"."""

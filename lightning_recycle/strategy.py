@@ -73,28 +73,29 @@ class ReCycleStrategy(ParallelStrategy):
     number ``grid_rank``, which is ``d * S + s``.
 
     Args:
-        pipeline_parallel_size: S. By default 2 when the number of devices is even and at least 4, else 1; and 1 for a
-            LightningModule that is no PipelineModule, unless ``layers`` names its layers.
-        num_microbatches: M. By default 1 with one stage, else 2 * S, or the largest divisor of the batch size up to
-            that, if it is known.
+        pipeline_parallel_size: the number S of stages of a pipeline. By default 2 when the number of devices is even
+            and at least 4, else 1; and 1 for a LightningModule that is no PipelineModule, unless ``layers`` names its
+            layers.
+        num_microbatches: the number M of micro-batches of a pipeline and step. By default 1 with one stage, else 2 * S,
+            or the largest divisor of the batch size up to that, if it is known.
         tensor_parallel_size: the number of processes that hold each position of the grid together. ``configure_model``
             makes layers parallel over ``self.device_mesh["tensor_parallel"]``, as for Lightning's
             ``ModelParallelStrategy``.
-        fsdp_size: the number of parts into which ``configure_model`` divides the layers of a position with
-            ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``. A position has ``tensor_parallel_size``
-            times as many processes. ``batch_size`` and ``trainer.world_size`` count these parts as pipelines.
-        layers: for a LightningModule that is no PipelineModule, the layers that are distributed over stages: the path
-            of an ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in
-            which ``training_step`` calls them. By default the container that holds most of the parameters.
+        fsdp_size: the number of parts into which ``fully_shard`` divides the layers of a position. ``configure_model``
+            calls it with ``mesh=self.device_mesh["data_parallel"]``. A position has ``tensor_parallel_size`` times as
+            many processes. ``batch_size`` and ``trainer.world_size`` count these parts as pipelines.
+        layers: the layers of an ordinary LightningModule that are distributed over stages. The path of an
+            ``nn.Sequential`` or ``nn.ModuleList``, such as ``"model.layers"``, or a list of paths in the order in which
+            ``training_step`` calls them; by default the container that holds most of the parameters.
         seed: the seed of all randomness; by default the one given to ``seed_everything``, else 0.
-        engine: what starts the workers: "local", processes of this machine; "ray", actors of a Ray cluster; or a
-            :class:`~lightning_recycle.RayEngine`, which also has the resources that Ray reserves for each.
+        engine: where the workers run: "local", on this machine; "ray", on a Ray cluster; or a
+            :class:`~lightning_recycle.RayEngine` with resources for each.
         planning: the plans: who makes them, from which costs, with which techniques and how much memory.
         recovery: replacements for lost workers, moves of layers, restarts.
         verification: how workers that compute wrong bits are found, and the response.
         checkpoints: how checkpoints are written, and where the result of a run is in the end.
         communication: how activations and gradients travel.
-        monitoring: how the run can be observed.
+        monitoring: status page, metrics and summary of the run.
 
     Attributes:
         history: what happened in the newest ``fit``: a list of :class:`~lightning_recycle.Event`.

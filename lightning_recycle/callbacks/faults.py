@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.arguments import is_integer, is_number
+from lightning_recycle.arguments import is_integer, is_number, suggests_options
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Op, OpKind
 from lightning_recycle.runtime.connections import drop_everything
@@ -59,6 +59,7 @@ _OF_A_MICROBATCH = ("forward", "recompute", "backward_input", "backward_weight")
 _MOMENTS = ("before", "after")
 
 
+@suggests_options
 @dataclass(frozen=True)
 class Fault:
     """One failure of one worker, which happens once; replacements do not suffer it.

@@ -8,11 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_recycle.arguments import suggests_options
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
 
 
+@suggests_options
 class HeartbeatCallback(pl.Callback):
     """Sets how soon a silent worker is declared dead; present by default.
 
@@ -30,13 +32,13 @@ class HeartbeatCallback(pl.Callback):
 
     Args:
         interval: seconds between heartbeats of a worker.
-        timeout: seconds of silence after which it is declared dead if a peer is well; also the least time that an
+        timeout: seconds of silence after which a worker is declared dead if a peer is well. Also the least time that an
             operation may take before its worker counts as stuck (ten times the operation's usual time if that is more).
-        last_holder_timeout: seconds of silence after which it is declared dead even as the last holder. The loss of the
-            last one that holds a stage ends the run, or restarts it from a checkpoint.
-        coordinator_timeout: seconds of silence after which workers give the coordinator up: it hangs or is stopped,
-            although its machine keeps the connections open. They end and free their devices, or first look for
-            another ``recycle-coordinator``. One that speaks again earlier goes on with the run.
+        last_holder_timeout: seconds of silence after which a worker is declared dead even as the last holder of a
+            stage. Its loss ends the run, or restarts it from a checkpoint.
+        coordinator_timeout: seconds of silence after which workers give the coordinator up. It hangs or is stopped,
+            although its machine keeps the connections open. They end and free their devices, or first look for another
+            ``recycle-coordinator``. One that speaks again earlier goes on with the run.
 
     Raises:
         ConfigurationError: unless ``0 < 2 * interval <= timeout <= last_holder_timeout`` and
@@ -86,6 +88,7 @@ class HeartbeatCallback(pl.Callback):
 # ---------------------------------------------------------------------- plans
 
 
+@suggests_options
 class PlanMonitor(pl.Callback):
     """Compares measured operation times with the plan's, and changes it if that pays.
 
@@ -98,10 +101,10 @@ class PlanMonitor(pl.Callback):
     ``strategy.history``; with ``MonitoringOptions(run_metrics=True)`` their number is logged as ``recycle/replans``.
 
     Args:
-        threshold: fraction of the step time that another plan must save, e.g. 0.05.
+        threshold: fraction of the step time that another plan must save.
         window: number of steps measured before drawing conclusions; at least 3.
-        horizon_steps: number of steps within which a change must pay for itself, and after which a worker so slow that
-            it got nothing to do is tried again.
+        horizon_steps: number of steps within which a change must pay for itself. After as many a worker so slow that it
+            got nothing to do is tried again.
 
     Raises:
         ConfigurationError: for values that cannot work.

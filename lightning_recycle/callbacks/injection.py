@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.arguments import at_least, is_integer
+from lightning_recycle.arguments import at_least, is_integer, suggests_options
 from lightning_recycle.callbacks.faults import (
     EFFECTS,
     KINDS_AT_TIMES,
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _OWNER = "FaultInjectionCallback"
 
 
+@suggests_options
 class FaultInjectionCallback(pl.Callback):
     """Makes workers fail during ``fit``.
 

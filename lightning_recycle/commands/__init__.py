@@ -11,12 +11,12 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.errors import (
     HydraException,
-    InstantiationException,
     MissingConfigException,
     OverrideParseException,
 )
@@ -65,12 +65,24 @@ def run_application(name: str, application: Callable[[], object]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         with bad_input_ends(name):
+            _check_arguments(name)
             application()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
     except BrokenPipeError:
         exit_without_reader()
+
+
+def _check_arguments(name: str) -> None:
+    """Raises ConfigurationError for command-line options that Hydra's parser does not know."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}. Settings are NAME=VALUE, without dashes; see {name} --help.")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints a usage of Hydra's options alone
+    parser.parse_args()
 
 
 def run_command(
@@ -106,8 +118,8 @@ def switch(name: str, value: Any) -> bool:
 
 def _line(error: BaseException) -> str:
     cause = error.__cause__
-    if isinstance(error, InstantiationException) and isinstance(cause, ReCycleError):
-        return _flat(str(cause))
+    if (own := _own_error(error)) is not None:
+        return _flat(str(own))
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return f"unknown {group} {option!r}: choose one of {', '.join(sorted(error.options))}."
@@ -120,11 +132,20 @@ def _line(error: BaseException) -> str:
         meant = f"did you mean '{place}{dot}{near[0]}'? C" if near else "c"
         return f"unknown setting {cause.full_key!r}: {meant}hoose one of {', '.join(known)}."
     if isinstance(error, OverrideParseException):
+        if "=" not in str(error.override):
+            return f"cannot read {error.override!r}: settings are NAME=VALUE; see --help."
         return f"cannot read {error.override!r}: check its brackets and quotes, as in 'failures=[[1,2],[0,1]]'."
     text = _flat(str(error))
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"
     return text
+
+
+def _own_error(error: BaseException | None) -> ReCycleError | None:
+    """The error of this package that Hydra or OmegaConf wraps."""
+    while error is not None and not isinstance(error, ReCycleError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _flat(text: str) -> str:

@@ -31,7 +31,7 @@ from lightning_recycle import planning
 from lightning_recycle.arguments import is_integer, is_number
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import refusing
+from lightning_recycle.files import check_parent, refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 from lightning_recycle.visualize import save_gantt
@@ -167,11 +167,14 @@ def plan_and_show(config: DictConfig) -> float:
     planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
     output = _path(settings, "output")
     picture = _picture(settings, output)
+    written = []
     console, errors = Output(), Console(stderr=True, soft_wrap=True, highlight=False)
     if settings["library"] is None:
         result = planning.solve(problem, planner)
     else:
-        library = planning.PlanLibrary(_path(settings, "library") or ".", planner)
+        folder = _path(settings, "library") or Path()
+        library = planning.PlanLibrary(folder, planner)
+        written.append(f"{folder} (the library)")
         results = library.compute(problems_ahead(settings), progress=errors.is_terminal)
         result = results[-1]
         console.print(_comparison([_cells(each, by_stage=True) for each in results], "Plan library"))
@@ -180,7 +183,6 @@ def plan_and_show(config: DictConfig) -> float:
     console.print(_single(result, unit))
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
-    written = []
     if output is not None:
         planning.save_plan(output, result)
         written.append(str(output))
@@ -212,6 +214,7 @@ def _path(settings: dict[str, Any], name: str) -> Path | None:
     # Jobs of a sweep would overwrite one another's files; a library is shared.
     if name != "library" and HydraConfig.get().mode is RunMode.MULTIRUN:
         return Path(HydraConfig.get().runtime.output_dir) / value
+    check_parent(name, value)
     return Path(value)
 
 

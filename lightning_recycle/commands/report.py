@@ -18,7 +18,7 @@ from jinja2 import Environment
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands import Output, bad_input_ends
-from lightning_recycle.files import refusing, write_atomically
+from lightning_recycle.files import check_parent, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
 from lightning_recycle.visualize.records import Record, load_results
 from lightning_recycle.visualize.sections import sections_of
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--title", default="ReCycle simulation report", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     with bad_input_ends(_NAME):
+        check_parent("--output", chosen.output)
         results = load_results(chosen.folder)
         page = render_report(results, chosen.title)
         with refusing(f"write {chosen.output}"):

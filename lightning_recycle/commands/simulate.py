@@ -204,6 +204,9 @@ _ROOT, _CONFIG = str(resources.files("lightning_recycle.conf") / "simulation"), 
 _sweep: list[Result] = []
 """One for each job of this process, for the table at the end of a sweep."""
 
+_written: list[Path] = []
+"""Files of the jobs of a sweep."""
+
 
 def simulate_and_show(config: DictConfig) -> float:
     """Run one job; returns the throughput, which a sweeper can optimize."""
@@ -219,6 +222,7 @@ def simulate_and_show(config: DictConfig) -> float:
         with refusing(f"write to {folder}"):
             write_json(file, result)
     if job.mode is RunMode.MULTIRUN:
+        _written.extend(filter(None, [file]))
         console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(Group(_summary(result), "", _losses(result), "", _gpu_time(result)))
@@ -231,7 +235,13 @@ def simulate_and_show(config: DictConfig) -> float:
 def main() -> None:
     """The console script."""
     _sweep.clear()
-    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _overview(_sweep) if len(_sweep) > 1 else None)
+    _written.clear()
+    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _sweep_summary() if len(_sweep) > 1 else None)
+
+
+def _sweep_summary() -> Group:
+    files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
+    return Group(_overview(_sweep), *files)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

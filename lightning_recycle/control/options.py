@@ -47,31 +47,31 @@ class RecoveryOptions(OptionGroup):
     """Recovery from lost workers.
 
     Args:
-        max_restarts: how many lost workers are replaced in the whole run by new processes, which get their state from a
-            peer; 0 for none, so that the others go on without them. Workers that a cluster manager starts are replaced
-            by that.
-        on_stage_lost: "raise" StageLostError when all replicas of a stage are lost, or "restart" from the newest
-            checkpoint on all devices that are left, whichever processes were alive: at most ``max_restarts`` times from
-            the same checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if
-            the Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
-        rebalance: whether layers move between stages while the run goes on: "auto", where a step gets at least 5 %
-            shorter and that pays for the move until the next failure is expected; "always", wherever it gets shorter by
-            as much; or "never". What has been measured decides, from the tenth step on, and again whenever workers are
-            lost or return. :meth:`~lightning_recycle.ReCycleStrategy.move_layers` works with all three.
-        shadow: where the parameters of the previous version are kept, "device" or "host"; with ``staggered=False`` none
-            are kept.
-        start_timeout: the seconds that workers have to connect, and replacements to be ready.
-        num_pipelines: D, whose batches make the global batch; by default as many pipelines as the devices form. With
-            fewer devices, positions are vacant until workers join.
-        min_pipelines: the run begins once each stage has that many workers and no further one has connected for 5 s;
-            the others may join at any step boundary. By default it waits for all D, until ``start_timeout``.
-        max_pipelines: this many workers of each stage, at most, share the micro-batches of the D pipelines, at most one
-            for each micro-batch; by default D.
-        machine_errors: exceptions that a fault of a worker's machine may explain, besides those of
-            :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`: their classes or dotted names. Or a
-            function that takes any exception and returns whether it is one; it decides alone.
-        machine_error_retries: how often work that raised such an exception runs again, on a peer if there is one,
-            before it counts as your own; 0 for never.
+        max_restarts: how many lost workers are replaced by new processes in the whole run; 0 for none. A replacement
+            gets its state from a peer. Workers that a cluster manager starts are replaced by that.
+        on_stage_lost: when no worker holds a stage any more, "raise" StageLostError, or "restart" from the newest
+            checkpoint. A restart uses all devices that are left: at most ``max_restarts`` times from the same
+            checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if the
+            Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
+        rebalance: when layers move between stages: "auto", where that pays until the next expected failure; "always";
+            or "never". The step must get at least 5 % shorter, also with "always". What has been measured decides, from
+            the tenth step on, and again whenever workers are lost or return.
+            :meth:`~lightning_recycle.ReCycleStrategy.move_layers` works with all three.
+        shadow: where the parameters from before the newest step are kept: "device" or "host". With ``staggered=False``
+            none are kept.
+        start_timeout: seconds for workers to connect, and for replacements to be ready.
+        num_pipelines: the number D of pipelines whose batches make the global batch; by default as many as the devices
+            form. With fewer devices, positions are vacant until workers join.
+        min_pipelines: the number of workers of each stage with which the run may begin; by default all D. It begins
+            when no further one has connected for 5 s, or after ``start_timeout``; the others may join at any step
+            boundary.
+        max_pipelines: the number of workers of each stage that may share the micro-batches of the D pipelines; by
+            default D. At most one for each micro-batch.
+        machine_errors: further exceptions that a fault of the machine may explain: classes, dotted names, or a
+            function. They count besides those of :func:`~lightning_recycle.runtime.machine_errors.is_machine_error`; a
+            function takes any exception, returns whether it is one, and decides alone.
+        machine_error_retries: how often work that raised such an exception runs again before the exception counts as
+            your own; 0 for never. It runs on a peer if there is one.
 
     Raises:
         ConfigurationError: for values that cannot work.
@@ -160,13 +160,13 @@ class VerificationOptions(OptionGroup):
     See the page on silent corruption.
 
     Args:
-        on_corruption: what happens to a worker that is found to hold other bits than the majority of its peers: "evict"
-            it, as if it had failed, or "raise" an error.
-        checksum_every: after how many steps the workers of a stage compare the bits of their parameters and optimizer
-            states: "auto", so that this takes a thousandth of the time; 0 for never.
-        verify: the share of the time in which the workers of a stage may compute each other's micro-batches once more
-            and compare the bits, such as 0.01, where that does not fit into idle times; 0 for no such checks. For a
-            PipelineModule whose layers are deterministic.
+        on_corruption: for a worker that holds other bits than most of its peers: "evict" it, as if it had failed, or
+            "raise" an error.
+        checksum_every: the number of steps between comparisons of parameters and optimizer states within a stage; 0 for
+            never. "auto": so many that this takes a thousandth of the time.
+        verify: the share of the time, such as 0.01, for computing micro-batches of peers again to compare the bits; 0
+            for never. Checks that fit into idle times do not count. For a PipelineModule whose layers are
+            deterministic.
 
     Raises:
         ConfigurationError: for values that cannot work.

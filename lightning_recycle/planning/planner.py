@@ -142,31 +142,32 @@ class PlanningOptions(OptionGroup):
     """How a step is planned, with and without failed workers.
 
     Args:
-        planner: the name of a planner, or an object with ``plan(problem)``. A solver's is asked before the run alone;
+        planner: the name of a planner, or an object with ``plan(problem)``. A solver is asked before the run only;
             plans for failures are then the heuristic's, or those of ``plan_library``.
-        plan_library: a directory in which plans are looked up before they are made, and stored;
-            ``recycle-plan library=...`` fills one before the run. Use it with a ``profile``: plans are found by their
-            costs.
-        profile: "auto" measures the model in the first steps and writes ``profile.json`` to the Trainer's
-            ``default_root_dir``. A path is read for the costs of all plans if it exists, else measured and written.
-        partition: which layers a stage gets at first: equal numbers of layers ("count"), or the number of layers of
-            each stage, such as ``[3, 5, 4]``. ``RecoveryOptions(rebalance)`` moves them by their measured times.
-        split_backward: whether backwards are split, so that weight gradients fill idle slots. It takes processor time.
-            "auto" tries in the first steps how much, and splits only where the plan saves more than that; it decides
+        plan_library: a directory in which plans are looked up, and stored. ``recycle-plan library=...`` fills one
+            before the run. Use it with a ``profile``: plans are found by their costs.
+        profile: a file with measured times of the model, for the costs of all plans. If it does not exist, it is
+            measured in the first steps and written; "auto" does that in every run, to ``profile.json`` in the Trainer's
+            ``default_root_dir``.
+        partition: the layers of each stage at first: equal numbers ("count"), or a list such as ``[3, 5, 4]``.
+            ``RecoveryOptions(rebalance)`` moves them by their measured times.
+        split_backward: whether backwards are split, so that weight gradients fill idle slots. That takes processor
+            time. "auto" measures how much in the first steps, and splits only where the plan saves more; it decides
             again at every change of the workers. Until then all are fused. With a ``plan_library``, as True.
-        staggered: a stage steps its optimizer when its own gradient is complete, so that the next step begins there
-            while others finish this one. Costs a copy of the stage's parameters and of its gradients. With
-            ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a step left, every
-            stage waits for all others nevertheless, as do plans. "auto": wherever the stages can, as True; it is
-            settled when the run begins.
-        memory: what plans may use of a worker's memory: "auto", most of the device's, and on a CPU most of the worker's
-            share of the machine's (or of its container's); a fraction of that; the bytes of all tensors of a worker, as
-            an integer; or, without regard to bytes, the number of micro-batches that a worker may hold between F and W,
-            such as "4 micro-batches". The workers measure in their second step what they need; until then a worker
-            holds at most as many micro-batches as in 1F1B.
-        activation_checkpointing: whether a stage may keep the input of a micro-batch instead of its activations, and
-            compute its forward again before its backward: "auto" where that makes the step shorter under the limit of
-            memory, for as few micro-batches as needed, or "never". The result is the same.
+        staggered: whether a stage steps its optimizer as soon as its own gradient is complete, before other stages. The
+            next step then begins there while others finish this one. Costs a copy of the stage's parameters and of its
+            gradients. With ``16-mixed``, weights tied across stages, or clipping by norm where hooks look at what a
+            step left, every stage waits for all others nevertheless, as do plans. "auto": wherever the stages can, as
+            True; it is decided when the run begins.
+        memory: the memory of a worker that plans may use: "auto", a fraction, bytes, or "4 micro-batches". "auto" is
+            most of the device's memory, and on a CPU most of the worker's share of the machine's (or of its
+            container's). A float up to 1.0 is a fraction of that, an integer the bytes of all tensors of a worker. A
+            number of micro-batches limits those that a worker holds between F and W, without regard to bytes. The
+            workers measure in their second step what they need; until then a worker holds at most as many micro-batches
+            as in 1F1B.
+        activation_checkpointing: whether forwards may be computed again to save memory: "auto", where that makes the
+            step shorter, or "never". A stage then keeps the input of a micro-batch instead of its activations, for as
+            few micro-batches as needed. The result is the same.
 
     Raises:
         ConfigurationError: for values that cannot work.

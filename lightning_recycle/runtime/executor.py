@@ -465,7 +465,7 @@ class Forwards:
             if task.op.stage == 0 or self._is_last:
                 inputs, target = split(loader.fetch(handle, reads[task]))
             if task.source is not None:
-                with self.client.waiting(f"rank {task.source}"):
+                with self.client.waiting(f"worker {self.runner.positions.name(task.source)}"):
                     inputs = self.communicator.receive(incoming[task])
             output = self.runner.stage.evaluate(version, task.index, inputs, target)
             if self._is_last:
@@ -497,7 +497,7 @@ class Forwards:
         inputs = value
         if stage > 0:
             incoming = self.communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._beyond)
-            with self.client.waiting(f"rank {leads[stage - 1]}"):
+            with self.client.waiting(f"worker {self.runner.positions.name(leads[stage - 1])}"):
                 inputs = self.communicator.receive(incoming)
         output = self.runner.stage.run(self.runner.version, draw, inputs, value)
         if not self._is_last:

@@ -548,7 +548,8 @@ class StepRunner:
                 self.attempt.place = (step + 1, READING)
                 data.handle.loader.read_ahead(data.handle)
                 self.attempt.place = (step, task.label)
-        with self.client.waiting(f"rank {task.source}"):
+        assert task.source is not None
+        with self.client.waiting(f"worker {self.positions.name(task.source)}"):
             value = self.communicator.receive(self._incoming[task])
         if task.op.kind is OpKind.FORWARD and self._measurements.first is not None:
             self._measurements.first.received(value)

@@ -42,15 +42,15 @@ class CommunicationOptions(OptionGroup):
     """How activations and gradients travel.
 
     Args:
-        transport: what carries activations and gradients between stages, and sums gradients within them: "gloo", by way
-            of the processors' memory, or "nccl", which is experimental: from device to device, where every worker has a
-            CUDA device of its own. It is tried before anything depends on it, and Gloo is used where it fails. NCCL has
-            been tried with an imitation only, not with devices.
-        bucket_cap_mb: as in ``DistributedDataParallel``: the gradients of a stage are summed over its workers in
-            buckets of at most so many MiB (a larger gradient is one of its own), each as soon as the last backward of a
-            step has completed it, while the rest is computed. None for 25.
-        standby_connections: whether NCCL's communicators that the next failure will need are begun in the background
-            while all goes well, so that connecting again need not wait for them. They take memory of the device.
+        transport: what carries activations and gradients: "gloo", through the processors' memory, or "nccl"
+            (experimental), from device to device. NCCL needs a CUDA device for every worker. It is tried before
+            anything depends on it, and Gloo is used where it fails. NCCL has been tried with an imitation only, not
+            with devices.
+        bucket_cap_mb: the MiB of a bucket of gradients, as in ``DistributedDataParallel``; None for 25. The gradients
+            of a stage are summed over its workers in buckets of at most that size (a larger gradient is one of its
+            own), each as soon as the last backward of a step has completed it, while the rest is computed.
+        standby_connections: whether NCCL's communicators for the next failure are begun in the background. Connecting
+            again need not wait for them then. They take memory of the device.
 
     Raises:
         ConfigurationError: for values that cannot work.

@@ -44,19 +44,18 @@ class CheckpointOptions(OptionGroup):
     """How checkpoints are written, and where the result of a run is in the end.
 
     Args:
-        save_distributed_checkpoint: write checkpoints as folders, to which each stage writes its own part, instead of
-            one file; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
-        background: write checkpoints while the training goes on: at the step boundary one worker of each stage copies
-            its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where your
-            ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
+        save_distributed_checkpoint: whether a checkpoint is a folder to which each stage writes its part, instead of
+            one file. ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` turns such a folder into a file.
+        background: whether checkpoints are written while the training goes on. At the step boundary one worker of each
+            stage copies its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where
+            your ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
             second signal ends the run at once.
-        signal_timeout: the seconds that such a checkpoint may take to be complete; then the run ends without it.
-        on_checkpoint_error: whether a checkpoint that cannot be written, because a disk is full for example, is a
-            warning ("warn", and the training goes on) or ends the run ("raise", a
-            :class:`~lightning_recycle.errors.CheckpointError`). Earlier files are kept.
+        signal_timeout: seconds for such a checkpoint; then the run ends without it.
+        on_checkpoint_error: when a checkpoint cannot be written, such as on a full disk: "warn", or "raise" an error
+            that ends the run. The error is :class:`~lightning_recycle.errors.CheckpointError`. Earlier files are kept.
         gather_result: whether the launching process has the trained weights and optimizers after ``fit``. "auto": yes,
             but if they exceed 1 GB where workers are started by hand, they stay in the workers, and are in their
             checkpoints. False: they stay, whatever their size. True: they come, also to each worker that is started by

@@ -88,6 +88,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_without_a_traceback(
 
 
 def test_costs_memory_and_technique_reach_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     plan(
         tmp_path,
         "grid.pipelines=2",
@@ -227,7 +228,11 @@ BAD = [
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered='maybe': give true or false"),
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
+    (["output=mistyped/plan.json"], "there is no folder mistyped"),
+    (["library=mistyped/plans"], "there is no folder mistyped"),
     (["output=[]"], "output=[]"),
+    (["--output=plan.json"], "--output=plan.json. Settings are NAME=VALUE, without dashes; see recycle-plan --help"),
+    (["plan.json"], "cannot read 'plan.json': settings are NAME=VALUE"),
     (["picture=plan.gif"], "ends with .svg"),
     (["failures=["], "check its brackets and quotes"),
 ]

@@ -76,6 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of some sweeps."""
     directory = tmp_path_factory.mktemp("sweep")
     quick = ["policy.effort=0", "duration=6h", "seeds=3"]
+    for name in ("results/quick", "out"):  # commands make no folder beside what they are asked for
+        (directory / name).mkdir(parents=True)
     calls = [
         ["-m", "model=gpt3_medium,gpt3_6_7b", "policy=recycle,merge,oobleck,bamboo", *quick, "schedule=1f1b,planned",
          "failures=mtbf", "failures.mtbf=6h,2h", "output=results/quick/same"],
@@ -91,6 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 4
     assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
+    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[1][1]
     return directory
 
 

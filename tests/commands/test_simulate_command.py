@@ -227,6 +227,13 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert not (tmp_path / "here" / "result.json").exists()
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path: Path, sweep: list[str]) -> None:
+    calls = [([*sweep, *SMALL, "seeds=1,2" if sweep else "seeds=1", "output=mistyped/here"], "no folder mistyped")]
+    check_refused("recycle-simulate", tmp_path, calls)
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "here" / "result.json").mkdir(parents=True)
     ((code, _, err),) = run_all("recycle-simulate", tmp_path, [*SMALL, "policy=fault_free", "output=here"])

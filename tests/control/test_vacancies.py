@@ -90,7 +90,7 @@ def test_a_process_that_cannot_be_started_is_told_as_none_and_its_reason_is_logg
     found = vacancies(Starter(OSError("no more processes")))
     found.start(3)
     assert taken(found) == [(3, None)]
-    assert "rank 3 could not be started: no more processes" in caplog.text
+    assert "worker (3, 0) could not be started: no more processes" in caplog.text
 
 
 def test_without_a_way_to_start_processes_none_is_started() -> None:

@@ -232,6 +232,21 @@ def test_the_api_pages_name_what_exists(page: str) -> None:
         assert [name for name in listed if not hasattr(found, name)] == []
 
 
+def test_the_page_of_options_is_that_of_the_code() -> None:
+    assert text("options.md") == module_of("option_tables").page(), "run python docs/option_tables.py"
+
+
+def test_every_option_is_on_the_page_of_options() -> None:
+    tables = text("options.md").split("\n## ")[1:]
+    by_class = {table.partition(" ")[0].split("\n")[0]: set(names_in(table)) for table in tables}
+    for name, shown in by_class.items():
+        kind = getattr(lightning_recycle, name, None) or getattr(callbacks, name)
+        lightnings = {"accelerator", "checkpoint_io", "precision_plugin"}
+        assert set(inspect.signature(kind).parameters) - lightnings <= shown, name
+    groups = [name for name in lightning_recycle.__all__ if name.endswith("Options")]
+    assert set(groups) <= by_class.keys()
+
+
 def variables(content: str) -> set[str]:
     return set(re.findall(r"(?<![A-Z_])RECYCLE_[A-Z]+(?:_[A-Z]+)*", content))
 

@@ -283,7 +283,7 @@ class Admission:
 
     def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *words: Any) -> None:
         connection.part(*words, seconds=_SHORT_FAREWELL_SECONDS)
-        log.warning("Worker at rank %d wants to return and has to end: %s.", rank, why)
+        log.warning("Worker %s wants to return and has to end: %s.", self._state().name(rank), why)
 
     def _on_spare(self, connection: NonBlockingConnection) -> None:
         """A worker without a position only shows that it lives, or that it is gone."""

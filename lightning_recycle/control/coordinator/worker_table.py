@@ -294,7 +294,7 @@ class Vacancies:
         self._restarts += not is_first
         self._starting.add(rank)
         incarnation = self.next_incarnation(rank)
-        start_worker = self._start_worker
+        start_worker, name = self._start_worker, f"worker {self._positions.name(rank)}"
 
         def run() -> None:
             process: WorkerProcess | None = None
@@ -302,11 +302,11 @@ class Vacancies:
                 process = start_worker(rank, incarnation)
             except Exception as error:
                 if not self._stopped:  # otherwise it was refused, because the run is over
-                    log.warning("A replacement for rank %d could not be started: %s", rank, error)
+                    log.warning("A process for %s could not be started: %s", name, error)
             self._started.put((rank, process))
             self._wake()
 
-        log.info("Starting a %s for rank %d.", "worker" if is_first else "replacement", rank)
+        log.info("Starting %s.", name if is_first else f"a replacement of {name}")
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
