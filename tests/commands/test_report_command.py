@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answers = run_all("recycle-simulate", directory, *calls)
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 4
     assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
-    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[1][1]
+    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[3][1]
     return directory
 
 
