@@ -209,7 +209,7 @@ def another_run(run: Run) -> Statuses:
     run.listening("--stages", "2")
     worker = run.worker(1, 3, 0.0)
     status = worker.status()
-    assert "This script wants a grid of" in "".join(worker.lines)
+    assert "Its grid (pipelines x stages x micro-batches) is" in "".join(worker.lines)
     return {"worker": status, "run": run.of_workers("exit 1")}
 
 
