@@ -256,7 +256,7 @@ PRIVATE = {
         "lightning.pytorch.callbacks:ModelCheckpoint._save_checkpoint",
     ],
     "lightning_recycle.session.reporting": ["lightning.pytorch.callbacks:ModelSummary._summary"],
-    "lightning_recycle.commands": ["hydra._internal.utils:get_args_parser"],
+    "lightning_recycle.commands.__init__": ["hydra._internal.utils:get_args_parser"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",

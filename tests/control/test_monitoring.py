@@ -485,8 +485,7 @@ def test_the_metrics_of_no_run_say_that_there_is_none(runtime: Path) -> None:
 
 
 def coordinator(*options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
-    command += ["--pipelines", "2", "--stages", "2", "--microbatches", "2", *options]
+    command = [*COORDINATOR, "--listen", "127.0.0.1:0", *options]
     env = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", **environment}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -40,7 +40,15 @@ from lightning_recycle.control.network.addresses import (
     key_from_environment,
     shown,
 )
-from lightning_recycle.control.options import GROUPS, Overrides, RunConfig, difference, settings_of, settle
+from lightning_recycle.control.options import (
+    GROUPS,
+    RunConfig,
+    Settings,
+    check_settings,
+    difference,
+    settings_of,
+    settle,
+)
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
@@ -51,7 +59,7 @@ from lightning_recycle.processes import die_with_parent, has_ended
 
 log = logging.getLogger(__name__)
 
-_WORKERS = 4096  # as long as nobody knows how many there will be
+_WORKERS = 4096  # nobody knows how many there will be
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
 
 _FLAGS = {
@@ -82,15 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
         given = _given(options)
-        given.check()
-        workers = _WORKERS if given.grid is None else given.grid.num_workers * (given.members or 1)
+        check_settings(given)
         address, key = address_from(options.listen, "--listen"), key_from_environment()
-        reception = Reception(address, key, workers)
+        reception = Reception(address, key, _WORKERS)
         journal = _journal(options.state, address, key)
     except ConfigurationError as error:
         print(f"recycle-coordinator: {error}", file=sys.stderr)
         return 2
-    allow_descriptors(workers + _OTHER_DESCRIPTORS)
+    allow_descriptors(_WORKERS + _OTHER_DESCRIPTORS)
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
@@ -202,11 +209,11 @@ def allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _given(options: argparse.Namespace) -> Overrides:
+def _given(options: argparse.Namespace) -> Settings:
     settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
-    return Overrides(options.pipelines, options.stages, options.microbatches, settings, options.processes_per_position)
+    return settings
 
 
 def _setting(text: str) -> Setting:
@@ -226,15 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "Run the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
-        "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",
+        "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")
-    parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
-    parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="micro-batches per pipeline and step")
-    parser.add_argument(
-        "--processes-per-position", type=int, metavar="T", help="processes that hold a stage of a pipeline; default 1"
-    )
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="address of its page, /status and /metrics; a port alone: on this machine"
     )
@@ -283,7 +284,7 @@ class Serving:
     def __init__(
         self,
         reception: Reception,
-        given: Overrides,
+        given: Settings,
         journal: Journal | None,
         on_run: Callable[[Coordinator | None], None] = lambda _: None,
     ) -> None:
