@@ -25,7 +25,7 @@ import hashlib
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -194,18 +194,13 @@ class SlotChanges:
             self._tree.begin_step()
             self._forget(self._tree.absorb())
 
-    @contextmanager
-    def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> Iterator[MicrobatchEffects]:
+    def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> AbstractContextManager[MicrobatchEffects]:
         """Runs a forward of ``slot`` with its values; lists changes, and takes them back.
 
         Changes of running statistics are added to ``sums``, its part of the mean, if these have room for them.
         """
         made = MicrobatchEffects()
-        if self._alone:
-            yield made
-            return
-        with self._watching(self._tree, slot, made.effects, sums):
-            yield made
+        return nullcontext(made) if self._alone else self._watching(self._tree, slot, made, sums)
 
     def statistics(self) -> list[Tensor]:
         if self._alone:
@@ -213,39 +208,35 @@ class SlotChanges:
         self._forget(self._tree.absorb())
         return list(self._tree.statistics.values())
 
-    @contextmanager
-    def again(self, slot: int) -> Iterator[None]:
+    def again(self, slot: int) -> AbstractContextManager[Any]:
         """As :meth:`microbatch`, for a recomputed forward, which leaves nothing."""
-        if self._alone:
-            yield
-            return
-        with self._watching(self._tree, slot, None):
-            yield
+        return nullcontext() if self._alone else self._watching(self._tree, slot, MicrobatchEffects(), leaves=False)
 
     @contextmanager
     def _watching(
-        self, tree: ValueTree, slot: int, effects: list[Effect] | None, sums: Sequence[Tensor] = ()
-    ) -> Iterator[None]:
-        """Adds the block's changes to ``effects``, if they count, and takes them back."""
+        self, tree: ValueTree, slot: int, made: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
+    ) -> Iterator[MicrobatchEffects]:
+        """Adds the block's changes to ``made``, if it ``leaves`` any, and takes them back."""
         self._forget(tree.absorb())
         tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
         self._is_inside = tree is self._tree
         try:
-            yield
+            yield made
         except BaseException:
             tree.abandon()
             raise
         finally:
             self._is_inside = False
-        if effects is None:
+        if not leaves:
             tree.abandon()
             return
-        found = tree.end()
+        if not (found := tree.end()):
+            return
         places = list(tree.statistics) if sums else []
         for one in found:
             if one.place in places:
                 sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
-        effects += self._effects(tree, [one for one in found if one.place not in places], slot)
+        made.effects += self._effects(tree, [one for one in found if one.place not in places], slot)
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: the values now hold for all slots."""
@@ -330,7 +321,8 @@ class SlotChanges:
         if self._alone or self._is_inside:
             yield effects
         elif slot is not None:  # micro-batches run in turns, each with attributes of its own
-            with self._watching(ValueTree(self._module, self._internal, whole=False), slot, effects):
+            tree = ValueTree(self._module, self._internal, whole=False)
+            with self._watching(tree, slot, MicrobatchEffects(effects)):
                 yield effects
         else:
             with self._looking(self._shallow, effects):
