@@ -16,7 +16,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.devices import storage_bytes
 from lightning_recycle.files import (
+    Pace,
     delete,
     put_in_place,
     remove,
@@ -90,10 +91,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
         path: str | Path,
         storage_options: Any | None = None,
         before_naming: Callable[[Path], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Writes a checkpoint.
 
-        ``before_naming``: called with its temporary path right before a local file gets its name.
+        ``before_naming``: called with its temporary path right before a local file gets its name. ``pace``: limits the
+        writing of a local file.
 
         Raises:
             OSError: when the file system refuses; the file under ``path`` is then unchanged.
@@ -105,7 +108,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         remove_leftovers(local.parent)
         with replacing(local, before_naming) as file:
-            save_with_checksums(checkpoint, file)
+            save_with_checksums(checkpoint, file if pace is None else pace.of(file))
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -275,7 +278,12 @@ _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
 def save_sharded(
-    path: Path, shard: dict[str, Any], rest: dict[str, Any], group: StageGroup, before_naming: Callable[[Path], None]
+    path: Path,
+    shard: dict[str, Any],
+    rest: dict[str, Any],
+    group: StageGroup,
+    before_naming: Callable[[Path], None],
+    pace: Pace | None = None,
 ) -> SaveFailure | None:
     """Writes this worker's shard together with all others of ``group``.
 
@@ -290,7 +298,7 @@ def save_sharded(
     folder = path.with_name(next(name for name in proposals.values() if name is not None))
     is_named = False
     try:
-        failure = _write_folder(path, folder, shard, rest, group, before_naming)
+        failure = _write_folder(path, folder, shard, rest, group, before_naming, pace or Pace())
         is_named = failure is None
         return failure
     finally:
@@ -305,10 +313,12 @@ def _write_folder(
     rest: dict[str, Any],
     group: StageGroup,
     before_naming: Callable[[Path], None],
+    pace: Pace,
 ) -> SaveFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`."""
     gather = group.gather_all
     writer = FileSystemWriter(folder, sync_files=True)
+    writer.fs = _PacedFileSystem(pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
@@ -348,6 +358,16 @@ def _write_folder(
         put_in_place(folder, path)
 
     return attempt(finish, path, rest) if group.is_leader else None
+
+
+class _PacedFileSystem(FileSystem):
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield self._pace.of(stream)
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:

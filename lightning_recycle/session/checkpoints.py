@@ -574,7 +574,8 @@ class Checkpoints(StageStates):
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm)
+            pace = None if batch.copies.are_originals else group.pace
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -752,7 +753,7 @@ class Checkpoints(StageStates):
         rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
         local = local_path(path)
         assert local is not None, "save() refuses others"
-        return save_sharded(local, self._shard(part.weights, states), rest, group, before_naming)
+        return save_sharded(local, self._shard(part.weights, states), rest, group, before_naming, group.pace)
 
     # ------------------------------------------------------------------ beginning and end
 

@@ -149,6 +149,19 @@ def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path:
     assert found.get("weights", len(found["state_dict"])) == len(found["state_dict"]) > 2
 
 
+# ---------------------------------------------------------------------- how often, and how fast
+
+
+@FORMATS
+def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.01})
+    (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
+    path = tmp_path / "step=2.ckpt"
+    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.distcp"))]
+    assert saved.time - begun.time > 0.9 * max(sizes) / 10_000
+
+
 # ---------------------------------------------------------------------- storage that is slow
 
 

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
-from typing_extensions import override
-
-from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 
 BATCH, BATCHES, EPOCHS = 8, 6, 3
 """Samples of a global batch; batches of an epoch, with a validation after each third; epochs."""
@@ -278,13 +275,12 @@ def test_a_run_that_a_signal_ends_is_the_undisturbed_one_when_it_is_resumed(tmp_
     assert_same_run(run(*case, tmp_path / "resumed", ckpt_path=path), known)
 
 
-class SlowIO(WholeCheckpointIO):
-    """Takes a second."""
+class Padded(Scheduled):
+    """Takes a second to write at 4 MB/s."""
 
-    @override
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        time.sleep(1.0)
-        super().save_checkpoint(*arguments, **options)
+    def __init__(self, schedule: str) -> None:
+        super().__init__(schedule)
+        self.register_buffer("pad", torch.zeros(500_000, dtype=torch.float64))
 
 
 class LeaderDies(L.Callback):
@@ -298,9 +294,9 @@ def test_a_checkpoint_that_was_given_up_is_asked_for_again_where_a_step_of_the_o
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = grid_trainer(
         3, 1, callbacks=[saver, LeaderDies()], max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=True,
-        strategy={"checkpoint_io": SlowIO()},
+        strategy={"bandwidth": 4.0},
     )  # fmt: skip
-    trainer.fit(Scheduled("warm-up"), DataLoader(dataset(12 * 3 * 4), batch_size=4))
+    trainer.fit(Padded("warm-up"), DataLoader(dataset(12 * 3 * 4), batch_size=4))
     assert happened(trainer, "checkpoint_given_up")
     files = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
     batches = {name: file["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] for name, file in files.items()}
