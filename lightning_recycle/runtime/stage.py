@@ -358,6 +358,14 @@ class Stage:
     def modules(self) -> Iterator[nn.Module]:
         yield from dict.fromkeys(module for layer in self._layers for module in layer.modules())
 
+    def named_leaves(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules without children in its layers, with names for people."""
+        for index, layer in enumerate(self._layers, self._first_layer):
+            for name, module in layer.named_modules():
+                if not any(module.children()):
+                    path = f"{index}.{name}" if name else str(index)
+                    yield f"layer {path} ({type(module).__name__})", module
+
     def waiting(self, microbatch: int) -> list[Tensor]:
         """Tensors that W of ``microbatch`` needs, between its B and its W."""
         return self._in_flight[microbatch].queue.tensors()

@@ -448,10 +448,35 @@ class Verifier:
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
     def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
-        """The results that differ from ``sums`` when ``record`` is computed again; or empty."""
+        """The first layer, or the results, that differ when ``record`` is computed again.
+
+        Empty if the sums are ``sums`` again.
+        """
         again = self._recompute(record)
-        differ = [name for name in sums if sums[name] != again[name]]
-        return f"the {' and the '.join(differ)} of this stage" if differ else ""
+        if again == sums:
+            return ""
+        one, other = self._outputs(record), self._outputs(record)
+        results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
+        return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
+
+    def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
+        """By name, the checksum of each leaf layer's output in a forward."""
+        seen: list[tuple[str, bytes]] = []
+
+        def summed(output: Any) -> bytes:
+            # Not what stands for tensors of other stages.
+            return checksum([tensor for tensor in tensors_of(output) if type(tensor) is Tensor])
+
+        def watch(name: str, module: nn.Module) -> Any:
+            return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))
+
+        handles = [watch(name, module) for name, module in self._stage.named_leaves()]
+        try:
+            self._recompute(record)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
 
 
 def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
