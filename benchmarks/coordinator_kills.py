@@ -43,7 +43,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle import PipelineModule, ReCycleStrategy
 from lightning_recycle.control.network.addresses import free_port
 
-GRID = ["--pipelines", "2", "--stages", "2", "--microbatches", "4"]
 WORKERS, BATCH, STEPS, STEP_SECONDS = 4, 16, 120, 0.05
 TOLERANCE = 1e-10
 PATIENCE = 300.0  # seconds for a run, on whatever machine
@@ -148,7 +147,6 @@ class _Run:
             "lightning_recycle.control.coordinator.standalone",
             "--listen",
             self._address,
-            *GRID,
         ]
         command += ["--runs", "1", "--state", str(self.folder / "state.log")]
         with (self.folder / "coordinator.log").open("ab") as log:

@@ -55,7 +55,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recycle import PlanningOptions, RecoveryOptions, ReCycleStrategy
 from lightning_recycle.model.layers import even_parts
-from lightning_recycle.runtime.stage.stage_bundle import Shadow
+from lightning_recycle.runtime.stage_bundle import Shadow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -26,17 +26,33 @@ from harness import Spread, console, describe_machine, quieten
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
-from lightning_recycle import CheckpointOptions, RecoveryOptions, ReCycleStrategy
+from lightning_recycle import RecoveryOptions, ReCycleStrategy
+from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 
 EVERY = 10  # steps from one checkpoint to the next
 
 
-class Padded(L.LightningModule):
+class SlowIO(WholeCheckpointIO):
+    """Names a file a second after it is complete."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: Any, path: Any, storage_options: Any = None, before_naming: Any = None
+    ) -> None:
+        def later(temporary: Path) -> None:
+            time.sleep(1.0)
+            if before_naming is not None:
+                before_naming(temporary)
+
+        super().save_checkpoint(checkpoint, path, storage_options, later)
+
+
+class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.register_buffer("pad", torch.zeros(2_000_000))
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         time.sleep(0.02)
@@ -69,7 +85,7 @@ def restart(apart: float) -> tuple[float, float]:
             strategy=ReCycleStrategy(
                 pipeline_parallel_size=2,
                 recovery=RecoveryOptions(max_restarts=5),
-                checkpoints=CheckpointOptions(bandwidth=4.0),
+                checkpoint_io=SlowIO(),
             ),
             callbacks=[Pids(folder), ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=EVERY)],
             logger=False,
@@ -89,7 +105,7 @@ def restart(apart: float) -> tuple[float, float]:
 
         threading.Thread(target=kill, daemon=True).start()
         data = torch.randn(16 * 4 * EVERY, 16)
-        trainer.fit(Padded(), DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8))
+        trainer.fit(Model(), DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8))
     history = list(trainer.strategy.history)  # type: ignore[attr-defined]
     lost = next(n for n, event in enumerate(history) if event.kind == "stage_lost")
     met, step = (next(e.time for e in history[lost:] if e.kind == kind) for kind in ("resumed", "step"))

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_recycle import RecoveryOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, FaultInjectionCallback
-from lightning_recycle.runtime.comm import communicator as communicator_module
+from lightning_recycle.runtime import communicator as communicator_module
 from lightning_recycle.tensor_memory import local_part
 
 MEMBERS = 2

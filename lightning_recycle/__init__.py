@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lightning_recycle.model.layers import LayerSpec
     from lightning_recycle.model.module import PipelineModule
     from lightning_recycle.planning.planner import PlanningOptions
-    from lightning_recycle.runtime.comm.transports import CommunicationOptions
-    from lightning_recycle.runtime.stage.deferred import defer_weight_grad
+    from lightning_recycle.runtime.deferred import defer_weight_grad
+    from lightning_recycle.runtime.transports import CommunicationOptions
     from lightning_recycle.session.configuration import CheckpointOptions, MonitoringOptions, RayEngine
     from lightning_recycle.strategy import ReCycleStrategy
 
@@ -56,7 +56,7 @@ __all__ = [
 
 _LAZY = {
     "CheckpointOptions": "lightning_recycle.session.configuration",
-    "CommunicationOptions": "lightning_recycle.runtime.comm.transports",
+    "CommunicationOptions": "lightning_recycle.runtime.transports",
     "Event": "lightning_recycle.control.monitoring.history",
     "LayerSpec": "lightning_recycle.model.module",
     "MonitoringOptions": "lightning_recycle.session.configuration",
@@ -66,7 +66,7 @@ _LAZY = {
     "ReCycleStrategy": "lightning_recycle.strategy",
     "RecoveryOptions": "lightning_recycle.control.options",
     "VerificationOptions": "lightning_recycle.control.options",
-    "defer_weight_grad": "lightning_recycle.runtime.stage.deferred",
+    "defer_weight_grad": "lightning_recycle.runtime.deferred",
 }
 
 

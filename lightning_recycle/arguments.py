@@ -74,32 +74,6 @@ def is_number(value: object, least: float | None = None, *, above: bool = False)
     return least is None or value > least or (value == least and not above)
 
 
-def whole(owner: str, name: str, value: object, least: int = 0) -> int:
-    """``value``, an integer of at least ``least``."""
-    if not is_integer(value, least):
-        _refuse(owner, name, value, f"an integer of at least {least}")
-    return value
-
-
-def at_least(owner: str, name: str, value: object, least: float = 0.0, *, above: bool = False) -> float:
-    """``value``, a finite number of at least (or above) ``least``."""
-    if not is_number(value, least, above=above):
-        _refuse(owner, name, value, f"a finite number {'above' if above else 'of at least'} {least:g}")
-    return float(value)
-
-
-def fraction(owner: str, name: str, value: object) -> float:
-    """``value``, a number from 0 to 1."""
-    if not is_number(value, 0) or value > 1:
-        _refuse(owner, name, value, "a number from 0 to 1")
-    return float(value)
-
-
-def _refuse(owner: str, name: str, value: object, wanted: str) -> NoReturn:
-    given = f"{name}={value!r}"
-    raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: give {wanted}.")
-
-
 _MODULES = {"metrics": "prometheus_client", "milp": "mip", "ray": "ray"}
 
 
@@ -135,6 +109,13 @@ class Check:
     remedy: str
     values: tuple[str, ...] = ()
 
+    def checked(self, owner: str, name: str, value: Any) -> Any:
+        """``value``; ConfigurationError for ``owner(name=value)`` if it is not right."""
+        if not self.accepts(value):
+            given = f"{name}={value!r}"
+            raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: {self.remedy}.")
+        return value
+
 
 def choice(*values: Any) -> Check:
     """One of ``values``."""
@@ -149,10 +130,31 @@ def integer(least: int, *, otherwise: str = "") -> Check:
     return Check(lambda value: is_integer(value, least) or (bool(otherwise) and value is None), remedy)
 
 
+def number(least: float = 0.0, *, above: bool = False) -> Check:
+    """A finite number of at least (or above) ``least``."""
+    remedy = f"give a finite number {'above' if above else 'of at least'} {least:g}"
+    return Check(lambda value: is_number(value, least, above=above), remedy)
+
+
 SWITCH = choice("auto", True, False)
 BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", ("True", "False"))
 SECONDS = Check(lambda value: is_number(value, 0.0, above=True), "give a number of seconds, more than 0")
 SHARE = Check(lambda value: is_number(value, 0.0) and value <= 1, "give a share between 0 and 1")
+
+
+def whole(owner: str, name: str, value: object, least: int = 0) -> int:
+    """``value``, an integer of at least ``least``."""
+    return int(integer(least).checked(owner, name, value))
+
+
+def at_least(owner: str, name: str, value: object, least: float = 0.0, *, above: bool = False) -> float:
+    """``value``, a finite number of at least (or above) ``least``."""
+    return float(number(least, above=above).checked(owner, name, value))
+
+
+def fraction(owner: str, name: str, value: object) -> float:
+    """``value``, a share."""
+    return float(SHARE.checked(owner, name, value))
 
 
 def option(default: Any, check: Check | None = None, *, shared: str = "", by_launcher: bool = False) -> Any:
@@ -177,9 +179,8 @@ class OptionGroup:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check: Check | None = item.metadata.get("check")
-            if check is not None and not check.accepts(getattr(self, item.name)):
-                self._refuse(item.name, check.remedy)
+            if (check := item.metadata.get("check")) is not None:
+                check.checked(self._owner or type(self).__name__, item.name, getattr(self, item.name))
 
     def needing_launcher(self) -> list[str]:
         """Changed options that only a launching process can carry out."""

@@ -37,7 +37,6 @@ _ABANDONED_SECONDS = 3600.0
 
 _OF_WRITER = re.compile(r"\..*\.(?:writing|removing)\.(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]+)-[0-9a-f]{8}", re.DOTALL)
 _ASIDE = ".replaced"
-_PIECE = 1 << 20  # bytes that are written at once
 _NAME_CHARACTERS = 40  # of the final name in a temporary one: file systems allow 255 bytes
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # some file systems cannot flush a folder
 
@@ -151,39 +150,6 @@ def link(target: str | PathLike[str], path: str | PathLike[str]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-class Pace:
-    """Limits the bytes per second that a thread writes; None is no limit."""
-
-    def __init__(self, bytes_per_second: float | None = None) -> None:
-        self._rate, self._due = bytes_per_second, time.monotonic()
-
-    def spend(self, size: int) -> None:
-        """Waits until ``size`` bytes more may be written."""
-        if self._rate is not None:
-            now = time.monotonic()
-            self._due = max(self._due, now) + size / self._rate
-            time.sleep(self._due - now)
-
-    def of(self, file: Any) -> Any:
-        return file if self._rate is None else _PacedFile(file, self)
-
-
-class _PacedFile:
-    def __init__(self, file: Any, pace: Pace) -> None:
-        self._file, self._pace = file, pace
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self._pace.spend(len(piece))
-            self._file.write(piece)
-        return len(view)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 # ------------------------------------------------------------------ names

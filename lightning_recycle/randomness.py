@@ -3,19 +3,14 @@
 Dropout of a layer for a micro-batch draws from (seed, step, global micro-batch index, layer index), a sample's
 augmentation from (seed, epoch, sample index), a layer's initialisation from (seed, layer index). Hooks draw from the
 global generators, which nothing else moves on.
-
-A worker keeps the states of the global generators around each micro-batch. NumPy copies the 624 words of its Mersenne
-Twister one by one, 45 microseconds each way; its global generator gets a subclass that copies them at once
-(:func:`quicken`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +18,14 @@ import numpy as np
 import torch
 
 from lightning_recycle.devices import default_generator
+
+GENERATORS: tuple[tuple[type[Any], Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
+    (torch.Generator, lambda g: g.get_state().numpy(), lambda g, state: g.set_state(torch.from_numpy(state))),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+    (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+)
+"""Classes of generators of random numbers, with the functions that read and write their states."""
 
 _FOUR = struct.Struct("<4q")  # (seed, step, micro-batch, layer), once for each layer and micro-batch
 _seed_of: Callable[[int], int] | None = None
@@ -129,58 +132,3 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
-
-
-# ---------------------------------------------------------------------- NumPy's generator
-
-
-_WORDS = 624
-_Memory = ctypes.c_uint32 * (_WORDS + 1)  # mt19937_state: the words, and the position among them
-_numpys: Any = np.random.MT19937.state
-
-
-class MT19937(np.random.MT19937):
-    """NumPy's generator with a faster ``state``, which contains the class's name."""
-
-    @property
-    def state(self) -> Any:
-        words = np.frombuffer(self._memory(), np.uint32).copy()
-        return {"bit_generator": "MT19937", "state": {"key": words[:_WORDS], "pos": int(words[_WORDS])}}
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        inner: Any = value.get("state") if isinstance(value, Mapping) else None
-        key: Any = inner.get("key") if isinstance(inner, Mapping) else None
-        is_usual = isinstance(key, np.ndarray) and key.dtype == np.uint32 and key.shape == (_WORDS,)
-        if not is_usual or value.get("bit_generator") != "MT19937":
-            _numpys.__set__(self, value)  # converts, or says what is wrong
-            return
-        memory = np.frombuffer(self._memory(), np.uint32)
-        memory[:_WORDS] = key
-        memory[_WORDS] = inner["pos"]
-
-    def _memory(self) -> Any:
-        return _Memory.from_address(self.ctypes.state_address)
-
-
-def quicken() -> None:
-    """Gives NumPy's global generator, in this process, the faster state."""
-    numpys: Any = np.random  # its stubs lack what it has since 1.24
-    if not hasattr(numpys, "set_bit_generator"):
-        return
-    if type(numpys.get_bit_generator()) is not np.random.MT19937 or not _is_right():
-        return  # already done, or the user's choice; or an unknown NumPy
-    state = np.random.get_state()
-    numpys.set_bit_generator(MT19937())
-    np.random.set_state(state)
-
-
-def _is_right() -> bool:
-    generator = MT19937(1)
-    draws = np.random.RandomState(generator)
-    for count in (0, 3, 700):
-        draws.random_sample(count)
-        theirs, mine = _numpys.__get__(generator), generator.state
-        if theirs["state"]["pos"] != mine["state"]["pos"] or (theirs["state"]["key"] != mine["state"]["key"]).any():
-            return False
-    return True

@@ -37,9 +37,10 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.runtime.comm.transports import CommunicationOptions
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
+from lightning_recycle.runtime.transports import CommunicationOptions
+from lightning_recycle.session.checkpoint_callbacks import await_stage
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import (
     OTHER_NAMES,
@@ -58,7 +59,6 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.session.optimizer_states import stepping_on_shards
 from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.weight_callbacks import await_stage
 
 
 @suggests_options

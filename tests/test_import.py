@@ -217,7 +217,7 @@ except ImportError as error:
 
 # docs/architecture.md lists the modules that use them; when one changes, this fails first.
 PRIVATE = {
-    "lightning_recycle.runtime.comm.groups": [
+    "lightning_recycle.runtime.groups": [
         "torch.distributed:ProcessGroupGloo",
         "torch.distributed:ProcessGroupGloo._Options",
         "torch.distributed:ProcessGroupGloo.create_device",
@@ -249,13 +249,14 @@ PRIVATE = {
         "torch.amp:GradScaler._unscale_grads_",
     ],
     "lightning_recycle.data.iterable_style": ["datasets.iterable_dataset:BufferShuffledExamplesIterable"],
-    "lightning_recycle.session.model_checkpoint": [
+    "lightning_recycle.session.checkpoint_callbacks": [
         "lightning.pytorch.callbacks:ModelCheckpoint._save_topk_checkpoint",
         "lightning.pytorch.callbacks:ModelCheckpoint._save_last_checkpoint",
         "lightning.pytorch.callbacks:ModelCheckpoint._link_checkpoint",
         "lightning.pytorch.callbacks:ModelCheckpoint._save_checkpoint",
     ],
     "lightning_recycle.session.reporting": ["lightning.pytorch.callbacks:ModelSummary._summary"],
+    "lightning_recycle.commands.__init__": ["hydra._internal.utils:get_args_parser"],
     "lightning_recycle.launch.worker_payload": ["omegaconf.basecontainer:BaseContainer._resolvers"],
     "lightning_recycle.session.lightning_internals": [
         "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric.to",

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_recycle.data.dataloaders import add_sample
 from lightning_recycle.pickling import MainModule, MainPickler
-from lightning_recycle.runtime.comm.position_mesh import PositionMesh
-from lightning_recycle.runtime.comm.wire import sum_of_tensors
+from lightning_recycle.runtime.position_mesh import PositionMesh
+from lightning_recycle.runtime.wire import sum_of_tensors
 from lightning_recycle.tensor_memory import (
     checksum,
     local_part,

@@ -1,7 +1,7 @@
 """Callbacks of the pipeline strategy."""
 
 from lightning_recycle.callbacks.faults import Fault
+from lightning_recycle.callbacks.heartbeat_and_drift import HeartbeatCallback, PlanMonitor
 from lightning_recycle.callbacks.injection import FaultInjectionCallback
-from lightning_recycle.callbacks.monitoring import HeartbeatCallback, PlanMonitor
 
 __all__ = ["Fault", "FaultInjectionCallback", "HeartbeatCallback", "PlanMonitor"]

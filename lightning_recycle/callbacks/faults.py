@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_recycle.arguments import is_integer, is_number, suggests_options
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError
 from lightning_recycle.planning.grid import Op, OpKind
-from lightning_recycle.runtime.comm.connections import drop_everything
+from lightning_recycle.runtime.connections import drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
 
 KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")

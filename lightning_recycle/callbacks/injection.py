@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recycle.arguments import is_integer, is_number, suggests_options
+from lightning_recycle.arguments import at_least, is_integer, suggests_options
 from lightning_recycle.callbacks.faults import (
     EFFECTS,
     KINDS_AT_TIMES,
@@ -32,9 +32,11 @@ from lightning_recycle.planning.grid import Op, OpKind, Positions, Worker
 from lightning_recycle.traces import load_trace
 
 if TYPE_CHECKING:
-    from lightning_recycle.runtime.executor.executor import Executor
+    from lightning_recycle.runtime.executor import Executor
 
 log = logging.getLogger(__name__)
+
+_OWNER = "FaultInjectionCallback"
 
 
 @suggests_options
@@ -86,8 +88,8 @@ class FaultInjectionCallback(pl.Callback):
         if mtbf is None and trace is None and max_faults is not None:
             _refuse(f"max_faults={max_faults!r} limits random failures: give mtbf or trace, or leave it out.")
         if mtbf is not None:
-            _check_positive("mtbf", mtbf, "seconds between failures")
-        _check_positive("time_scale", time_scale, "wall-clock seconds per second of the trace")
+            at_least(_OWNER, "mtbf", mtbf, above=True)
+        at_least(_OWNER, "time_scale", time_scale, above=True)
         if not is_integer(seed):
             _refuse(f"seed={seed!r}: give an integer.")
         if max_faults is not None and not is_integer(max_faults, 1):
@@ -300,9 +302,4 @@ def _is_moment(value: Any) -> bool:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise ConfigurationError(f"FaultInjectionCallback: {reason}")
-
-
-def _check_positive(name: str, value: object, meaning: str) -> None:
-    if not is_number(value, 0, above=True):
-        _refuse(f"{name}={value!r}: give a positive number ({meaning}).")
+    raise ConfigurationError(f"{_OWNER}: {reason}")

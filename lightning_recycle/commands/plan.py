@@ -34,7 +34,6 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import check_parent, refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
-from lightning_recycle.planning.plan_library import check_torch_runs, save_torch_csv
 from lightning_recycle.visualize import save_gantt
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")
@@ -167,7 +166,6 @@ def plan_and_show(config: DictConfig) -> float:
     problem = problem_from(settings)
     planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
     output = _path(settings, "output")
-    _check_format(settings["format"], output, problem)
     picture = _picture(settings, output)
     written = []
     console, errors = Output(), Console(stderr=True, soft_wrap=True, highlight=False)
@@ -185,25 +183,13 @@ def plan_and_show(config: DictConfig) -> float:
     console.print(_single(result, unit))
     if result.warning is not None:
         errors.print(f"warning: {result.warning}", markup=False)
-    if output is not None and settings["format"] == "csv":
-        save_torch_csv(output, result.schedule)
-        written.append(str(output))
-    elif output is not None:
+    if output is not None:
         planning.save_plan(output, result)
         written.append(str(output))
     written += _drawn(result, picture, automatic=settings["picture"] == "auto", unit=unit)
     if written:
         console.print("wrote " + ", ".join(written), soft_wrap=True, highlight=False, markup=False)
     return result.schedule.period
-
-
-def _check_format(name: Any, output: Path | None, problem: planning.Problem) -> None:
-    if name not in ("json", "csv"):
-        raise ConfigurationError(f"format={name!r}: give json or csv.")
-    if name == "csv":
-        if output is None:
-            raise ConfigurationError("format=csv is for a file: give its name, e.g. output=schedule.csv.")
-        check_torch_runs(problem)
 
 
 def _drawn(result: planning.PlanResult, picture: Path | None, automatic: bool, unit: str) -> list[str]:

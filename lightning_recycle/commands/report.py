@@ -20,35 +20,29 @@ from lightning_recycle.arguments import command_parser
 from lightning_recycle.commands import Output, bad_input_ends
 from lightning_recycle.files import check_parent, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
-from lightning_recycle.visualize.records import Record, load_results, missing_results
+from lightning_recycle.visualize.records import Record, load_results
 from lightning_recycle.visualize.sections import sections_of
 
 
-def render_report(records: Sequence[Record], title: str = "ReCycle simulation report", missing: int = 0) -> str:
-    """The page of ``records`` as HTML.
-
-    ``missing``: number of results that an interrupted experiment lacks.
-    """
+def render_report(records: Sequence[Record], title: str = "ReCycle simulation report") -> str:
+    """The page of ``records`` as HTML."""
     template = resources.files("lightning_recycle.visualize").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
         title=title,
-        summary=_summary(records, missing),
+        summary=_summary(records),
         sections=sections_of(records),
         swatch=swatch,
         date=datetime.date.today().isoformat(),
     )
 
 
-def _summary(records: Sequence[Record], missing: int) -> str:
+def _summary(records: Sequence[Record]) -> str:
     runs = sum(len(record["runs"]) for record in records)
     hours = sum(len(record["runs"]) * record["duration"] for record in records) / 3600
     models = len({record["model"]["name"] for record in records})
     policies = len({record["policy"]["name"] for record in records})
-    results = _count(len(records), "result")
-    if missing:
-        results = f"{len(records):,} of {len(records) + missing:,} results (the experiment was interrupted)"
-    parts = [results, f"{_count(runs, 'simulated run')}, {hours:,.0f} hours of training"]
+    parts = [_count(len(records), "result"), f"{_count(runs, 'simulated run')}, {hours:,.0f} hours of training"]
     parts += [_count(models, "model"), f"{policies} {'policy' if policies == 1 else 'policies'}"]
     return " \N{MIDDLE DOT} ".join(parts)
 
@@ -65,25 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser(
         _NAME,
         "Render the results of recycle-simulate as one HTML page.",
-        "recycle-simulate experiment=quick output=results && recycle-report results",
+        "recycle-simulate -m policy=recycle,merge output=results && recycle-report results",
         "recycle-report results -o report.html",
         "recycle-report results --title 'Spot instances, July'",
     )
-    parser.add_argument("folder", type=Path, help="output folder of a run, a sweep or an experiment")
+    parser.add_argument("folder", type=Path, help="output folder of a run, or of sweeps")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
     parser.add_argument("--title", default="ReCycle simulation report", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     with bad_input_ends(_NAME):
         check_parent("--output", chosen.output)
         results = load_results(chosen.folder)
-        missing = missing_results(chosen.folder)
-        page = render_report(results, chosen.title, missing)
+        page = render_report(results, chosen.title)
         with refusing(f"write {chosen.output}"):
             write_atomically(chosen.output, page)
         size = len(page.encode()) / 1e3
-        count = f"{len(results)} of {len(results) + missing}" if missing else f"{len(results)}"
-        noun = "result" if len(results) + missing == 1 else "results"
-        Output(soft_wrap=True).print(f"wrote {chosen.output}: {count} {noun}, {size:,.0f} kB", highlight=False)
+        text = f"wrote {chosen.output}: {_count(len(results), 'result')}, {size:,.0f} kB"
+        Output(soft_wrap=True).print(text, highlight=False)
 
 
 if __name__ == "__main__":

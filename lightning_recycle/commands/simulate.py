@@ -3,21 +3,15 @@
     recycle-simulate model=gpt3_6_7b policy=recycle failures=mtbf failures.mtbf=30min
     recycle-simulate -m policy=recycle,oobleck,restart failures.mtbf=6h,2h,30min
     recycle-simulate failures=trace failures.trace=gcp-a100 policy=auto
-    recycle-simulate experiment=paper output=results
+    recycle-simulate -m policy=recycle,merge,auto model=gpt3_medium,gpt3_6_7b output=results
 
 Prints throughput and losses by cause; with ``output=FOLDER``, writes ``result.json`` there.
 ``recycle-report`` turns a folder of results into a page. The configuration is ``conf/simulation/``, explained in
 docs/simulation.md.
-
-Experiments: Hydra's ``-m`` makes one cross product; a comparison needs several. An experiment maps names, which become
-folders, to lines such as ``policy=spares policy.spares=0,1,2 failures.mtbf=6h,2h``. Each line is a cross product of its
-own; values from the command line go before those of the lines.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import shlex
 import statistics
 import time
@@ -27,9 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -40,7 +32,7 @@ from lightning_recycle import simulation
 from lightning_recycle.arguments import whole
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import refusing, write_atomically, write_json
+from lightning_recycle.files import refusing, write_json
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize import records
@@ -158,7 +150,7 @@ def result_of(scenario: Scenario, command: str) -> dict[str, Any]:
             {"seed": seed, "throughput": run.throughput, "ratio": run.ratio, "node_failures": run.failures}
             for seed, run in zip(scenario.seeds, found.results, strict=True)
         ],
-        "timeline": _first_timeline(first),
+        "timeline": {"intervals": list(map(asdict, first.intervals)), "events": list(map(asdict, first.events))},
         "seconds": seconds,
     }
 
@@ -204,16 +196,10 @@ def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
-def _first_timeline(result: simulation.SimulationResult) -> dict[str, Any]:
-    data = result.to_dict()
-    return {"intervals": data["intervals"], "events": data["events"]}
-
-
 Result = Mapping[str, Any]
 
 _NAME = "recycle-simulate"
 _ROOT, _CONFIG = str(resources.files("lightning_recycle.conf") / "simulation"), "simulate"
-_BAR = 24  # characters
 
 _sweep: list[Result] = []
 """One for each job of this process, for the table at the end of a sweep."""
@@ -228,33 +214,22 @@ def simulate_and_show(config: DictConfig) -> float:
     folder = Path(job.runtime.output_dir)
     console = Output()
     given = [override for override in job.overrides.task if not override.startswith("output=")]
-    if config.get("experiment") and config.output is None:
-        raise ConfigurationError("an experiment is for recycle-report: give output=FOLDER for its results.")
-    if config.get("experiment"):
-        return _experiment(OmegaConf.to_container(config.experiment), given, folder, console)  # type: ignore[arg-type]
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     with Console(stderr=True).status("Planning and simulating"):  # nothing where that is no terminal
-        result, written = _simulated(config, given, folder)
+        result = result_of(scenario_from(settings), shlex.join([_NAME, *given]))
+    file = None if settings["output"] is None else folder / "result.json"
+    if file is not None:
+        with refusing(f"write to {folder}"):
+            write_json(file, result)
     if job.mode is RunMode.MULTIRUN:
-        _written.extend(filter(None, [written]))
+        _written.extend(filter(None, [file]))
         console.print(f"{job.job.num:>4}  {_line(result)}", soft_wrap=True, highlight=False, markup=False)
     else:
         console.print(Group(_summary(result), "", _losses(result), "", _gpu_time(result)))
-        if written is not None:
-            console.print(f"\nwrote {written}", soft_wrap=True, highlight=False, markup=False)
+        if file is not None:
+            console.print(f"\nwrote {file}", soft_wrap=True, highlight=False, markup=False)
     _sweep.append(result)
     return float(result["throughput"])
-
-
-def _simulated(config: DictConfig, overrides: Sequence[str], folder: Path) -> tuple[Result, Path | None]:
-    """The result, and the file that it was written to."""
-    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    result = result_of(scenario_from(settings), shlex.join([_NAME, *overrides]))
-    if settings["output"] is None:
-        return result, None
-    file = folder / "result.json"
-    with refusing(f"write to {folder}"):
-        write_atomically(file, json.dumps(result, indent=1) + "\n")
-    return result, file
 
 
 def main() -> None:
@@ -267,57 +242,6 @@ def main() -> None:
 def _sweep_summary() -> Group:
     files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
     return Group(_overview(_sweep), *files)
-
-
-# -- experiments -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
-    """A point of an experiment: the name of its lines, and its overrides."""
-
-    name: str
-    overrides: tuple[str, ...]
-
-
-def points_of(experiment: Mapping[str, Any], given: Sequence[str] = ()) -> list[SweepPoint]:
-    """All points in the order of the lines; ``given`` overrides come first.
-
-    Raises:
-        ConfigurationError: when a name has anything other than lines.
-    """
-    parser = OverridesParser.create()
-    usual = {item.key_or_group: str(item.input_line) for item in parser.parse_overrides(list(given))}
-    usual = {key: line for key, line in usual.items() if key.partition(".")[0] != "experiment"}
-    found = []
-    for name, lines in experiment.items():
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise ConfigurationError(f"experiment.{name}={lines!r}: give a list of lines of overrides.")
-        for line in lines:
-            choices: dict[str, list[str]] = {}
-            for item in parser.parse_overrides(shlex.split(line)):
-                key = item.get_key_element()
-                values = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
-                choices[item.key_or_group] = [f"{key}={value}" for value in values]
-            choices |= {key: [override] for key, override in usual.items()}
-            found += [SweepPoint(name, values) for values in itertools.product(*choices.values())]
-    return found
-
-
-def _experiment(experiment: Mapping[str, Any], given: Sequence[str], folder: Path, console: Console) -> float:
-    """All points of an experiment, each in a folder of its own; returns their number."""
-    points = points_of(experiment, given)
-    with refusing(f"write to {folder}"):
-        write_json(folder / records.EXPERIMENT_FILE, {"results": len(points)})
-    for number, point in enumerate(points):
-        config = hydra.compose(_CONFIG, overrides=[*point.overrides, "output=."])
-        result, _ = _simulated(config, list(point.overrides), folder / point.name / f"{number:03d}")
-        progress = f"{number + 1:>4}/{len(points)}  {point.name:<10} {_line(result)}"
-        console.print(progress, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"\nwrote {len(points)} results to {folder}", soft_wrap=True, highlight=False, markup=False)
-    command = f"recycle-report {shlex.quote(str(folder))} -o report.html"
-    console.print(f"To see them as a page: {command}", soft_wrap=True, highlight=False, markup=False)
-    return float(len(points))
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
@@ -371,33 +295,28 @@ def _summary(result: Result) -> Table:
 
 def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
-    table = _bars("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
+    table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
-        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total))
+        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %")
     lost = sum(result["losses"].values())
-    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", _bar(lost / total), style="bold")
+    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", style="bold")
     return table
 
 
 def _gpu_time(result: Result) -> Table:
-    table = _bars("GPU time, by cause", "GPU-hours", "of all")
+    table = _by_cause("GPU time, by cause", "GPU-hours", "of all")
     for cause, part in result["fractions"].items():
         hours = result["gpu_seconds"][cause] / 3600
-        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %", _bar(part))
+        table.add_row(cause, f"{hours:,.2f}", f"{100 * part:.1f} %")
     return table
 
 
-def _bars(title: str, *columns: str) -> Table:
+def _by_cause(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("", min_width=14)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
     return table
-
-
-def _bar(part: float) -> str:
-    return "█" * round(_BAR * max(0.0, min(1.0, part)))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ key (known by a digest) is not believed. A file that cannot be written is remove
 outdated state must not be believed. A known generation number is never used again; nothing is redone but by the rules
 of :mod:`~lightning_recycle.control.protocol.recovery`.
 
-A lost journal is replaced by the workers' reports where all members of the newest generation return
-(:func:`adopted_state`), without earlier exceptions, votes against newcomers, reasons of losses, outcomes of earlier
-runs, and whether a checkpoint is whole whose writer is lost. Never kept: moves, facts of one generation only, better
-plans, and the record except its counters.
+Never kept: facts of one generation only, better plans, and the record except its counters.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +122,7 @@ def journal_entry(state: MembershipState) -> JournaledState:
     stop, nobody = state.collectives.stop_round, frozenset[int]()
     return JournaledState(
         state.generation.number,
-        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody, moves={}),
+        state.roster.updated(joined=nobody, ready=nobody, leaving=nobody, ending=nobody),
         state.has_resumed,
         state.faults,
         replace(stop, wanted=nobody) if stop is not None and stop.is_over else None,
@@ -163,53 +159,6 @@ def revived_state(grid: Grid, written: JournaledState, retries: int = 1, members
         has_resumed=written.has_resumed,
         returned={},
     )
-
-
-def adopted_state(
-    said: Collection[messages.Returned],
-) -> tuple[JournaledState | None, dict[int, messages.Returned]] | str:
-    """State and members of an earlier run without its file; or what is missing.
-
-    ``said``: the reports of workers of one run. The state is None if that has not begun.
-    """
-    if not said:
-        return "they have gone again"
-    newest = max(said, key=lambda one: one.generation)
-    if newest.generation < 0:
-        if newest.wants is None:
-            return "some have not returned"
-        grid, wanted = newest.wants.grid, newest.wants.settings.get("recovery.min_pipelines")
-        least = wanted if isinstance(wanted, int) else grid.pipelines
-        columns = grid.stages * max(one.wants.members for one in said if one.wants)
-        there = Counter(rank % columns for rank in {one.rank for one in said})
-        is_whole = all(there[column] >= least for column in range(columns))
-        return (None, {}) if is_whole else "some have not returned"
-    # Whoever is more than one behind was given up, or so many were announced in a row that nobody can tell.
-    current = [one for one in said if one.rank in newest.roster and one.generation >= newest.generation - 1]
-    if newest.generation == 0:  # all members began with it: whoever is to join replaces one that is lost
-        current = [one for one in current if not one.joining]
-    members = {one.rank: one for one in sorted(current, key=lambda one: (one.incarnation, one.generation))}
-    missing = [rank for rank in newest.roster if rank not in members]
-    if missing:
-        return f"the workers of ranks {', '.join(map(str, missing))} have not returned"
-    knows = max(members.values(), key=lambda one: one.resumed)
-    # A decision to stop that nobody has heard is made again.
-    verdicts = (one.verdict for one in members.values() if one.verdict is not None)
-    verdict = max(verdicts, key=lambda one: one.point, default=None)
-    roster = Roster(
-        frozenset(newest.roster),
-        leader=newest.leader,
-        joining=frozenset(rank for rank, one in members.items() if one.joining and not one.entered),
-        newcomers={rank: one.joins_after + 1 for rank, one in members.items() if one.joining},
-    )
-    return JournaledState(
-        newest.generation,
-        roster,
-        has_resumed=knows.resumed >= 0,
-        stop_round=None if verdict is None else StopRound(verdict.point, is_over=True, agreed=verdict.agreed),
-        after_step=AfterStep.GO_ON if verdict is None or verdict.agreed else AfterStep.STOP,
-        cuts=knows.cuts,
-    ), members
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +252,6 @@ class Journal:
             holders = {rank: processes[rank] for rank in kept.roster.ranks if rank in processes}
             self._content = replace(self._content, kept=kept, processes=holders)
             self._replace()
-
-    def adopt(self, run: str, kept: JournaledState | None, processes: Mapping[int, Process]) -> None:
-        """Goes on with ``run``, which is not in this file."""
-        self.is_continued = True
-        self._content = replace(self._content, run=run, kept=kept, processes=processes)
-        self._replace()
 
     def begin(self, statuses: tuple[int, ...]) -> None:
         """Another run begins; ``statuses``: those of the runs before."""

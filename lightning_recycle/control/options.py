@@ -2,7 +2,7 @@
 
 Concept: the request of the first worker settles the :class:`RunConfig` (:func:`settle`). Later requests must be equal,
 as far as the command line leaves it open (:func:`difference`): otherwise the script or its options differ. The command
-line can overrule all but the grid, with a warning.
+line can overrule settings, with a warning.
 
 Must not know: sockets, planners' results.
 """
@@ -10,11 +10,10 @@ Must not know: sockets, planners' results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from lightning_recycle.arguments import (
-    BOOLEAN,
     SECONDS,
     SHARE,
     Check,
@@ -24,7 +23,6 @@ from lightning_recycle.arguments import (
     option,
     shared_options,
     suggests_options,
-    whole,
 )
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.layout_choice import Rebalance
@@ -54,7 +52,6 @@ class RecoveryOptions(OptionGroup):
             checkpoint. A restart uses all devices that are left: at most ``max_restarts`` times from the same
             checkpoint, or 10 times if that is 0, and twice if that ends in the same step. "auto": "restart" if the
             Trainer has a callback that writes checkpoints and one is there, as the run says when it begins.
-        move_workers: whether a healthy worker may move to a stage that lost more, if there is no replacement.
         rebalance: when layers move between stages: "auto", where that pays until the next expected failure; "always";
             or "never". The step must get at least 5 % shorter, also with "always". What has been measured decides, from
             the tenth step on, and again whenever workers are lost or return.
@@ -83,7 +80,6 @@ class RecoveryOptions(OptionGroup):
     on_stage_lost: Literal["auto", "raise", "restart"] = option(
         "auto", choice("auto", "raise", "restart"), by_launcher=True
     )
-    move_workers: bool = option(False, BOOLEAN, by_launcher=True)
     rebalance: Rebalance = option("auto", choice("auto", "always", "never"), shared="when layers move to other stages")
     shadow: Literal["device", "host"] = option("device", choice("device", "host"))
     start_timeout: float = option(
@@ -123,11 +119,11 @@ class RecoveryOptions(OptionGroup):
 
     def without_changes(self) -> RecoveryOptions:
         """These options for an evaluation, which lacks step boundaries for changes."""
-        return replace(self, max_restarts=0, move_workers=False, rebalance="never")
+        return replace(self, max_restarts=0, rebalance="never")
 
     @property
     def most_starts(self) -> int:
-        """Limit of processes started for lost workers or movers, and of restarts.
+        """Limit of processes started for lost workers, and of restarts.
 
         The latter from the same checkpoint.
         """
@@ -196,6 +192,9 @@ class VerificationOptions(OptionGroup):
 
 _Group = TypeVar("_Group")
 
+Settings: TypeAlias = Mapping[str, Setting]
+"""Options that all workers must agree on, by names such as "recovery.rebalance"."""
+
 _MOST_WORKERS = 100_000
 
 GROUPS: dict[str, tuple[type[Any], str]] = {
@@ -223,33 +222,6 @@ def where(setting: str) -> str:
     """Where a script has a setting, in words."""
     group, _, name = setting.partition(".")
     return GROUPS[group][1].format(name)
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """The command line of the coordinator; open settings are None or missing.
-
-    ``members``: processes per position. ``settings``: as in :class:`RunRequest`.
-    """
-
-    pipelines: int | None = None
-    stages: int | None = None
-    microbatches: int | None = None
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    members: int | None = None
-
-    @property
-    def grid(self) -> Grid | None:
-        """The grid, if the command line has all of it."""
-        if self.pipelines is None or self.stages is None or self.microbatches is None:
-            return None
-        return Grid(self.pipelines, self.stages, self.microbatches)
-
-    def check(self) -> None:
-        """Raises ConfigurationError for settings that no script could agree with."""
-        whole("recycle-coordinator", "processes_per_position", self.members or 1, 1)
-        sizes = [self.pipelines or 1, self.stages or 1, self.microbatches or 1]
-        _check(_overruled(self, RunRequest("", Grid(*sizes), False)))
 
 
 @dataclass(frozen=True)
@@ -292,39 +264,23 @@ class RunConfig:
         )
 
 
-def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
-    """Configuration of a run whose first worker asks for ``wants``; None: unspecified.
+def settle(given: Settings, wants: RunRequest | None) -> RunConfig:
+    """Configuration of a run whose first worker asks for ``wants``; ``given``: the command line's settings.
 
-    Raises ConfigurationError if they contradict the command line's grid, or cannot work.
+    Raises ConfigurationError if they cannot work.
     """
     if wants is None:
-        if given.grid is None:
-            raise ConfigurationError(
-                "This worker names no grid, and the coordinator was given none: start"
-                " recycle-coordinator with --pipelines, --stages and --microbatches."
-            )
-        return RunConfig(_overruled(given, RunRequest("", given.grid, False)))
+        raise ConfigurationError("This worker says nothing of its run: start its script with RECYCLE_COORDINATOR.")
     if wants.needs_launcher:
         raise ConfigurationError(
             f"{', '.join(wants.needs_launcher)} needs a launching process, which starts all workers"
             " itself; with recycle-coordinator and recycle-run, leave it out."
         )
-    grid, asked = wants.grid, (given.pipelines, given.stages, given.microbatches)
-    own = (grid.pipelines, grid.stages, grid.microbatches if wants.microbatches_given else None)
-    if any(None not in pair and pair[0] != pair[1] for pair in zip(asked, own, strict=True)):
-        run = " x ".join("any" if size is None else str(size) for size in asked)
-        raise ConfigurationError(
-            f"This script wants a grid of {grid}, the coordinator has {run} (pipelines x stages x micro-batches): use"
-            " the same devices * num_nodes, pipeline_parallel_size and num_microbatches in both, or start"
-            " recycle-coordinator without --pipelines, --stages and --microbatches."
-        )
-    if given.members not in (None, wants.members):
-        raise ConfigurationError(
-            f"This script wants {wants.members} processes for each position, the coordinator has {given.members}: start"
-            " recycle-coordinator without --processes-per-position, or with that of the script."
-        )
-    settled = _overruled(given, wants)
-    _check(settled)
+    settled = replace(wants, settings={**wants.settings, **given})
+    check_settings(settled.settings)
+    _group(RecoveryOptions, settled).check_start(wants.grid.pipelines)
+    if wants.grid.num_workers * wants.members > _MOST_WORKERS:
+        raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
     script, ran = complete_settings(wants), complete_settings(settled)
     differing = [
         f"{where(name)} is {script.get(name)!r} in the script, and {ran[name]!r} by the command line"
@@ -334,11 +290,11 @@ def settle(given: Overrides, wants: RunRequest | None) -> RunConfig:
     return RunConfig(settled, tuple(differing))
 
 
-def difference(given: Overrides, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
+def difference(given: Settings, terms: RunConfig, wants: RunRequest | None) -> Unfit | None:
     """Why a worker that asks for ``wants`` cannot join a run of ``terms``, or None."""
     if wants is None:
         return None  # it takes what there is
-    if terms.wants.entry not in ("", wants.entry):  # empty: the first worker did not say
+    if terms.wants.entry != wants.entry:
         where = f"it is at Trainer.{wants.entry}(), the others are at Trainer.{terms.wants.entry}()."
         return Unfit(where, late=True)
     why = _difference(given, terms, wants)
@@ -356,7 +312,7 @@ def other_device(device: str, wants: RunRequest | None) -> Unfit | None:
     )
 
 
-def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | None:
+def _difference(given: Settings, terms: RunConfig, wants: RunRequest) -> str | None:
     """Why a worker that is at the same entry point cannot take part."""
     try:
         settled = settle(given, wants).wants
@@ -364,36 +320,19 @@ def _difference(given: Overrides, terms: RunConfig, wants: RunRequest) -> str | 
         return str(error)
     if not wants.microbatches_given:
         settled = replace(settled, grid=replace(settled.grid, microbatches=terms.grid.microbatches))
-    if settled.grid != terms.grid:
-        return (
-            f"This script wants a grid of {settled.grid}, the run has {terms.grid} (pipelines x stages x"
-            " micro-batches), as its first worker wanted: start all workers with the same script and the same options."
-        )
-    if settled.members != terms.members:
-        return (
-            f"This script wants {settled.members} processes for each position, the run has {terms.members}, as its"
-            " first worker wanted: start all workers with the same script and the same options."
-        )
     mine, theirs = complete_settings(settled), complete_settings(terms.wants)
-    for name in {**theirs, **mine}:
-        if mine.get(name) != theirs.get(name):
+    compared = [
+        ("Its grid (pipelines x stages x micro-batches)", str(settled.grid), str(terms.grid)),
+        ("The number of processes of a position", settled.members, terms.members),
+        *((where(name), mine.get(name), theirs.get(name)) for name in {**theirs, **mine}),
+    ]
+    for what, own, others in compared:
+        if own != others:
             return (
-                f"{where(name)} is {mine.get(name)!r} in this script, and {theirs.get(name)!r} in the run, as its first"
-                " worker wanted: start all workers with the same script and the same options."
+                f"{what} is {own!r} in this script, and {others!r} in the run, as its first worker wanted: start all"
+                " workers with the same script and the same options."
             )
     return None
-
-
-def _overruled(given: Overrides, wants: RunRequest) -> RunRequest:
-    """``wants`` with the settings of the command line."""
-    grid = wants.grid
-    sizes = (given.pipelines, given.stages, given.microbatches)
-    own = (grid.pipelines, grid.stages, grid.microbatches)
-    merged = Grid(*(mine if size is None else size for size, mine in zip(sizes, own, strict=True)))
-    if merged.pipelines == grid.pipelines:
-        merged = replace(merged, lanes=grid.lanes)
-    members = wants.members if given.members is None else given.members
-    return replace(wants, grid=merged, settings={**wants.settings, **given.settings}, members=members)
 
 
 def _group(kind: type[_Group], wants: RunRequest) -> _Group:
@@ -401,9 +340,8 @@ def _group(kind: type[_Group], wants: RunRequest) -> _Group:
 
     Raises ConfigurationError for values that cannot work.
     """
-    (prefix,) = (f"{name}." for name, (group, _) in GROUPS.items() if group is kind)
-    values = {name.removeprefix(prefix): value for name, value in wants.settings.items() if name.startswith(prefix)}
-    return kind(**values)
+    (prefix,) = (name for name, (group, _) in GROUPS.items() if group is kind)
+    return kind(**_of_group(prefix, wants.settings))
 
 
 def complete_settings(wants: RunRequest) -> dict[str, Setting]:
@@ -415,16 +353,18 @@ def complete_settings(wants: RunRequest) -> dict[str, Setting]:
     return {**defaults, **wants.settings}
 
 
-def _check(wants: RunRequest) -> None:
-    """Raises ConfigurationError for settings that cannot work."""
+def check_settings(settings: Settings) -> None:
+    """Raises ConfigurationError for settings that no script could agree with."""
     known = {f"{name}.{item.name}" for name, (group, _) in GROUPS.items() for item in shared_options(group)}
-    if unknown := sorted(wants.settings.keys() - known):
+    if unknown := sorted(settings.keys() - known):
         raise ConfigurationError(f"This coordinator knows no setting {unknown[0]!r}: use the same version everywhere.")
-    for group, _ in GROUPS.values():
-        _group(group, wants)
-    _group(RecoveryOptions, wants).check_start(wants.grid.pipelines)
-    if wants.grid.num_workers * wants.members > _MOST_WORKERS:
-        raise ConfigurationError(f"A grid of {wants.grid} has more than {_MOST_WORKERS} workers: give a smaller one.")
+    for prefix, (group, _) in GROUPS.items():
+        group(**_of_group(prefix, settings))
+
+
+def _of_group(prefix: str, settings: Settings) -> dict[str, Any]:
+    """Settings of a group, by the names of its options."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in settings.items() if name.startswith(f"{prefix}.")}
 
 
 class WorkerProcess(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +45,8 @@ from torch.utils.data import (
 
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.randomness import seeded_everything
-from lightning_recycle.tensor_memory import memory_of
+from lightning_recycle.randomness import GENERATORS, seeded_everything
+from lightning_recycle.tensor_memory import checksum, memory_of
 from lightning_recycle.torch_internals import tree_leaves
 
 
@@ -320,9 +321,9 @@ def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
-_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_CONTAINERS = (list, tuple, set, dict)
 _NOT_ITS_OWN: Any = (Dataset, DataLoader, nn.Module, type, ModuleType, FunctionType, MethodType)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = tuple(kind for kind, *_ in GENERATORS)
 _LARGE = 1 << 16  # bytes; a larger value that has not changed since the start is in no state
 
 
@@ -365,7 +366,7 @@ class SamplerState:
             owner = owners.get(prefix + dot)
             current = values[path][2] if path in values else None  # it may have been made when an order was drawn
             if isinstance(current, _GENERATORS):
-                _set_generator(current, encoded)  # in place: others may share it
+                _set_generator(current, encoded[-1])  # in place: others may share it
             elif owner is not None:
                 vars(owner)[name] = _decode(encoded, current)
 
@@ -396,102 +397,80 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    known = (*_PLAIN, *_CONTAINERS.values(), dict, Tensor, np.ndarray, *_GENERATORS)
+    known = (*_PLAIN, *_CONTAINERS, frozenset, deque, Tensor, np.ndarray, *_GENERATORS)
     if isinstance(value, known) or hasattr(type(value), "__next__") or _is_foreign(value):
         return False
     return hasattr(value, "__dict__")
 
 
 def _digest(value: Any) -> bytes | None:
-    """A digest of a large tensor, array or list of numbers; None for any other value."""
+    """A digest of a large tensor, array or list of plain values; None for any other value."""
+    if isinstance(value, list):
+        is_wanted = 8 * len(value) > _LARGE and all(type(item) in _PLAIN for item in value)
+        return hashlib.blake2b(pickle.dumps(value), digest_size=16).digest() if is_wanted else None
+    if not isinstance(value, (Tensor, np.ndarray)) or value.nbytes <= _LARGE:
+        return None
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy() if value.dtype is not torch.bfloat16 else None
-    elif isinstance(value, list) and len(value) * 8 > _LARGE:
-        value = _as_array(value)
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.nbytes <= _LARGE:
-        return None
-    return hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
+        return checksum([value])
+    return None if value.dtype.hasobject else hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
-def _as_array(values: list[Any]) -> np.ndarray[Any, Any] | None:
-    kind = type(values[0])
-    if kind not in (int, float) or any(type(value) is not kind for value in values):
-        return None
-    try:
-        return np.array(values, np.int64 if kind is int else np.float64)
-    except OverflowError:
-        return None
+_ARRAY, _DEQUE, _GENERATOR = (f"lightning_recycle {kind}" for kind in ("array", "deque", "generator"))
+"""First items of tuples that stand for values which ``torch.load(weights_only=True)`` would refuse."""
 
 
 def _encode(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return {"tensor": value.detach().cpu().clone()}
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.dtype.kind in "biuf":
-        kind = "number" if isinstance(value, np.generic) else "array"
+        return value.detach().cpu().clone()
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
         words = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
-        return {kind: words, "dtype": value.dtype.str, "shape": list(value.shape)}
-    if isinstance(value, torch.Generator):
-        return {"torch.Generator": value.get_state(), "device": str(value.device)}
-    if isinstance(value, np.random.Generator):
-        return {"numpy.Generator": _encode(value.bit_generator.state), "kind": type(value.bit_generator).__name__}
-    if isinstance(value, np.random.RandomState):
-        return {"numpy.RandomState": _encode(value.get_state())}
-    if isinstance(value, random.Random):
-        return {"random.Random": _encode(value.getstate())}
-    if type(value) is list and len(value) * 8 > _LARGE and (array := _as_array(value)) is not None:
-        return {"long": torch.from_numpy(array)}
+        return _ARRAY, words, value.dtype.str, value.shape, isinstance(value, np.generic)
+    for number, (kind, read, _) in enumerate(GENERATORS):
+        if isinstance(value, kind):
+            return _GENERATOR, number, _encode(read(value))
     if type(value) is dict:
-        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    for name, container in _CONTAINERS.items():
-        if type(value) is container:
-            return {name: [_encode(item) for item in value]}
+        return {_encode(key): _encode(item) for key, item in value.items()}
+    if type(value) is deque:
+        return _DEQUE, [_encode(item) for item in value], value.maxlen
+    if type(value) in _CONTAINERS:
+        return type(value)(map(_encode, value))
     raise _Unknown
 
 
 def _decode(encoded: Any, current: Any = None) -> Any:
     """The decoded value; ``current``: the value that it replaces."""
-    if not isinstance(encoded, dict):
+    if isinstance(encoded, Tensor):
+        return encoded.to(current.device if isinstance(current, Tensor) else "cpu", copy=True)
+    if type(encoded) is dict:
+        return {_decode(key): _decode(item) for key, item in encoded.items()}
+    if type(encoded) not in _CONTAINERS:
         return encoded
-    ((kind, content), *rest) = encoded.items()
-    if kind == "tensor":
-        return content.to(current.device).clone() if isinstance(current, Tensor) else content.clone()
-    if kind in ("array", "number"):
-        options: dict[str, Any] = dict(rest)
-        array = np.frombuffer(content.numpy().tobytes(), options["dtype"]).reshape(options["shape"]).copy()
-        return array[()] if kind == "number" else array
-    if kind in _MAKE:
-        generator = _MAKE[kind](dict(rest))
-        _set_generator(generator, encoded)
-        return generator
-    if kind == "long":
-        return content.tolist()
-    if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in content}
-    if kind == "deque":
-        return deque(map(_decode, content), maxlen=getattr(current, "maxlen", None))
-    return _CONTAINERS[kind](map(_decode, content))
+    kind, *content = encoded if type(encoded) is tuple and encoded else (None,)
+    if kind == _ARRAY:
+        words, dtype, shape, is_number = content
+        array = np.frombuffer(words.numpy().tobytes(), dtype).reshape(shape).copy()
+        return array[()] if is_number else array
+    if kind == _GENERATOR:
+        return _set_generator(_MAKE[content[0]](content[1]), content[1])
+    if kind == _DEQUE:
+        return deque(map(_decode, content[0]), content[1])
+    return type(encoded)(map(_decode, encoded))
 
 
-_MAKE: dict[str, Any] = {
-    "torch.Generator": lambda options: torch.Generator(options["device"]),
-    "numpy.Generator": lambda options: np.random.Generator(getattr(np.random, options["kind"])()),
-    "numpy.RandomState": lambda _: np.random.RandomState(),
-    "random.Random": lambda _: random.Random(),
-}
+_MAKE: tuple[Callable[[Any], Any], ...] = (
+    lambda state: torch.Generator(),
+    lambda state: random.Random(),
+    lambda state: np.random.Generator(getattr(np.random, state["bit_generator"])()),
+    lambda state: np.random.RandomState(),
+)
+"""Functions that make the generators of ``GENERATORS`` for an encoded state."""
 
 
-def _set_generator(generator: Any, encoded: dict[str, Any]) -> None:
-    kind, content = next(iter(encoded.items()))
-    if kind == "torch.Generator":
-        generator.set_state(content)
-    elif kind == "numpy.Generator":
-        generator.bit_generator.state = _decode(content)
-    elif kind == "numpy.RandomState":
-        generator.set_state(_decode(content))
-    else:
-        generator.setstate(_decode(content))
+def _set_generator(generator: Any, state: Any) -> Any:
+    next(write for kind, _, write in GENERATORS if isinstance(generator, kind))(generator, _decode(state))
+    return generator
 
 
 _EXACT = (bool, int, float, complex, str, bytes, type(None))

@@ -67,9 +67,6 @@ class _Addressed(Dataset[Any]):
         with seeded_everything() as reseed:
             return self.read(addresses, reseed)
 
-    def __getitem__(self, address: Address) -> AddressedSample:
-        return self.__getitems__([address])[0]
-
 
 class WorkerInit:
     """Ends a DataLoader process with its parent; calls the user's ``worker_init_fn``.

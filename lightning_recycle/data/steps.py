@@ -68,9 +68,6 @@ class StepHandle:
     def __len__(self) -> int:
         return len(self.read())
 
-    def __repr__(self) -> str:
-        return f"StepHandle(epoch={self.epoch}, index={self.index})"
-
 
 class Collate:
     """The user's collate function, seeded by the samples and the epoch."""

@@ -260,7 +260,6 @@ class _Running:
     start_at: float = 0.0
     status: int = 0  # of the process before
     final: FinalStatus | None = None
-    leaves: bool = False  # it was asked to, as fewer are wanted
 
 
 class Agent:
@@ -268,8 +267,8 @@ class Agent:
 
     ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
     None if the sender signals and awaits all processes: then this agent kills none, and passes on no signal.
-    ``pipes``: output goes through ``printer``. ``another`` makes the command of a further process by its number.
-    ``on_finish`` is called when the first process has finished; ``heard``: signals so far.
+    ``pipes``: output goes through ``printer``. ``on_finish`` is called when the first process has finished; ``heard``:
+    signals so far.
     """
 
     def __init__(
@@ -280,10 +279,8 @@ class Agent:
         grace: float | None,
         coordinator: ProcessCommand | None = None,
         pipes: bool = True,
-        another: Callable[[int], ProcessCommand] | None = None,
     ) -> None:
         self._running = {task.name: _Running(task) for task in tasks}
-        self._another = another
         self._max_restarts = max_restarts
         self._printer = printer
         self._output = printer if pipes else None
@@ -311,9 +308,6 @@ class Agent:
     def finished_elsewhere(self) -> None:
         """A process of another agent has finished, so the run has."""
         self._events.put(self._finish)
-
-    def scale(self, count: int) -> None:
-        self._events.put(lambda: self._scale(count))
 
     # ------------------------------------------------------------------ the main thread
 
@@ -379,10 +373,6 @@ class Agent:
         if running is None:
             return
         running.child, running.status = None, status
-        if running.leaves:  # however it ended: the others go on without it
-            del self._running[running.task.name]
-            self._printer.say(f"{running.task.name} {_end_text(status)}.")
-            return
         decision = ended(running.slot, status, lasted, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
@@ -419,27 +409,6 @@ class Agent:
         for running in self._running.values():
             if running.child is None and running.final is None:
                 running.final = FinalStatus(running.status)
-
-    def _scale(self, count: int) -> None:
-        """Starts processes, or has the last ones leave, so that ``count`` stay."""
-        assert self._another is not None
-        if self._is_ending:
-            return
-        staying = [running for running in self._running.values() if not running.leaves and running.final is None]
-        for running in staying[count:]:
-            running.leaves = True
-            self._printer.say(f"{running.task.name} is asked to leave, as {count} are wanted.")
-            if running.child is None:
-                del self._running[running.task.name]
-            else:
-                running.child.signal(signal.SIGTERM)
-        number = 0
-        for _ in range(count - len(staying)):
-            while (task := self._another(number)).name in self._running:
-                number += 1
-            # Its error ends no other, as that of a process that was started again.
-            self._running[task.name] = _Running(task, RestartRecord(restarts=1))
-            self._printer.say(f"{task.name} is started, as {count} are wanted.")
 
     def _on_signal(self, number: int) -> None:
         self.heard.add(number)

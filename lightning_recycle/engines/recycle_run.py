@@ -2,7 +2,6 @@
 
     recycle-run --nproc-per-node 4 python train.py --lr 0.1        # this machine
     srun recycle-run python train.py                               # a worker in each task of a job of SLURM
-    recycle-run --scale 2                                          # so many workers from now on, on this machine
 
 It hosts the coordinator (a process of its own), gives every worker the environment in which
 :mod:`~lightning_recycle.engines.worker_environment` finds it, and keeps them alive
@@ -13,16 +12,13 @@ workers join that run. Needs neither torch nor Lightning.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
@@ -36,7 +32,6 @@ _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone im
 _NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")
 _BAD_OPTIONS = 2
 _HOST = "127.0.0.1"
-_ANSWER_SECONDS = 2.0  # of a request, to be complete
 _MEETING_SECONDS = 120.0  # for task 0 to start
 
 
@@ -55,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        if options.scale is not None:
-            return _scale(options.scale, options.command)
         command = _command(options.command)
         _check(options)
         _check_program(command)
@@ -67,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         agent = _agent(options, command, place)
         if place.hosts_it:
             print(f"recycle-run: {_invitation(place, os.environ)}", file=sys.stderr, flush=True)
-        with _scalable(agent, least=int(place.hosts_it)):
-            return agent.run()
+        return agent.run()
     except ConfigurationError as error:
         print(f"recycle-run: {error}", file=sys.stderr)
         return _BAD_OPTIONS
@@ -124,7 +116,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names, another=worker)
+    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -154,52 +146,6 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
         # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
         return meeting.await_end(status)
     return status
-
-
-# ---------------------------------------------------------------------- scaling
-
-
-def _scale(count: int, words: Sequence[str]) -> int:
-    agents = addresses.sockets(addresses.AGENT)
-    found = [path for path in agents if not words or path.name.partition("-")[0] == words[0]]
-    if len(found) != 1:
-        others = ", ".join(path.name.partition("-")[0] for path in agents) or "none"
-        raise ConfigurationError(
-            f"--scale {count}: which recycle-run of this user on this machine? There are {others}: give its process id,"
-            f" recycle-run --scale {count} PROCESS."
-        )
-    try:
-        with addresses.connect_to(found[0]) as agent:
-            agent.sendall(f"{count}\n".encode())
-            answer = agent.makefile().readline().strip()
-    except OSError as error:
-        raise ConfigurationError(f"--scale {count}: {found[0].name} does not answer: {error}.") from error
-    if answer != "ok":
-        raise ConfigurationError(f"--scale {count}: {answer or 'the run has just ended'}")
-    return 0
-
-
-@contextlib.contextmanager
-def _scalable(agent: Agent, least: int) -> Iterator[None]:
-    """Within the block :func:`_scale` finds ``agent``, of which ``least`` must stay."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # there is no folder for its socket, so it cannot be scaled
-            listener = stack.enter_context(addresses.listen_here(addresses.AGENT))
-            threading.Thread(target=_serve_scale, args=(listener, agent, least), daemon=True).start()
-        yield
-
-
-def _serve_scale(listener: socket.socket, agent: Agent, least: int) -> None:
-    with contextlib.suppress(OSError):  # it is closed
-        while True:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(_ANSWER_SECONDS)
-                count = int(connection.makefile().readline())
-                answer = "ok" if count >= least else f"give a number of at least {least}."
-                if answer == "ok":
-                    agent.scale(count)
-                connection.sendall(f"{answer}\n".encode())
 
 
 # ---------------------------------------------------------------------- processes
@@ -274,12 +220,6 @@ def _parser() -> argparse.ArgumentParser:
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
         allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--scale",
-        type=int,
-        metavar="N",
-        help="set the number of workers of the recycle-run on this machine; no program",
     )
     parser.add_argument(
         "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="workers on this machine (default 1)"

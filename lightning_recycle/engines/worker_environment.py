@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_recycle.control.network.addresses import address_at, address_from, key_from_environment, machine_name
+from lightning_recycle.control.network.addresses import address_from, key_from_environment, machine_name
 from lightning_recycle.errors import ConfigurationError
 
 
@@ -27,8 +27,7 @@ class Discovered:
         node: the name of its machine (``RECYCLE_NODE``).
         device: the index of its device (``LOCAL_RANK``, or ``SLURM_LOCALID``).
         device_from: the variable with that index; empty if there is none.
-        host: the address for other workers (``RECYCLE_HOST``, or by ``RECYCLE_INTERFACE``); None for the address that
-            the coordinator reaches.
+        host: the address for other workers (``RECYCLE_HOST``); None for the address that the coordinator reaches.
     """
 
     coordinator: tuple[str, int]
@@ -63,7 +62,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
         node=machine_name(environ),
         device=device,
         device_from=device_from,
-        host=_host(environ),
+        host=environ.get("RECYCLE_HOST") or None,
     )
 
 
@@ -77,16 +76,6 @@ def port_range(environ: Mapping[str, str] = os.environ) -> range | None:
     if not dash or not 0 < numbers[0] <= numbers[1] < 1 << 16:
         raise ConfigurationError(f"RECYCLE_PORTS={text!r}: give the first and the last port, such as 30000-30100.")
     return range(numbers[0], numbers[1] + 1)
-
-
-def _host(environ: Mapping[str, str]) -> str | None:
-    host, interface = environ.get("RECYCLE_HOST"), environ.get("RECYCLE_INTERFACE")
-    if host and interface:
-        raise ConfigurationError(
-            f"RECYCLE_HOST={host!r} and RECYCLE_INTERFACE={interface!r} both say where the other workers reach this"
-            " one: give one of them."
-        )
-    return address_at(interface, "RECYCLE_INTERFACE") if interface else host or None
 
 
 def _device(environ: Mapping[str, str]) -> tuple[int, str]:

@@ -198,17 +198,17 @@ class RunAttempt:
         count = self._setup.positions.num_workers
         if not self._run.options.is_remote:
             count = min(count, self._run.num_devices)
-        started = {rank: self._start_worker(rank, 0, rank, joining=False) for rank in range(count)}
+        started = {rank: self._start_worker(rank, 0, joining=False) for rank in range(count)}
         return {rank: process for rank, process in started.items() if rank not in self._group.without_room}
 
-    def _start_worker(self, rank: int, incarnation: int, device: int, joining: bool = True) -> WorkerProcess:
-        """Starts the worker of position ``rank`` on the device of position ``device``."""
+    def _start_worker(self, rank: int, incarnation: int, joining: bool = True) -> WorkerProcess:
+        """Starts the worker of position ``rank``."""
         incarnation += self._number * INCARNATIONS_PER_START  # what happened to a position once has happened
         address = self._coordinator.address
         if self._setup.outsiders and address[0] in _ALL_INTERFACES:
             host = _ALL_INTERFACES[address[0]] if self._group.host == _HOST else self._group.host
             address = (host, address[1])
-        place = WorkerIdentity(rank, incarnation, _device_of(device, self._setup.positions))
+        place = WorkerIdentity(rank, incarnation, _device_of(rank, self._setup.positions))
         start = WorkerStart(place, joining, self._setup, address, self._coordinator.authkey, self._group.payload)
         return self._group.start(start, f"recycle-worker-{rank}")
 

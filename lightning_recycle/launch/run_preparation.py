@@ -31,11 +31,11 @@ from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import requirements
+from lightning_recycle.session.checkpoint_callbacks import check_pruning, check_weight_averaging
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.gradient_clipping import steps_alone
 from lightning_recycle.session.lightning_internals import attach_data, call_setup_hooks
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.weight_callbacks import check_pruning, check_weight_averaging
 
 log = logging.getLogger(__name__)
 

@@ -36,8 +36,16 @@ from lightning_recycle.devices import tensor_bytes
 from lightning_recycle.errors import ConfigurationError, ReCycleError, UnsupportedFeatureError
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, TrainerCall
 from lightning_recycle.model.chain_parts import parts_of
-from lightning_recycle.model.layers import AbsentLayer, set_tensors_beside, set_weights, tensors_beside, weights_of
+from lightning_recycle.model.layers import (
+    AbsentLayer,
+    set_tensors_beside,
+    set_weights,
+    take_pruned_form,
+    tensors_beside,
+    weights_of,
+)
 from lightning_recycle.session import lightning_internals as internals
+from lightning_recycle.session.checkpoint_callbacks import swap_schedules
 from lightning_recycle.session.configuration import Gathering, ResultRoute
 from lightning_recycle.session.object_attributes import is_own
 from lightning_recycle.session.object_graph import (
@@ -54,11 +62,11 @@ from lightning_recycle.session.optimizer_states import (
     Copies,
     complete_state,
     group_names,
+    load_parameter_groups,
     merge_optimizer_states,
     merged_names,
 )
 from lightning_recycle.session.session import Session
-from lightning_recycle.session.weight_callbacks import load_parameter_groups, swap_schedules, take_pruned_form
 from lightning_recycle.tensor_memory import merge_shards, to_cpu
 from lightning_recycle.torch_internals import tree_leaves, version_of
 

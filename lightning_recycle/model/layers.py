@@ -16,7 +16,7 @@ the same options, as do layers that neighbouring stages share. The runtime does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import prune
 from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer
@@ -221,7 +222,6 @@ class AbsentLayer(nn.Module):
     Attributes:
         elsewhere: whether the layer belongs to another stage and must not be built here.
         dtype: the type requested by a conversion such as ``model.double()`` before the layer exists.
-        kept: parameters of the layer, by name in it, to which unbuilt layers of this stage are tied.
         refusal: an attribute's error while code runs that may take one stage's layers for all.
     """
 
@@ -232,7 +232,6 @@ class AbsentLayer(nn.Module):
         self.spec, self.name = spec, name
         self.elsewhere = spec is None
         self.dtype: torch.dtype | None = None
-        self.kept: dict[str, nn.Parameter] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -258,8 +257,6 @@ class AbsentLayer(nn.Module):
         converted = fn(probe)
         if converted.dtype != probe.dtype:
             self.dtype = converted.dtype
-        for parameter in self.kept.values():
-            parameter.data = fn(parameter.data)
         return self
 
     @override
@@ -272,6 +269,23 @@ class AbsentLayer(nn.Module):
     @override
     def extra_repr(self) -> str:
         return repr(self.spec) if self.spec is not None else ""
+
+
+def has_recipes(module: nn.Module) -> bool:
+    """Whether some layers of this stage are not built yet."""
+    return any(isinstance(layer, AbsentLayer) and not layer.elsewhere for layer in module.modules())
+
+
+def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
+    """Masks the parameters that are masked in a state dict with ``names``, only them."""
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name in [name for name, value in parameters_of(part).items() if value is not None]:
+            plain = name.removesuffix("_orig")
+            if name == plain and f"{prefix}{name}_orig" in names and f"{prefix}{name}_mask" in names:
+                prune.identity(part, name)
+            elif name != plain and hasattr(part, plain + "_mask") and f"{prefix}{plain}" in names:
+                prune.remove(part, plain)
 
 
 # ---------------------------------------------------------------------- stages
@@ -320,9 +334,9 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
     """Makes one object of the local members of each group.
 
-    The parameter that stays is that of a layer that was already here; else of one that has gone; else of the first
-    member's recipe, built temporarily if it is not among the just ``built`` layers. So the initial values do not depend
-    on a process's layers. Raises ConfigurationError for a name without parameter, or different shapes.
+    The parameter that stays is that of a layer that was already here, else of the first member's recipe, built
+    temporarily if it is not among the just ``built`` layers. So the initial values do not depend on a process's layers.
+    Raises ConfigurationError for a name without parameter, or different shapes.
     """
     absent = {index: layer for index, layer in enumerate(layers) if isinstance(layer, AbsentLayer)}
     borrowed: dict[int, nn.Module] = {}  # layers of other stages, built for their values
@@ -330,13 +344,10 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
         members = [(name, *split_name(name)) for name in group]
         here = [member for member in members if member[1] not in absent]
         older = [member for member in here if member[1] not in built]
-        gone = [absent[i].kept[inner] for _, i, inner in members if i in absent and inner in absent[i].kept]
         if not here:
             continue
         if older:
             source = _parameter(layers[older[0][1]], *older[0])
-        elif gone:
-            source = gone[0]
         else:
             first = members[0][1]
             if first in absent and first not in borrowed:
@@ -351,10 +362,6 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
                 )
             if parameter is not source:
                 _replace(layers[index], parameter, source)
-        if all(absent[index].elsewhere for _, index, _ in members if index in absent):  # nothing waits for it any more
-            for _, index, inner in members:
-                if index in absent:
-                    absent[index].kept.pop(inner, None)
 
 
 def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
@@ -370,22 +377,10 @@ def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str
                 _replace(module, held[name], held[here[0]])
 
 
-def needed_elsewhere(
-    layers: nn.ModuleList, groups: Iterable[Sequence[str]], indices: Container[int]
-) -> dict[int, dict[str, nn.Parameter]]:
-    """Parameters of departing layers to which recipes inside ``indices`` are tied.
-
-    By layer, and by their names in it.
-    """
-    found: dict[int, dict[str, nn.Parameter]] = {}
-    for group in groups:
-        members = [(index, inner, layers[index]) for index, inner in map(split_name, group)]
-        waiting = any(index in indices and isinstance(layer, AbsentLayer) for index, _, layer in members)
-        present = [(index, inner, layer) for index, inner, layer in members if not isinstance(layer, AbsentLayer)]
-        if waiting and present and not any(index in indices for index, _, _ in present):
-            index, inner, layer = present[0]
-            found.setdefault(index, {})[inner] = layer.get_parameter(inner)
-    return found
+def layers_tied_to(indices: Collection[int], groups: Iterable[Sequence[str]]) -> set[int]:
+    """``indices``, and the layers that share a parameter with one of them."""
+    tied = ({split_name(name)[0] for name in group} for group in groups)
+    return set(indices).union(*(layers for layers in tied if not layers.isdisjoint(indices)))
 
 
 def _replace(layer: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:

@@ -23,8 +23,8 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.layers import (
     AbsentLayer,
     LayerSpec,
+    layers_tied_to,
     merge_groups,
-    needed_elsewhere,
     set_weights,
     share,
     shared_parameters,
@@ -54,7 +54,7 @@ class PipelineModule(RecordedModule):
     **Tied weights.** A parameter that several layers use, such as an input embedding and the output projection, is tied
     by being the same object in concrete modules, or by name with :meth:`tied_parameters`. The optimizer sees it once,
     and all its names are in the state dict. Its initial values are those of its first concrete layer; if all are given
-    as :class:`LayerSpec`, those of the first.
+    as :class:`LayerSpec`, those of the first. A LayerSpec that is tied to a concrete layer is built with that.
 
     **Which batch.** The methods that see a batch or its output, and :meth:`on_training_loss`, may have the parameters
     ``batch_idx`` and ``dataloader_idx``, which are then given by name: ``def loss(self, output, target, batch_idx)``.
@@ -228,17 +228,18 @@ class PipelineModule(RecordedModule):
         try:
             groups = merge_groups([*shared_parameters(list(layers)), *map(self._checked_group, self.tied_parameters())])
             tie(layers, groups)
+            self._tied = groups
+            here = [index for index, layer in enumerate(layers) if not isinstance(layer, AbsentLayer)]
+            self.materialize(layers_tied_to(here, groups))  # so that a stage needs no other one's values
         except BaseException:
             del modules_of(self)["layers"]  # the next access meets the same error, not half-built layers
             raise
-        self._tied = groups
         return layers
 
     def materialize(self, indices: Iterable[int] | None = None, seed: int | None = None) -> None:
         """Builds layers given as :class:`LayerSpec`, and ties their parameters.
 
-        A parameter tied to one of a layer that is not here starts with that layer's values: it is built briefly too, if
-        it is a LayerSpec.
+        A parameter tied to one of a layer that is not here starts with that layer's values: it is built briefly too.
 
         Args:
             indices: which layers; by default all that belong to this process.
@@ -271,14 +272,12 @@ class PipelineModule(RecordedModule):
     def keep_layers(self, indices: range) -> None:
         """Replaces every layer outside ``indices`` by a placeholder and frees it."""
         layers = self._build_layers()
-        kept = needed_elsewhere(layers, self._tied, indices)
         for index in range(len(layers)):
             if index not in indices:
                 layer = layers[index]
                 if not isinstance(layer, AbsentLayer):
                     layers[index] = layer = AbsentLayer(name=f"self.layers[{index}]")
                 layer.elsewhere = True
-                layer.kept.update(kept.get(index, {}))
 
     def exchange_layers(self, indices: range, layers: Mapping[int, nn.Module]) -> None:
         """Takes ``layers`` of another process; drops all outside ``indices``."""
@@ -377,7 +376,7 @@ class PipelineModule(RecordedModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         layers = self._build_layers()
         prefixes = {key.split(".")[1] for key in state_dict if key.startswith("layers.")}
-        self.materialize(index for index in range(len(layers)) if str(index) in prefixes)
+        self.materialize(layers_tied_to([i for i in range(len(layers)) if str(i) in prefixes], self._tied))
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     @override

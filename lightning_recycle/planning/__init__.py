@@ -11,7 +11,6 @@ from lightning_recycle.planning.costs import (
     Memory,
     Profile,
     StageProfile,
-    communication_seconds,
     load_profile,
     save_profile,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "Technique",
     "Worker",
     "available_planners",
-    "communication_seconds",
     "distribution_of",
     "even_cuts",
     "get_planner",

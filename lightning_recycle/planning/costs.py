@@ -105,28 +105,6 @@ class Costs:
         return self.optimizer[stage]
 
 
-def communication_seconds(
-    message_bytes: float | Iterable[float], *, latency_seconds: float, bandwidth_bytes_per_second: float
-) -> float:
-    """Seconds for a message between neighbouring stages: latency + bytes / bandwidth.
-
-    Args:
-        message_bytes: size of one micro-batch's activations, or one size per boundary between stages, of which the
-            largest counts, because ``Costs.communication`` is one number for all.
-        latency_seconds: time for an empty message.
-        bandwidth_bytes_per_second: bandwidth of the slowest link used.
-
-    Raises:
-        ConfigurationError: when a value is negative or not finite, or the bandwidth is 0.
-    """
-    sizes = tuple(message_bytes) if isinstance(message_bytes, Iterable) else (message_bytes,)
-    largest = max((at_least("", "message_bytes", size) for size in sizes), default=0.0)
-    bandwidth = at_least("", "bandwidth_bytes_per_second", bandwidth_bytes_per_second)
-    if bandwidth == 0.0:
-        raise ConfigurationError("bandwidth_bytes_per_second=0: no message would ever arrive; give a positive number.")
-    return at_least("", "latency_seconds", latency_seconds) + largest / bandwidth
-
-
 def cost_difference(one: Costs, other: Costs) -> float:
     """Largest difference of a duration, as a fraction of the mean F, B or W.
 

@@ -30,8 +30,6 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, TypeAlias
 
-from rich.console import Console
-
 from lightning_recycle.arguments import at_least, require, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import run_in_child
@@ -121,14 +119,7 @@ class ExactPlanner:
             log.info("planner %s: not asked, %s.", self.backend, task)
             return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
 
-        asked, found, bound, use = time.monotonic(), [schedule], 0.0, SolverUse()
-
-        def show() -> None:
-            best = min(each.period for each in found)
-            least = min(best, max(first.lower_bound, bound))
-            gap = 100 * (best / least - 1) if least > 0.0 else 0.0
-            left = max(0.0, asked + self.time_limit - time.monotonic())
-            line.update(f"{self.backend}: period {best:g}, bound {least:g}, gap {gap:.2g} %, {left:.0f} s left")
+        found, bound, use = [schedule], 0.0, SolverUse()
 
         def receive(kind: str, value: Any) -> None:
             nonlocal bound, use
@@ -146,11 +137,8 @@ class ExactPlanner:
                 except PlanningError as error:
                     # Possible where rounding or operations without duration leave an order open.
                     log.info("A solution of the solver was not usable: %s", error)
-            show()
 
-        with Console(stderr=True).status("") as line:  # a line on a terminal, nothing elsewhere
-            show()
-            failure = run_in_child(SOLVE, task, receive, self.time_limit + GRACE)
+        failure = run_in_child(SOLVE, task, receive, self.time_limit + GRACE)
         best = best_of(found)
         if best is not schedule:
             best = with_memory_descent(best)

@@ -108,10 +108,6 @@ class Grid:
             raise ConfigurationError(f"rank {rank} is outside the grid {self}: give one of 0..{self.num_workers - 1}.")
         return _worker(rank, self.stages)
 
-    def peers(self, worker: Worker) -> tuple[Worker, ...]:
-        """The data-parallel peers of ``worker``, itself excluded, by pipeline."""
-        return tuple(Worker(d, worker.stage) for d in range(self.lanes) if d != worker.pipeline)
-
     def all_microbatches(self) -> Iterator[Microbatch]:
         """The D * M micro-batches of one iteration, by pipeline, then index."""
         return (Microbatch(d, m) for d in range(self.pipelines) for m in range(self.microbatches))

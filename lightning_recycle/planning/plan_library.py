@@ -1,7 +1,6 @@
 """Plan files, and the library: a directory of compressed plans made ahead.
 
-*Files*: docs/planner.md has the formats of ``plan.json`` and of torch's CSV; plans that re-route or compute forwards
-again are refused as CSV, because torch binds a stage to one rank. Each loaded plan has passed the validator.
+*Files*: docs/planner.md has the format of ``plan.json``. Each loaded plan has passed the validator.
 
 *Library*: the first part of a file's name stands for planner, version, grid, techniques and the numbers of failed and
 slow workers of each stage, as plans are renamed (:mod:`~lightning_recycle.planning.routing`); the second part for
@@ -37,7 +36,7 @@ from lightning_recycle.errors import PlanningError, ReCycleError
 from lightning_recycle.files import read_json, refusing, typed_content, write_atomically, write_json
 from lightning_recycle.planning.child_process import Reporter, run_in_child
 from lightning_recycle.planning.costs import cost_difference
-from lightning_recycle.planning.grid import OpKind, Worker
+from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.planner import Planner, get_planner, solve
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import CompactSchedule, Lane, compact, lane_problem, renamed, representative
@@ -155,48 +154,6 @@ def read_plan(data: Any) -> PlanResult:
     return PlanResult(schedule, content.backend, bound, found_by=content.found_by, solver=content.solver)
 
 
-_TORCH_LETTERS = {
-    OpKind.FORWARD: "F",
-    OpKind.BACKWARD: "B",
-    OpKind.BACKWARD_INPUT: "I",
-    OpKind.BACKWARD_WEIGHT: "W",
-}
-
-
-def check_torch_runs(problem: Problem) -> None:
-    """Raises PlanningError for plans that re-route or compute forwards again."""
-    if problem.failed or problem.worker_factors:
-        raise PlanningError(
-            "a plan with failed or slow workers re-routes micro-batches between pipelines, and"
-            " torch.distributed.pipelining binds each stage to one rank: write a plan with failures=0, or format=json."
-        )
-    if problem.memory is not None and problem.memory.checkpoint is not None:
-        raise PlanningError(
-            "a plan may compute forwards again (memory.checkpoint), and the schedules of torch.distributed.pipelining"
-            " cannot: write a plan with memory.checkpoint=null, or format=json."
-        )
-
-
-def save_torch_csv(path: str | PathLike[str], schedule: Schedule) -> None:
-    """Write one pipeline's actions on micro-batches 0 to M - 1, a line per stage.
-
-    Raises:
-        PlanningError: when torch cannot run the schedule, or the file cannot be written.
-    """
-    check_torch_runs(schedule.problem)
-    lines = []
-    for stage in range(schedule.grid.stages):
-        actions = []
-        for op in schedule.program(Worker(0, stage)):
-            if op.microbatch is not None:
-                if op.microbatch.pipeline != 0:
-                    raise PlanningError(f"{op} of another pipeline runs in pipeline 0: write the plan as format=json.")
-                actions.append(f"{stage}{_TORCH_LETTERS[op.kind]}{op.microbatch.index}")
-        lines.append(",".join(actions))
-    with refusing(f"write the plan to {path}", PlanningError):
-        write_atomically(path, "\n".join(lines) + "\n")
-
-
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".plan.gz"
@@ -252,12 +209,8 @@ class PlanLibrary:
             return f"{self.path} holds no plans"
         stored = self._alike(problem)
         if not stored:
-            grid = problem.grid
-            counts = [sum(worker.stage == stage for worker in problem.failed) for stage in range(grid.stages)]
-            failures = " and ".join(f"{count} in stage {stage}" for stage, count in enumerate(counts) if count)
-            slow = f", {len(problem.worker_factors)} slow workers" if problem.worker_factors else ""
             return (
-                f"no plan for failures {failures or 'none'}{slow}, grid {grid}, {problem.technique} of the planner "
+                f"no plan for these failures, the grid {problem.grid} and {problem.technique} of the planner "
                 f"{self.planner!r} of this version of the package"
             )
         difference = min(cost_difference(problem.costs, each.schedule.problem.costs) for each in stored)

@@ -166,9 +166,6 @@ class Codes:
     def code(self, kind: int, stage: int, microbatch: int) -> int:
         return (kind * self.stages + stage) * self.n + microbatch
 
-    def rank(self, code: int) -> int:
-        return self.ranks[code // self.n][code % self.n]
-
 
 def _durations(costs: Costs, fused: bool) -> list[float]:
     both = tuple(b + w for b, w in zip(costs.backward_input, costs.backward_weight, strict=True))

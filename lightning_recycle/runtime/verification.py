@@ -33,9 +33,9 @@ from lightning_recycle.control.protocol.messages import FINITE, IS_FINITE, NOT_F
 from lightning_recycle.devices import hardware_name
 from lightning_recycle.planning.grid import Grid, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
-from lightning_recycle.runtime.comm.wire import MAX_TENSORS, Channel, Incoming
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.wire import MAX_TENSORS, Channel, Incoming
 from lightning_recycle.tensor_memory import checksum, local_part, put_together, take_apart
 from lightning_recycle.torch_internals import foreach_add_, version_of
 
@@ -447,35 +447,10 @@ class Verifier:
         self._client.send(messages.Incomparable(self._client.rank, cause))
 
     def _what_varies(self, record: MicrobatchRecord, sums: Mapping[str, bytes]) -> str:
-        """The first layer, or the results, that differ when ``record`` is computed again.
-
-        Empty if the sums are ``sums`` again.
-        """
+        """The results that differ from ``sums`` when ``record`` is computed again; or empty."""
         again = self._recompute(record)
-        if again == sums:
-            return ""
-        one, other = self._outputs(record), self._outputs(record)
-        results = f"the {' and the '.join(name for name in sums if sums[name] != again[name])} of this stage"
-        return next((mine[0] for mine, twice in zip(one, other, strict=False) if mine != twice), results)
-
-    def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
-        """By name, the checksum of each leaf layer's output in a forward."""
-        seen: list[tuple[str, bytes]] = []
-
-        def summed(output: Any) -> bytes:
-            # Not what stands for tensors of other stages.
-            return checksum([tensor for tensor in tensors_of(output) if type(tensor) is Tensor])
-
-        def watch(name: str, module: nn.Module) -> Any:
-            return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))
-
-        handles = [watch(name, module) for name, module in self._stage.named_leaves()]
-        try:
-            self._recompute(record)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return seen
+        differ = [name for name in sums if sums[name] != again[name]]
+        return f"the {' and the '.join(differ)} of this stage" if differ else ""
 
 
 def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:

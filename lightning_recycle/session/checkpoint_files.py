@@ -14,10 +14,9 @@ import contextlib
 import errno
 import json
 import os
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
@@ -36,7 +35,6 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.devices import storage_bytes
 from lightning_recycle.files import (
-    Pace,
     delete,
     put_in_place,
     remove,
@@ -76,10 +74,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a folder of this or another strategy of Lightning."""
-    if (local := local_path(path)) is not None:
-        return (local / METADATA_FILENAME).is_file()
-    files, folder = url_to_fs(os.fspath(path))
-    return bool(files.isfile(f"{folder}/{METADATA_FILENAME}"))
+    return (local := local_path(path)) is not None and (local / METADATA_FILENAME).is_file()
 
 
 # ------------------------------------------------------------------ writing
@@ -95,12 +90,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
         path: str | Path,
         storage_options: Any | None = None,
         before_naming: Callable[[Path], None] | None = None,
-        pace: Pace | None = None,
     ) -> None:
         """Writes a checkpoint.
 
-        ``before_naming``: called with its temporary path right before a local file gets its name. ``pace``: limits the
-        writing of a local file.
+        ``before_naming``: called with its temporary path right before a local file gets its name.
 
         Raises:
             OSError: when the file system refuses; the file under ``path`` is then unchanged.
@@ -112,7 +105,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         remove_leftovers(local.parent)
         with replacing(local, before_naming) as file:
-            save_with_checksums(checkpoint, file if pace is None else pace.of(file))
+            save_with_checksums(checkpoint, file)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -282,53 +275,27 @@ _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 
 def save_sharded(
-    path: str | os.PathLike[str],
-    shard: dict[str, Any],
-    rest: dict[str, Any],
-    group: StageGroup,
-    before_naming: Callable[[Path | None], None],
-    pace: Pace | None = None,
+    path: Path, shard: dict[str, Any], rest: dict[str, Any], group: StageGroup, before_naming: Callable[[Path], None]
 ) -> SaveFailure | None:
     """Writes this worker's shard together with all others of ``group``.
 
     ``shard``: the state of this stage, in nested dicts; each member writes its own part of sharded tensors. ``rest``:
     belongs to no stage. ``before_naming``: called by the leader right before the folder gets its name, with its
-    temporary path if it is local. Returns why there is no checkpoint, as far as this worker knows; the leader does.
-    Raises the exception of ``group`` where a worker is lost.
+    temporary path. Returns why there is no checkpoint, as far as this worker knows; the leader does. Raises the
+    exception of ``group`` where a worker is lost.
     """
-    gather, upload, local = group.gather_all, None, local_path(path)
-    if local is None:
-        upload = _Upload(os.fspath(path))
-        local = Path(tempfile.gettempdir()) / Path(path).name
     if group.is_leader:
-        remove_leftovers(local.parent)
-    proposals = gather("checkpoint folder", temporary_path(local).name if group.is_leader else None)
-    folder = local.with_name(next(name for name in proposals.values() if name is not None))
+        remove_leftovers(path.parent)
+    proposals = group.gather_all("checkpoint folder", temporary_path(path).name if group.is_leader else None)
+    folder = path.with_name(next(name for name in proposals.values() if name is not None))
     is_named = False
     try:
-        failure = _write_folder(local, folder, shard, rest, group, before_naming, pace or Pace(), upload)
-        is_named = failure is None and upload is None
+        failure = _write_folder(path, folder, shard, rest, group, before_naming)
+        is_named = failure is None
         return failure
     finally:
         if group.is_leader and not is_named:
             discard(folder)
-
-
-class _Upload:
-    """A folder of another file system, completed by its manifest."""
-
-    def __init__(self, url: str) -> None:
-        self._files, self._folder = url_to_fs(url)
-
-    def begin(self) -> None:
-        """Marks the content of the folder as incomplete."""
-        if self._files.exists(manifest := f"{self._folder}/{_MANIFEST}"):
-            self._files.rm_file(manifest)
-
-    def put(self, folder: Path, names: Iterable[str]) -> None:
-        self._files.makedirs(self._folder, exist_ok=True)
-        for name in names:
-            self._files.put_file(str(folder / name), f"{self._folder}/{name}")
 
 
 def _write_folder(
@@ -337,22 +304,17 @@ def _write_folder(
     shard: dict[str, Any],
     rest: dict[str, Any],
     group: StageGroup,
-    before_naming: Callable[[Path | None], None],
-    pace: Pace,
-    upload: _Upload | None,
+    before_naming: Callable[[Path], None],
 ) -> SaveFailure | None:
     """Writes ``folder`` and names it ``path``; as :func:`save_sharded`."""
     gather = group.gather_all
     writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _PacedFileSystem(pace)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = DefaultSavePlanner()
 
     def plan() -> Any:
         # Each stage has its own keys, so each writer is the coordinator of the entries that are no tensors. Of what
         # the members of a position have in common one copy is written.
-        if upload is not None and group.is_leader:
-            upload.begin()
         planner.set_up_planner(shard, writer.storage_meta(), is_coordinator=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -367,8 +329,6 @@ def _write_folder(
         plan = planner.finish_plan(merged[ranks.index(group.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        if upload is not None:
-            upload.put(folder, names)
         return results, {name: checksum(folder / name) for name in names}
 
     written = gather("checkpoint data", attempt(write, path, shard))
@@ -383,26 +343,11 @@ def _write_folder(
         checksums = {name: value for _, found in parts for name, value in found.items()}
         checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
         write_manifest(folder, checksums)
-        if upload is not None:
-            upload.put(folder, (_TORCH_METADATA, METADATA_FILENAME))
-            before_naming(None)
-            upload.put(folder, (_MANIFEST,))
-            return
         sync_folder(folder)
         before_naming(folder)
         put_in_place(folder, path)
 
     return attempt(finish, path, rest) if group.is_leader else None
-
-
-class _PacedFileSystem(FileSystem):
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            yield self._pace.of(stream)
 
 
 def _with_other_names(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> list[list[WriteResult]]:
@@ -431,12 +376,6 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
     placements, read in shards. Everything by default. Returns the checkpoint as one device would have written it, with
     the wanted parts of ``state_dict`` and ``optimizer_states``.
     """
-    if local_path(path) is None:
-        files, folder = url_to_fs(os.fspath(path))
-        with tempfile.TemporaryDirectory(prefix="checkpoint_") as copy:
-            for file in files.ls(folder, detail=False):
-                files.get_file(file, os.path.join(copy, os.path.basename(file)))
-            return load_sharded(copy, wanted)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     paths = metadata.planner_data

@@ -32,7 +32,7 @@ from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
@@ -61,7 +61,6 @@ from lightning_recycle.session.save_batches import (
     StateCopies,
     settle_files,
 )
-from lightning_recycle.session.weight_callbacks import WeightCallbacks
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
     COMPLETION,
@@ -157,7 +156,6 @@ class Checkpoints(StageStates):
     and the step right before one is written.
 
     Attributes:
-        weights: the callbacks that change weights.
         completion: completes the loaded checkpoint, until the training begins.
         restored_objects: if the run begins again, the users' objects, from the loaded checkpoint.
         restored_steps: the steps of the loaded checkpoint; randomness is numbered by the step.
@@ -196,7 +194,6 @@ class Checkpoints(StageStates):
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
-        self.weights = WeightCallbacks(context.trainer, self, context.seed)
 
     # ------------------------------------------------------------------ for callbacks that save
 
@@ -210,6 +207,9 @@ class Checkpoints(StageStates):
     def records(self) -> dict[str, Any]:
         """The records of the callbacks that save, with the checkpoints asked for."""
         return {}
+
+    def join_states(self, states: dict[str, Any]) -> None:
+        """Makes ``states`` of callbacks those of the whole model, on all workers."""
 
     # ------------------------------------------------------------------ state
 
@@ -392,9 +392,15 @@ class Checkpoints(StageStates):
 
         Raises CheckpointError on all workers, in the background later, if the file system refuses, and a checkpoint
         that is not written ends the run, or is to be :meth:`noticed`. Otherwise the leader warns.
+        UnsupportedFeatureError for a folder elsewhere than on this machine.
         """
         if self._joins:
             return
+        if self.sharded and local_path(path) is None:
+            raise UnsupportedFeatureError(
+                "CheckpointOptions(save_distributed_checkpoint=True) writes folders on file systems of this machine,"
+                f" and {path} is in none: mount it, or leave the option out."
+            )
         if self._before_hooks is not None:
             before, self._before_hooks = self._before_hooks, None
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
@@ -454,7 +460,7 @@ class Checkpoints(StageStates):
     def _common_state(self, asked: Sequence[_Asked], boundary: StepBoundary | None) -> dict[str, Any]:
         """The part of a checkpoint's completion that all workers have in common."""
         state = self.transfer.common_state()
-        self.weights.join_states(state["callbacks"])
+        self.join_states(state["callbacks"])
         follows = [
             [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
             for action in self.saves.noted
@@ -546,8 +552,8 @@ class Checkpoints(StageStates):
             log.warning("The checkpoint %s was given up, could not be deleted and stays: %s.", path, error)
 
     def _delete(self, path: Any) -> None:
-        if self.sharded and (local := local_path(path)) is not None:
-            remove(local)
+        if self.sharded:
+            remove(path)
         else:
             self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -568,8 +574,7 @@ class Checkpoints(StageStates):
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
-            pace = None if batch.copies.are_originals else group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -733,7 +738,7 @@ class Checkpoints(StageStates):
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
         group, checkpoint = batch.group, content()
 
-        def before_naming(temporary: Path | None) -> None:
+        def before_naming(temporary: Path) -> None:
             self.reach("checkpoint", batch.version)
             group.confirm(temporary)
 
@@ -745,7 +750,9 @@ class Checkpoints(StageStates):
             for n, state in enumerate(part.states)
         ]
         rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
-        return save_sharded(path, self._shard(part.weights, states), rest, group, before_naming, group.pace)
+        local = local_path(path)
+        assert local is not None, "save() refuses others"
+        return save_sharded(local, self._shard(part.weights, states), rest, group, before_naming)
 
     # ------------------------------------------------------------------ beginning and end
 

@@ -28,20 +28,14 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
-from lightning_recycle.runtime.comm.transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
+from lightning_recycle.runtime.transports import CommunicationOptions
 
 LARGE_BYTES = 1_000_000_000
 """Weights and optimizer states, of all stages together, from which on a result is large for workers elsewhere."""
 
 FILE_BYTES = 50_000_000
 """The same for workers of this machine: files take less memory than messages."""
-
-
-_BANDWIDTH = Check(
-    lambda value: value is None or is_number(value, 0.0, above=True),
-    "give a number of MB per second, more than 0, or None for no limit",
-)
 
 
 @suggests_options
@@ -55,7 +49,6 @@ class CheckpointOptions(OptionGroup):
         background: whether checkpoints are written while the training goes on. At the step boundary one worker of each
             stage copies its state, and all go on. A checkpoint counts when it is complete. "auto": all wait only where
             your ``on_save_checkpoint`` sees the state of the whole model; with True it sees that of a stage.
-        bandwidth: the most MB per second that a worker writes or sends for a checkpoint in the background.
         save_on_signal: whether SIGTERM, SIGUSR1 or Ctrl-C to the launching process ends ``fit`` with a checkpoint at
             the next step boundary. With True it is where Lightning keeps those of preempted jobs, ``hpc_ckpt_N.ckpt``
             in the Trainer's ``default_root_dir``, so that ``fit(ckpt_path="hpc")`` resumes it; a path names the file. A
@@ -74,7 +67,6 @@ class CheckpointOptions(OptionGroup):
 
     save_distributed_checkpoint: bool = option(False)
     background: Literal["auto"] | bool = option("auto", SWITCH)
-    bandwidth: float | None = option(None, _BANDWIDTH)
     save_on_signal: bool | str | os.PathLike[str] = option(False)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))

@@ -29,8 +29,8 @@ from typing_extensions import override
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.steps import StepHandle, StepLoader
-from lightning_recycle.runtime.executor.executor_callbacks import StepResult
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
+from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.session.gradient_clipping import called_once
 from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
 from lightning_recycle.session.step_loaders import addressed_loaders

@@ -1,7 +1,7 @@
 """Manual optimization: the training step of several micro-batches as one.
 
 A worker runs the user's ``training_step`` for each of its micro-batches, in turns
-(:mod:`~lightning_recycle.runtime.executor.whole_steps`), each in a state of its own. They meet at each backward pass,
+(:mod:`~lightning_recycle.runtime.whole_steps`), each in a state of its own. They meet at each backward pass,
 whose gradients are averaged over all micro-batches of all workers, as under DDP, and at each step of an optimizer or
 scheduler, which is done once.
 
@@ -43,7 +43,7 @@ from lightning_recycle.randomness import (
     seeded_everything,
     set_generator_states,
 )
-from lightning_recycle.runtime.executor.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
+from lightning_recycle.runtime.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
 from lightning_recycle.session.gradient_clipping import called_once, restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps, lightning_optimizers
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES

@@ -10,16 +10,14 @@ gives each worker a range, so that hooks of a donor and of its replacement never
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 from unittest.mock import NonCallableMock
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import ProgressBar, Timer
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_recycle.model.layers import AbsentLayer
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.pickling import written_class
-from lightning_recycle.runtime.stage.stage import unsharded_class
+from lightning_recycle.runtime.stage import unsharded_class
 
 TableKey: TypeAlias = tuple[str, str]
 """The name of a parameter, empty for the owner itself, and the name of the table."""
@@ -147,15 +145,6 @@ _FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "
 MISSING = object()
 OF_ONE_PROCESS = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 """Classes of objects that belong to a process; they are not carried."""
-
-
-GENERATORS: tuple[tuple[type[Any], Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
-    (torch.Generator, lambda g: g.get_state().numpy(), lambda g, state: g.set_state(torch.from_numpy(state))),
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.Generator, lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
-)
-"""Classes of generators of random numbers, with the functions that read and write their states."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

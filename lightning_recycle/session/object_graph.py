@@ -44,6 +44,7 @@ from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import weights_of
 from lightning_recycle.pickling import MainModule, MainPickler, content_of, parametrize_class, reduced_array
+from lightning_recycle.randomness import GENERATORS
 from lightning_recycle.session.lightning_internals import (
     combined_loaders,
     fit_loops,
@@ -52,7 +53,6 @@ from lightning_recycle.session.lightning_internals import (
     read_loaders,
 )
 from lightning_recycle.session.object_attributes import (
-    GENERATORS,
     MISSING,
     OF_ONE_PROCESS,
     TableKey,

@@ -339,6 +339,43 @@ class StageStates:
         return split_optimizer_state(whole, names, self.copies, self.stage), names[self.stage]
 
 
+# ---------------------------------------------------------------------- groups of parameters
+
+
+@contextmanager
+def empty_optimizers() -> Iterator[None]:
+    """Allows optimizers without parameters in the block, as on a frozen stage."""
+    make = Optimizer.__init__
+
+    def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        make(self, list(params) or [{"params": []}], defaults)
+
+    Optimizer.__init__ = make_any  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = make  # type: ignore[method-assign]
+
+
+def load_parameter_groups(
+    module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
+) -> None:
+    """Makes groups of these parameters, as callbacks may have changed them.
+
+    Raises ConfigurationError if ``module`` lacks one of them.
+    """
+    parameters = parameters_by_name(module)
+    if missing := [name for of_one in groups for group in of_one for name in group if name not in parameters]:
+        raise ConfigurationError(
+            f"the optimizers have parameters that the {type(module).__name__} lacks: {', '.join(missing)}. Assign them"
+            " to attributes of the module"
+        )
+    for optimizer, wanted in zip(optimizers, groups, strict=True):
+        if group_names(module, optimizer) != wanted:
+            of_groups = ([parameters[name] for name in group] for group in wanted)
+            optimizer.param_groups = [{**optimizer.defaults, "params": params} for params in of_groups]
+
+
 # ---------------------------------------------------------------------- rewinding an optimizer
 
 

@@ -8,6 +8,7 @@ parameter on several stages are compared at the end of each epoch and evaluation
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import pickle
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Checked
-from lightning_recycle.runtime.stage.stage_bundle import StageTies
+from lightning_recycle.runtime.stage_bundle import StageTies
 from lightning_recycle.tensor_memory import checksum
 from lightning_recycle.torch_internals import tree_flatten
 
@@ -168,41 +169,35 @@ def optimizer_options(optimizers: Iterable[Optimizer]) -> dict[str, float]:
 _TOLERANCE = 1e-2
 """Share of a tensor's norm. Workers on unlike machines compute nearly the same; other samples are far from it."""
 
-Fingerprint: TypeAlias = tuple[Any, ...]
+Fingerprint: TypeAlias = tuple[bytes, list[tuple[float, float]]]
+"""A digest of all that is exact, and of each tensor of numbers its norm and a projection."""
 
 
-def fingerprint(inputs: Sequence[Any]) -> tuple[Fingerprint, ...]:
+def fingerprint(inputs: Sequence[Any]) -> Fingerprint:
     """A fingerprint of ``inputs`` in a few bytes: see :func:`alike`."""
     leaves, structure = tree_flatten(list(inputs))
-    return (("structure", str(structure)), *(_of_leaf(leaf) for leaf in leaves))
+    exact, near = hashlib.sha256(str(structure).encode()), []
+    for leaf in leaves:
+        exact.update(type(leaf).__qualname__.encode())
+        if not isinstance(leaf, Tensor):
+            with contextlib.suppress(Exception):  # what cannot be pickled stays in this process; its type must do
+                exact.update(pickle.dumps(leaf))
+            continue
+        exact.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+        flat = leaf.detach().cpu().flatten()
+        if not (flat.is_floating_point() or flat.is_complex()):
+            exact.update(flat.contiguous().numpy().tobytes())
+            continue
+        real = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        values = torch.nan_to_num(real.double(), nan=1.0, posinf=2.0, neginf=3.0)
+        weights = torch.cos(torch.arange(values.numel(), dtype=torch.float64))
+        near.append((float(values.norm()), float(values @ weights)))
+    return exact.digest(), near
 
 
-def alike(a: Sequence[Fingerprint], b: Sequence[Fingerprint]) -> bool:
+def alike(a: Fingerprint, b: Fingerprint) -> bool:
     """Whether inputs with these fingerprints are equal but for rounding."""
-    return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _of_leaf(leaf: Any) -> Fingerprint:
-    if not isinstance(leaf, Tensor):
-        try:
-            data = pickle.dumps(leaf)
-        except Exception:  # it stays in this process; its type must do
-            data = b""
-        return type(leaf).__qualname__, hashlib.sha256(data).digest()
-    kind = (str(leaf.dtype), tuple(leaf.shape))
-    flat = leaf.detach().cpu().flatten()
-    if not (flat.is_floating_point() or flat.is_complex()):
-        return *kind, hashlib.sha256(flat.contiguous().numpy().tobytes()).digest()
-    real = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-    values = torch.nan_to_num(real.double(), nan=1.0, posinf=2.0, neginf=3.0)
-    weights = torch.cos(torch.arange(values.numel(), dtype=torch.float64))
-    return *kind, float(values.norm()), float(values @ weights)
-
-
-def _same(a: Fingerprint, b: Fingerprint) -> bool:
-    if not isinstance(a[-1], float) or not isinstance(b[-1], float):
-        return a == b
-    *kind, norm, projection = a
-    *other, other_norm, other_projection = b
-    limit = _TOLERANCE * max(norm, other_norm)
-    return kind == other and abs(norm - other_norm) <= limit and abs(projection - other_projection) <= limit
+    return a[0] == b[0] and all(
+        max(abs(norm - other_norm), abs(projection - other)) <= _TOLERANCE * max(norm, other_norm)
+        for (norm, projection), (other_norm, other) in zip(a[1], b[1], strict=True)
+    )

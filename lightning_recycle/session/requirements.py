@@ -31,7 +31,7 @@ from lightning_recycle.engines.worker_environment import Discovered
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.runtime.stage.stage import can_be_reset, fully_sharded_modules
+from lightning_recycle.runtime.stage import can_be_reset, fully_sharded_modules
 from lightning_recycle.session.configuration import Options
 from lightning_recycle.session.lightning_internals import mode_of, saves_on_exception, synchronises_batchnorm
 from lightning_recycle.tensor_memory import DATA_PARALLEL, TENSOR_PARALLEL, is_divided_by
@@ -100,7 +100,6 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
         "VerificationOptions(verify=...)": bool(options.verification.verify),
-        "RecoveryOptions(move_workers=True)": recovery.move_workers,
         "RecoveryOptions(num_pipelines=...)": recovery.num_pipelines is not None,
         "RecoveryOptions(min_pipelines=...)": recovery.min_pipelines is not None,
         "RecoveryOptions(max_pipelines=...)": recovery.max_pipelines is not None,

@@ -37,7 +37,7 @@ from lightning_recycle.control.protocol.control_collectives import batch_number
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import SaveBegun, SaveEnded, SaveFailure, SaveStatus
 from lightning_recycle.devices import DeviceThread, is_accelerator
-from lightning_recycle.files import Pace, put_in_place_if_left, temporary_path
+from lightning_recycle.files import put_in_place_if_left, temporary_path
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.session.checkpoint_files import local_path
 from lightning_recycle.session.optimizer_states import copied, fits
@@ -173,7 +173,6 @@ class HolderGroup(StageGroup):
     version: int
     ranks: tuple[int, ...]
     since: int
-    pace: Pace = field(default_factory=Pace)
     request: int = 0
     is_wanted: bool = True
     _messages: int = 0
@@ -316,7 +315,6 @@ class _Pieces(io.RawIOBase):
 
     def _send(self, piece: bytes) -> None:
         group = self._group
-        group.pace.spend(len(piece))
         try:
             group._give(group.writer, f"piece {self._number}", piece)
             self._number += 1
@@ -549,19 +547,18 @@ class SaveBatches:
         if self.pending is not None:
             return None
         copies = StateCopies.none() if waits else StateCopies(self._old_copies)
-        self.batch = Batch(version, self._new_group(version, waits), copies, waits, self._ended)
+        self.batch = Batch(version, self._new_group(version), copies, waits, self._ended)
         if not waits:
             self._old_copies = None
         return self.batch
 
-    def _new_group(self, version: int, waits: bool) -> HolderGroup:
+    def _new_group(self, version: int) -> HolderGroup:
         while not self._client.member.saves.holders:  # before the first step
             self._collectives.barrier("checkpoint")
         self._collectives.confirm_step()
-        status, bandwidth = self._client.member.saves, None if waits else self._options.bandwidth
-        number, pace = batch_number(status, self._batches), Pace(None if bandwidth is None else 1e6 * bandwidth)
-        holders = (status.holders, status.generation)
-        return HolderGroup(self._client, self._collectives.positions, number, version, *holders, pace)
+        status = self._client.member.saves
+        number, holders = batch_number(status, self._batches), (status.holders, status.generation)
+        return HolderGroup(self._client, self._collectives.positions, number, version, *holders)
 
     def seal(self, mid_step: bool) -> None:
         """Begins to write the checkpoints asked for since :meth:`begin`; all call it.
@@ -711,6 +708,6 @@ class SaveBatches:
         requests = [request for request in batch.requests if request.path in failed.keys() - batch.refusals.keys()]
         if requests:
             self.batch, batch.requests = batch, requests
-            batch.group = self._new_group(batch.version, waits=True)
+            batch.group = self._new_group(batch.version)
             self._start(batch)
         return bool(requests)

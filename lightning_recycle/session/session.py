@@ -19,13 +19,11 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import CallResult, RecordedModule, recorded, restore_class
-from lightning_recycle.randomness import quicken
-from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
-from lightning_recycle.session.model_checkpoint import leave_saves_alone
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
@@ -103,7 +101,7 @@ class Session:
         return self.steps.executor
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> CallbackCheckpoints:
         return self.steps.checkpoints
 
     def leave(self) -> None:
@@ -178,7 +176,6 @@ class Session:
         show_whole_run(trainer, parts, self.collectives)
         adapt_connector(trainer, self._share_attributes)
         spare_moves()
-        quicken()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches

@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.stage import fully_sharded_modules
+from lightning_recycle.randomness import GENERATORS
+from lightning_recycle.runtime.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
-    GENERATORS,
     INTERNAL_ATTRIBUTES,
     MODULE_TABLES,
     OF_ONE_PROCESS,

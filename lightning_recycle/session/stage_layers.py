@@ -32,6 +32,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.messages import Cuts, LayerFacts, Measured
 from lightning_recycle.devices import await_stream, tensor_bytes
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.model.layers import has_recipes
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.partition import (
@@ -44,20 +45,22 @@ from lightning_recycle.planning.partition import (
     shared_layers,
 )
 from lightning_recycle.randomness import derive_seed, seeded_everything
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.executor import Executor
-from lightning_recycle.runtime.executor.executor_callbacks import CommitRules, ExecutorCallbacks
-from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.executor.step_runner import StepRunner
-from lightning_recycle.runtime.executor.whole_steps import WholeStepRunner
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.runtime.executor_callbacks import CommitRules, ExecutorCallbacks
+from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.nccl.nccl_transport import transport_for
-from lightning_recycle.runtime.stage.gradients import GradientBuffers
-from lightning_recycle.runtime.stage.stage import Stage
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.step_measurements import StepMeasurements
+from lightning_recycle.runtime.step_runner import StepRunner
+from lightning_recycle.runtime.whole_steps import WholeStepRunner
+from lightning_recycle.session.checkpoint_callbacks import enter_stage
 from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
 from lightning_recycle.session.optimizer_states import (
     check_parameters,
+    empty_optimizers,
     merged_names,
     parameters_by_name,
     trained_by_name,
@@ -70,7 +73,6 @@ from lightning_recycle.session.requirements import (
     check_trained,
     several_optimizers_refused,
 )
-from lightning_recycle.session.weight_callbacks import empty_optimizers, enter_stage, has_recipes
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.tensor_memory import local_part, part_like, put_together, take_apart
 from lightning_recycle.torch_internals import buffers_of, parameters_of, replace_tensors

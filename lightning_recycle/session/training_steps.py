@@ -1,7 +1,7 @@
 """Training steps of one worker: run by Lightning's loops and an executor.
 
 The loops (:mod:`~lightning_recycle.session.loops`) and the executor
-(:class:`~lightning_recycle.runtime.executor.executor_callbacks.ExecutorCallbacks`) call its methods.
+(:class:`~lightning_recycle.runtime.executor_callbacks.ExecutorCallbacks`) call its methods.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.runtime.executor.executor_callbacks import StepResult
+from lightning_recycle.runtime.executor_callbacks import StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle, StageTies
+from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
+from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, remember_saves
 from lightning_recycle.session.gradient_clipping import (
     OptimizerStep,
     clip_factor,
@@ -50,7 +51,6 @@ from lightning_recycle.session.lightning_internals import (
     saves_on_exception,
 )
 from lightning_recycle.session.manual_steps import ManualSteps
-from lightning_recycle.session.model_checkpoint import ModelCheckpointSaves, remember_saves
 from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
@@ -120,8 +120,7 @@ class TrainingSteps:
             context, self.module, recorder, self.executor, self._stop_requests, self.left_gradients, self.describe
         )
         copies = self.ties.copies
-        self.checkpoints = ModelCheckpointSaves(context, parts, self.executor, copies, reach, self.transfer)
-        self.checkpoints.replace_methods()
+        self.checkpoints = CallbackCheckpoints(context, parts, self.executor, copies, reach, self.transfer)
 
     def _name_norms(self) -> None:
         """Lets hooks see norms of gradients over all stages."""

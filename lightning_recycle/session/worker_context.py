@@ -56,7 +56,7 @@ from lightning_recycle.session.lightning_internals import (
 from lightning_recycle.tensor_memory import merge_shards
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
 ALONE = (
     "{what}, in a hook that a replacement runs alone before it enters the training; the others are past it. Where"
@@ -302,7 +302,7 @@ class WorkerCollectives(StageGroup):
 def _mesh_of(run: RunSetup, client: ControlClient, trainer: pl.Trainer) -> PositionMesh | None:
     if run.positions.members == 1:
         return None
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
     member, device_type = run.positions.member(client.rank), trainer.strategy.root_device.type
     return PositionMesh(run.mesh_sizes, member, device_type, client.joining)

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from lightning_recycle.control.protocol.messages import Differs
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.model.layers import weights_of
+from lightning_recycle.model.layers import take_pruned_form, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
-from lightning_recycle.runtime.executor.executor import Executor
+from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import (
@@ -46,7 +46,6 @@ from lightning_recycle.session.output_recorder import OutputRecorder, metric_sta
 from lightning_recycle.session.save_batches import CommonState
 from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
-from lightning_recycle.session.weight_callbacks import take_pruned_form
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext
 from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
 from lightning_recycle.torch_internals import version_of

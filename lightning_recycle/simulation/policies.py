@@ -202,13 +202,13 @@ class Recycle(Policy):
 
     def step(self, context: Context, failures: tuple[int, ...]) -> Judgement:
         """One step with that many failures in each stage."""
-        model = context.model
-        if not any(failures):
-            usual = Judgement(one_f_one_b_seconds(model.costs(), model.grid.microbatches))
-            if self.fault_free == "1f1b" or not (self.technique.split_backward or self.technique.staggered):
-                return usual
-            return min(usual, planned_step(self._problem(context, failures), self.effort))
-        return planned_step(self._problem(context, failures), self.effort)
+        problem = self._problem(context, failures).without_vacant_lanes()
+        if not problem.stays_home:
+            return planned_step(problem, self.effort)
+        usual = Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches))
+        if self.fault_free == "1f1b" or self.technique == Technique(False, False):
+            return usual
+        return min(usual, planned_step(problem, self.effort))
 
     def grid(self, context: Context) -> Grid:
         """The positions that workers may have."""
@@ -269,13 +269,6 @@ class Elastic(Recycle):
 
     def label(self, context: Context, vacant: int) -> str:
         return f"{self.grid(context).num_workers - vacant} workers"
-
-    def step(self, context: Context, failures: tuple[int, ...]) -> Judgement:
-        problem = self._problem(context, failures).without_vacant_lanes()
-        planned = planned_step(problem, self.effort)
-        if not problem.stays_home:
-            return planned
-        return min(Judgement(one_f_one_b_seconds(problem.costs, problem.grid.microbatches)), planned)
 
     def _distribution(self, context: Context, failures: int) -> tuple[int, ...]:
         """See :class:`Recycle`; over at most as many lanes as the live workers fill."""

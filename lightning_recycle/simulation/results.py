@@ -7,9 +7,8 @@ time of each span are rounded down; the rest of the participants' time is bubble
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.simulation.failures import TICKS_PER_SECOND, as_ticks
@@ -195,12 +194,6 @@ class SimulationResult:
         }
         missing = per_gpu_second * self.gpus - self.throughput
         return {**lost, "slower steps": missing - sum(lost.values())}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dump``."""
-        data = asdict(self)
-        data["intervals"] = [{**asdict(interval), "state": interval.state.value} for interval in self.intervals]
-        return {**data, **{name: getattr(self, name) for name in FIGURES}, "losses": self.losses()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.planning import Costs, Grid, Problem, Technique, communication_seconds, one_f_one_b
+from lightning_recycle.planning import Costs, Grid, Problem, Technique, one_f_one_b
 
 _STATE_BYTES_PER_PARAMETER = 16.0
 """Mixed precision with Adam (ZeRO, arXiv 1910.02054, section 3.1).
@@ -56,19 +56,6 @@ GPUS = {
         Gpu("H200-141GB", 989e12, 141e9, 4.8e12),
     )
 }
-
-
-def get_gpu(gpu: str | Gpu) -> Gpu:
-    """The GPU of that name; a Gpu is returned unchanged.
-
-    Raises:
-        ConfigurationError: when the name is unknown.
-    """
-    if isinstance(gpu, Gpu):
-        return gpu
-    if gpu not in GPUS:
-        raise ConfigurationError(f"unknown GPU {gpu!r}: choose one of {', '.join(GPUS)}, or give a Gpu(...).")
-    return GPUS[gpu]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +156,12 @@ class TrainingModel:
     def __post_init__(self) -> None:
         for name in ("pipelines", "stages", "global_batch", "microbatch"):
             whole("TrainingModel", name, getattr(self, name), 1)
-        object.__setattr__(self, "gpu", get_gpu(self.gpu))
+        if isinstance(self.gpu, str):
+            if self.gpu not in GPUS:
+                raise ConfigurationError(
+                    f"unknown GPU {self.gpu!r}: choose one of {', '.join(GPUS)}, or give a Gpu(...)."
+                )
+            object.__setattr__(self, "gpu", GPUS[self.gpu])
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
         if self.global_batch % (self.pipelines * self.microbatch):
@@ -196,7 +188,8 @@ class TrainingModel:
     @property
     def device(self) -> Gpu:
         """The GPU type."""
-        return get_gpu(self.gpu)
+        assert isinstance(self.gpu, Gpu)
+        return self.gpu
 
     @property
     def units(self) -> int:
@@ -253,20 +246,14 @@ class TrainingModel:
         forward, backward, weight = (seconds * self.microbatch for seconds in self.sample_seconds)
         gradients = 2.0 * self.transformer.parameters
         ring = 2.0 * (replicas - 1) / replicas / self.network_bandwidth
-        message = self.microbatch * self.transformer.boundary_bytes()
+        message = self.microbatch * self.transformer.boundary_bytes() / self.network_bandwidth
         return Costs(
             forward=tuple(forward * part for part in parts),
             backward_input=tuple(backward * part for part in parts),
             backward_weight=tuple(weight * part for part in parts),
             reduce=tuple(gradients * part * ring for part in parts),
             optimizer=tuple(2.0 * self.state_bytes(part) / self.device.memory_bandwidth for part in parts),
-            communication=communication_seconds(
-                message,
-                latency_seconds=self.network_latency,
-                bandwidth_bytes_per_second=self.network_bandwidth,
-            )
-            if len(parts) > 1
-            else 0.0,
+            communication=self.network_latency + message if len(parts) > 1 else 0.0,
         )
 
     def in_flight_limit(self, units: Sequence[int] | None = None) -> tuple[int, ...]:

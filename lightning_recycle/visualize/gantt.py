@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from lightning_recycle.errors import ConfigurationError
@@ -95,10 +95,7 @@ def save_gantt(
     path: str | PathLike[str],
     schedules: Schedule | Sequence[Schedule],
     titles: Sequence[str] | None = None,
-    *,
-    unit: str = "slots",
-    iterations: int = 1,
-    width: float = 1200.0,
+    **options: Any,
 ) -> Path:
     """Write the chart to ``path``, which ends with .svg; see :func:`gantt_svg`.
 
@@ -108,7 +105,7 @@ def save_gantt(
     target = Path(path)
     if target.suffix.lower() != ".svg":
         raise ConfigurationError(f"cannot draw to {str(target)!r}: use a name that ends with .svg.")
-    write_atomically(target, gantt_svg(schedules, titles, unit=unit, iterations=iterations, width=width))
+    write_atomically(target, gantt_svg(schedules, titles, **options))
     return target
 
 

@@ -20,8 +20,6 @@ Record = Mapping[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 
 RESULT_SCHEMA = 1
-EXPERIMENT_FILE = "experiment.json"
-"""In the folder of an experiment, with the number of results it is to have."""
 POLICIES = {
     "Recycle": ("ReCycle", "circle"),
     "Auto": ("Auto", "down"),
@@ -177,18 +175,6 @@ def _load(file: Path) -> Record:
     if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
         raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}).")
     return record
-
-
-def missing_results(folder: str | Path) -> int:
-    """How many results the interrupted experiments below ``folder`` still lack."""
-    missing = 0
-    for file in Path(folder).rglob(EXPERIMENT_FILE):
-        try:
-            expected = int(json.loads(file.read_text(encoding="utf-8"))["results"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"cannot read {file}: {error}.") from error
-        missing += max(0, expected - sum(1 for _ in file.parent.rglob("result.json")))
-    return missing
 
 
 def by(records: Iterable[Record], key: Callable[[Record], _Key]) -> dict[_Key, list[Record]]:

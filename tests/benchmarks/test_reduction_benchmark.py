@@ -3,7 +3,7 @@ import reduction
 import torch
 from torch import nn
 
-from lightning_recycle.runtime.stage.gradients import GradientBuffers
+from lightning_recycle.runtime.gradients import GradientBuffers
 
 pytestmark = pytest.mark.long
 

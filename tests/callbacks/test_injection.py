@@ -415,9 +415,9 @@ def test_the_callback_travels_without_what_it_is_attached_to() -> None:
     ("options", "words"),
     [
         ({"faults": ["kill"]}, ["'kill'", "Fault("]),
-        ({"mtbf": 0}, ["mtbf=0", "positive"]),
-        ({"mtbf": float("inf")}, ["mtbf=inf", "positive"]),
-        ({"mtbf": "1h"}, ["mtbf='1h'", "seconds"]),
+        ({"mtbf": 0}, ["mtbf=0", "above 0"]),
+        ({"mtbf": float("inf")}, ["mtbf=inf", "above 0"]),
+        ({"mtbf": "1h"}, ["mtbf='1h'", "above 0"]),
         ({"mtbf": 1.0, "kinds": ("murder",)}, ["'murder'", "'kill'"]),
         ({"mtbf": 1.0, "kinds": ("slow",)}, ["'slow'", "'kill'"]),
         ({"mtbf": 1.0, "kinds": "kill"}, ["kinds='kill'", "sequence"]),
@@ -427,7 +427,7 @@ def test_the_callback_travels_without_what_it_is_attached_to() -> None:
         ({"mtbf": 1.0, "max_faults": 1.5}, ["max_faults=1.5", "at least 1"]),
         ({"max_faults": 3}, ["max_faults=3", "mtbf or trace"]),
         ({"mtbf": 1.0, "trace": "aws-p3"}, ["mtbf=1.0", "trace='aws-p3'", "leave one out"]),
-        ({"trace": "aws-p3", "time_scale": -1}, ["time_scale=-1", "positive"]),
+        ({"trace": "aws-p3", "time_scale": -1}, ["time_scale=-1", "above 0"]),
         ({"trace": "aws-p33"}, ["aws-p33", "aws-p3,"]),
     ],
 )

@@ -64,7 +64,7 @@ def _with_members(rng: random.Random, scenario: Scenario) -> Scenario:
         return scenario
     which = (None, 0, 1)
     faults = tuple(replace(fault, member=rng.choice(which)) for fault in scenario.faults)
-    return replace(scenario, members=2, faults=faults, moves=(), flips=(), normalize=False)
+    return replace(scenario, members=2, faults=faults, moves=(), flips=())
 
 
 def _split_backward(drawn: float) -> Switch:
@@ -124,9 +124,7 @@ def _faults(rng: random.Random, common: Scenario) -> Scenario:
     drawn = replace(drawn, flips=_flips(random.Random(f"flips/{common.seed}"), drawn))
     if rng.random() < 0.5:
         return replace(drawn, restart_workers=True, late_faults=_late(rng, drawn.faults))
-    # A worker that moves leaves its stage with one worker less, so nothing may fail there.
-    one_stage = len({fault.stage for fault in drawn.faults if fault.kind != "slow"}) <= 1
-    return replace(drawn, normalize=one_stage and rng.random() < 0.6)
+    return drawn
 
 
 def _moves(rng: random.Random, scenario: Scenario) -> tuple[tuple[int, tuple[int, ...]], ...]:

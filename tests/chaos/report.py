@@ -60,4 +60,4 @@ def summary(results: Sequence[Result], seconds: float) -> str:
 
 
 def _lost(events: dict[str, int]) -> int:
-    return events.get("failure", 0) + events.get("left", 0) + events.get("moved", 0)
+    return events.get("failure", 0) + events.get("left", 0)

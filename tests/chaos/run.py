@@ -163,7 +163,7 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
     ]
     if scenario.crowds:
         happens.append(AwaitCrowd(scenario.crowds, directory / _CROWD))
-    elif scenario.restart_workers or scenario.normalize:
+    elif scenario.restart_workers:
         happens.append(Pace(_PACE_SECONDS))
     if scenario.moves:
         happens.append(LayersMove(scenario.moves))
@@ -173,7 +173,6 @@ def _trainer(scenario: Scenario, directory: Path, checkpoints: Path, disks: dict
         "split_backward": scenario.split_backward,
         "shadow": scenario.shadow,
         "max_restarts": 10 * scenario.members if scenario.restart_workers else 0,
-        "move_workers": scenario.normalize,
         "on_stage_lost": scenario.on_stage_lost,
         "verify": scenario.verify,
         "background": False,  # then a kill changes neither the names of checkpoints nor what callbacks remember

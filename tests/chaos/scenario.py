@@ -170,7 +170,6 @@ class Scenario:
         split_backward: whether the backward is split.
         shadow: "device" or "host".
         restart_workers: whether lost workers are replaced.
-        normalize: whether healthy workers may move.
         on_stage_lost: "raise" or "restart".
         loader_processes: the processes of each worker's DataLoader.
         loses_stage: whether all workers of a stage fail.
@@ -197,7 +196,6 @@ class Scenario:
     split_backward: Switch = True
     shadow: str = "device"
     restart_workers: bool = False
-    normalize: bool = False
     on_stage_lost: str = "raise"
     loader_processes: int = 0
     loses_stage: bool = False
@@ -231,7 +229,6 @@ class Scenario:
             "fused": not self.split_backward,
             "host-shadow": self.shadow == "host",
             "rejoin": self.restart_workers,
-            "move": self.normalize,
             "loader": bool(self.loader_processes),
             f"lose-stage-{self.on_stage_lost}": self.loses_stage,
             "strangers": self.strangers,

@@ -83,7 +83,7 @@ def test_scenarios_of_a_run_hold_every_family_kind_of_fault_and_option() -> None
     assert kinds == {"kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt"}
     points = {fault.at for scenario in scenarios for fault in scenario.faults}
     assert {"setup", "recovery", "checkpoint", "end", "forward", "reduce", "optimizer"} <= points
-    for option in ("restart_workers", "normalize", "staggered", "split_backward", "loses_stage", "strangers"):
+    for option in ("restart_workers", "staggered", "split_backward", "loses_stage", "strangers"):
         assert {bool(getattr(scenario, option)) for scenario in scenarios} == {True, False}
     assert {len(scenario.moves) for scenario in scenarios} == {0, 1, 2, 4}
     assert {flip.target for scenario in scenarios for flip in scenario.flips} == {"message", "matmul"}

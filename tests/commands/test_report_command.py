@@ -3,14 +3,13 @@
 import importlib
 import json
 import re
-import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_driver import check_refused, run, run_all
+from command_driver import run, run_all
 
 from lightning_recycle import __version__
 from lightning_recycle.commands.report import render_report
@@ -74,21 +73,27 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of the quick experiment, and a sweep with other failures."""
+    """The results of some sweeps."""
     directory = tmp_path_factory.mktemp("sweep")
-    for name in ("results", "out"):  # commands make no folder beside what they are asked for
-        (directory / name).mkdir()
+    quick = ["policy.effort=0", "duration=6h", "seeds=3"]
+    for name in ("results/quick", "out"):  # commands make no folder beside what they are asked for
+        (directory / name).mkdir(parents=True)
     calls = [
-        ["experiment=quick", "output=results/quick"],
+        ["-m", "model=gpt3_medium,gpt3_6_7b", "policy=recycle,merge,oobleck,bamboo", *quick, "schedule=1f1b,planned",
+         "failures=mtbf", "failures.mtbf=6h,2h", "output=results/quick/same"],
+        ["-m", "model=gpt3_medium", "policy=recycle,merge,oobleck,restart", "policy.effort=0", "schedule=planned",
+         "failures=trace", "failures.trace=aws-p3,aws-g4dn", "failures.start=10min", "cluster.price=0.3",
+         "output=results/quick/traces"],
+        ["-m", "model=gpt3_medium,gpt3_6_7b", "policy=recycle,oobleck", "policy.effort=0", "schedule=planned",
+         "failures=fraction", "failures.part=0.01,0.05,0.1", "duration=1h", "seeds=1",
+         "output=results/quick/fractions"],
         ["-m", "model=gpt3_medium", "failures=llama3,rsc1", "failures.repair=1h", "policy=restart", "seeds=2",
          "output=results/others"],
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
-    assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
-    assert "wrote 52 results" in answers[0][1]
-    assert f"To see them as a page: recycle-report {directory}/results/quick -o report.html" in answers[0][1]
+    assert [(code, err) for code, _, err in answers] == [(0, "")] * 4
     assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
-    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[1][1]
+    assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[3][1]
     return directory
 
 
@@ -175,17 +180,6 @@ def test_a_sample_costs_what_the_nodes_cost_while_they_were_up(page: Page, recor
             expected.append(1000 * 0.3 * up / 3600 / (record["throughput"] * record["duration"]))
     assert len(expected) == 8
     assert sorted(page.values("costs", "cost")) == pytest.approx(sorted(expected))
-
-
-def test_the_page_of_an_interrupted_experiment_says_how_much_is_there(folder: Path, tmp_path: Path) -> None:
-    part = tmp_path / "results"
-    shutil.copytree(folder / "results" / "quick", part)
-    for file in sorted(part.rglob("result.json"))[-7:]:
-        file.unlink()
-    assert "45 of 52 results" in run("recycle-report", tmp_path, "results")
-    assert "45 of 52 results (the experiment was interrupted)" in (tmp_path / "report.html").read_text()
-    (part / "experiment.json").write_text("[]")
-    check_refused("recycle-report", tmp_path, [(["results"], "cannot read results/experiment.json")])
 
 
 def test_bands_are_drawn_from_ten_runs_on(tmp_path: Path, records: list[dict[str, Any]]) -> None:

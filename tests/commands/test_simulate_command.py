@@ -1,7 +1,6 @@
-"""``recycle-simulate`` as a user meets it: figures, files, sweeps, experiments, and one line for bad input."""
+"""``recycle-simulate`` as a user meets it: figures, files, sweeps, and one line for bad input."""
 
 import json
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict, fields
@@ -16,7 +15,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from lightning_recycle import __version__
-from lightning_recycle.commands.simulate import model_from, points_of
+from lightning_recycle.commands.simulate import model_from
 from lightning_recycle.simulation import Cluster, FailureRate, Poisson, Restart, available_models, get_model, repeat
 
 pytestmark = pytest.mark.long
@@ -138,7 +137,6 @@ def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
     for arguments in (few, ["-m", *few, "failures.mtbf=1h,2h"], ["--help"], ["--version"]):
         assert "wrote" not in simulate(tmp_path, *arguments)
         assert list(tmp_path.iterdir()) == [], arguments
-    check_refused("recycle-simulate", tmp_path, [(["experiment=quick"], "give output=FOLDER")])
 
 
 def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ def test_help_has_its_own_groups_and_the_comments_of_the_settings(tmp_path: Path
     first, _, *examples = shown.splitlines()[:5]
     assert first.startswith("recycle-simulate: simulate training runs")
     assert all(line.startswith("  recycle-simulate ") for line in examples)
-    for group in ("model", "policy", "failures", "experiment"):
+    for group in ("model", "policy", "failures"):
         assert f"\n  {group}\n" in shown
     assert "\n  * restart          Restart from the newest checkpoint.\n" in shown
     for foreign in ("callbacks", "hydra.", "_target_", "${", "$$"):
@@ -181,51 +179,6 @@ def test_jobs_return_a_number_that_a_sweeper_can_optimize(tmp_path: Path) -> Non
     assert float(line.split()[1]) == pytest.approx(27.58)
 
 
-def test_an_experiment_takes_values_from_the_command_line_and_each_point_can_be_repeated(tmp_path: Path) -> None:
-    # The command line wins over the lines of the experiment: one model and one run where the file has more.
-    arguments = ["experiment=same", "model=gpt3_medium", "model.global_batch=128", "policy=recycle", "policy.effort=0"]
-    arguments += ["schedule=planned", "failures.mtbf=2h", "seeds=2"]
-    out = simulate(tmp_path, *arguments, "output=here")
-    found = result_in(tmp_path / "here" / "same" / "000")
-    assert not (tmp_path / "here" / "same" / "001").exists()
-    assert len(found["runs"]) == 2
-    assert found["policy"]["settings"]["effort"] == 0
-    assert "1/1" in out
-    again = [argument for argument in shlex.split(found["command"])[1:] if not argument.startswith("hydra")]
-    simulate(tmp_path, *again, "output=again")
-    assert result_in(tmp_path / "again")["throughput"] == found["throughput"]
-
-
-def test_an_experiment_on_the_command_line(tmp_path: Path) -> None:
-    lines = "model=gpt3_medium failures=llama3,rsc1 policy=restart,fault_free"
-    simulate(tmp_path, f'+experiment.others=["{lines}"]', "duration=6h", "seeds=2", "output=here")
-    found = [result_in(tmp_path / "here" / "others" / f"{place:03d}") for place in range(4)]
-    expected = [(rate, policy) for rate in ("llama3", "rsc1") for policy in ("restart", "fault_free")]
-    assert [each["command"].split()[2:4] for each in found] == [
-        [f"failures={rate}", f"policy={policy}"] for rate, policy in expected
-    ]
-    assert {each["duration"] for each in found} == {21600.0}
-    assert not any("experiment" in each["command"] for each in found)
-
-
-def test_every_line_of_every_experiment_composes() -> None:
-    with initialize_config_dir(str(CONF), version_base=None):
-        for name in options("experiment"):
-            lines = OmegaConf.to_container(compose("simulate", overrides=[f"experiment={name}"]).experiment)
-            points = points_of(lines)  # type: ignore[arg-type]
-            assert len(set(points)) == len(points)
-            for name in lines:  # type: ignore[union-attr]
-                own = [point for point in points if point.name == name]
-                for point in (own[0], own[-1]):
-                    model_from(compose("simulate", overrides=list(point.overrides)).model)
-
-
-def test_the_paper_experiment_is_all_the_others() -> None:
-    everything = set(composed("experiment=paper")["experiment"])
-    assert everything == set(options("experiment")) - {"paper", "quick", "spot"}
-    assert everything == set(composed("experiment=quick")["experiment"])
-
-
 @pytest.mark.parametrize("group", ["policy", "failures"])
 def test_configuration_names_every_constant_with_the_value_that_the_class_has(group: str) -> None:
     for name in options(group):
@@ -256,7 +209,6 @@ BAD = [
     ),
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
-    (["experiment=mine"], "unknown experiment 'mine': choose one of fractions, paper"),
     (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': did you mean 'failures.mtbf'? Choose one of mtbf, repair"),
     (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
@@ -267,7 +219,6 @@ BAD = [
     (["model.name=mine", "model.throughput=null"], "give model.throughput or model.efficiency"),
     (["duration=long"], "duration='long'"),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
-    (["+experiment.mine=text"], "experiment.mine='text': give a list of lines"),
 ]
 
 

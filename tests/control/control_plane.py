@@ -140,7 +140,7 @@ class ControlPlane:
             grid, self.planner, all_options, start_worker=start, setup=setup, members=of_position, grows=grows
         )
         self.columns = grid.stages * of_position
-        self.started: list[tuple[int, int, int]] = []
+        self.started: list[tuple[int, int]] = []
         self.replacements: list[FakeProcess] = []
         self.grid = grid
         self.clients: list[ThreadClient] = []
@@ -158,8 +158,8 @@ class ControlPlane:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_worker(self, rank: int, incarnation: int, device: int) -> FakeProcess:
-        self.started.append((rank, incarnation, device))
+    def _start_worker(self, rank: int, incarnation: int) -> FakeProcess:
+        self.started.append((rank, incarnation))
         self.replacements.append(FakeProcess())
         return self.replacements[-1]
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from simulated_workers import SimulatedWorker, full_gradient, loss_of
 
-from lightning_recycle.control.journal import JournaledState
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, last_point, stop_point
 from lightning_recycle.control.protocol.state import (
@@ -69,7 +68,6 @@ class Promises:
         self.steps = steps
         self.members = members
         self.full = full_gradient(grid)
-        self.moves: list[tuple[SimulatedWorker, SimulatedWorker]] = []  # the joining worker, and the mover
         self.applied: dict[tuple[int, int], int] = {}  # (column, step) -> gradient
         # (step, the first of two stages) -> the sums of the layers that they share, by the worker that applied them
         self._shared: defaultdict[tuple[int, int], dict[SimulatedWorker, Any]] = defaultdict(dict)
@@ -259,15 +257,6 @@ class Promises:
         self._revivals += 1
         self._is_revived = True
 
-    def on_adoption(self, kept: JournaledState) -> None:
-        """Another coordinator begins from what the workers know: generations and verdicts that none has heard of never
-        were.
-        """
-        self._rosters = {number: roster for number, roster in self._rosters.items() if number <= kept.generation}
-        self._leader = kept.roster.leader
-        newest = -1 if kept.stop_round is None else kept.stop_round.point
-        self._verdicts = {point: agreed for point, agreed in self._verdicts.items() if point <= newest}
-
     def on_all_returned(self, state: MembershipState) -> None:
         """All have returned: what none of them has heard is as if it had not been said."""
         losses, answers = self._known("loss"), self._known("answer")
@@ -339,9 +328,6 @@ class Promises:
             raise Violation(f"generation {message.generation} after {newest}")
         self._is_revived = False
         self._rosters[message.generation] = message.roster
-        for pair in self.moves:
-            if all(self.members.get(worker.rank) is worker and worker.rank in message.roster for worker in pair):
-                raise Violation(f"{pair[0]} enters and {pair[1]} stays, on one device")
         if message.leader not in message.roster:
             raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
         old = self._acting.get((newest, self._leader))
@@ -439,7 +425,7 @@ class Promises:
             # It says how many steps are done. That of a step whose news was still on its way when its coordinator was
             # killed is among them, and not told again: workers keep what they said of their newest two.
             self._completed += [step for step in range(record.step) if step not in self._completed]
-        elif record.kind in ("left", "moved") and record.rank is not None:
+        elif record.kind == "left" and record.rank is not None:
             stage, gone = state.stage_of(record.rank), state.positions.all_members({record.rank})
             holders = {w.rank for w in self.members.values() if w.stage == stage and w.has_state} - gone
             if not state.positions.whole(holders & state.roster.live):
@@ -465,7 +451,7 @@ class Promises:
             or state.generation.pause is not None
             or state.generation.becomes
         )
-        if not busy and state.positions.whole(state.roster.ready - state.roster.moves.keys()):
+        if not busy and state.positions.whole(state.roster.ready):
             raise Violation(f"{sorted(state.roster.ready)} wait to be let in, and nobody is asked to stop")
 
     def on_end(self, outcome: Any, state: MembershipState) -> None:

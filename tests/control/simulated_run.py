@@ -1,8 +1,7 @@
 """A run in a simulated world: the coordinator's state machine, workers, a network, a clock, faults; all from a seed.
 
-``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [loses_file] [plans_late] [layouts]
-[members=2] [quorum] [lanes]`` prints a
-history event by event.
+``python tests/control/simulated_run.py SEED [ends] [stops] [kills] [plans_late] [layouts] [members=2]
+[quorum] [lanes]`` prints a history event by event.
 
 The coordinator's shell is reduced to what the state machine can observe: connections, exits of processes, evictions,
 candidates for empty positions. Each connection keeps its order, with random delays; connections are independent of each
@@ -11,8 +10,7 @@ other directly travels as facts, which arrive at any later time, or never if the
 may be cut, for a while or forever: what they give each other is then held back.
 
 The coordinator itself may be killed, at any moment: between two messages that it takes or sends, and before or after it
-writes something down. Then another one is started from what was written, or from what the workers know, and they
-return to it.
+writes something down. Then another one is started from what was written, and the workers return to it.
 
 What must hold is in :mod:`simulated_promises`, and in the assertions of :mod:`simulated_workers`.
 """
@@ -42,7 +40,7 @@ from simulated_workers import (
 )
 
 from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
-from lightning_recycle.control.journal import JournaledState, Process, adopted_state, journal_entry
+from lightning_recycle.control.journal import JournaledState, Process, journal_entry
 from lightning_recycle.control.options import CoordinatorOptions, HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol import membership, messages
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
@@ -52,13 +50,11 @@ from lightning_recycle.control.protocol.state import (
     EndWanted,
     Evict,
     Failed,
-    Faults,
     GraceElapsed,
     Joined,
     LayoutReady,
     Lost,
     MembershipState,
-    MovePlanned,
     Pair,
     PlanReady,
     Record,
@@ -143,7 +139,6 @@ class Run:
         ends: whether it is told to end at some moment.
         stops: whether workers want to stop training early.
         kills: whether the coordinator is killed.
-        loses_file: whether what it has written down is lost then, if the workers know enough.
         plans_late: whether the last report of a generation is held while its plan is made.
         layouts: whether layers move.
         checks: whether workers check each other's computations in some steps, of which some are wrong.
@@ -162,7 +157,6 @@ class Run:
         ends: bool = False,
         stops: bool = False,
         kills: bool = False,
-        loses_file: bool = False,
         plans_late: bool = False,
         layouts: bool = False,
         checks: bool = False,
@@ -218,7 +212,7 @@ class Run:
         self.facts: dict[Fact, Any] = {}
         self.outcome: Any = None
         self._kills = random.Random(f"kills {seed}")
-        self._with_kills, self._loses_file = kills, loses_file
+        self._with_kills = kills
         self._kills_left = self._kills.choice((1, 1, 1, 2, 3)) if kills else 0
         self._planning = random.Random(f"planning {seed}") if plans_late else None
         self._coordinator_fuse = 0  # actions until it is killed, 0 for never
@@ -800,8 +794,6 @@ class Run:
     def _start_coordinator(self) -> None:
         self._paper.epoch += 1
         self._is_down = False
-        if self._loses_file:
-            self._lose_file()
         self._say(f"coordinator {self._paper.epoch} begins with {self._paper.kept}")
         self._readmission = Readmission(
             self._paper,  # type: ignore[arg-type]
@@ -823,20 +815,6 @@ class Run:
             self._light_coordinators_fuse()
         self._at_coordinator(SILENCE / 8, self._await_return)
         self._end_if_told()
-
-    def _lose_file(self) -> None:
-        """Nothing is left of what was written down but the exceptions; the rest is what the workers know."""
-        written, alive = self._paper.kept, [w for w in self._workers if w.alive and w.process not in self._cut]
-        if written is None or written.over is not None or any(w.deaf > self.now or w.frozen > self.now for w in alive):
-            return  # the run has not begun, or is over, or some will say other things when they return
-        found = adopted_state([self._returned(worker) for worker in alive])
-        if isinstance(found, str) or found[0] is None:
-            return
-        self.met["file lost"] += 1
-        kept, members = found
-        self.promises.on_adoption(kept)
-        self._paper.kept = replace(kept, faults=Faults(raised=written.faults.raised))
-        self._paper.processes = {rank: Process(one.token, 0, "") for rank, one in members.items()}
 
     def _returned(self, worker: SimulatedWorker) -> messages.Returned:
         who = {"pid": 0, "node": "", "token": str(worker.process), "space": "", "run": "a run"}
@@ -946,13 +924,13 @@ class Run:
         self._say(f"{record}")
         self.met[record.kind] += 1
         self.promises.on_record(record, self.state)
-        if record.kind in ("left", "moved", "released") and record.rank is not None:
+        if record.kind in ("left", "released") and record.rank is not None:
             worker = self._connections.pop(record.rank, None)
             if worker is not None:
                 self._post(worker, STOP)
             elif record.kind != "released":  # the siblings of one that is lost may have yet to return
                 raise Violation(f"rank {record.rank} has {record.kind}, and nobody is there")
-        if record.kind in ("left", "moved", "failure", "released"):
+        if record.kind in ("left", "failure", "released"):
             self._at(self.random() * 0.3, self._fill)
 
     def _gone(self, worker: SimulatedWorker, cause: str) -> None:
@@ -978,7 +956,7 @@ class Run:
             self._at(self.random() * 0.3, self._fill)
 
     def _fill(self) -> None:
-        """Starts a process for an empty position, sometimes on the device of a worker that has to move for it."""
+        """Starts a process for an empty position."""
         vacant = [rank for rank in self.state.vacant if rank not in self._connections]
         if self.outcome is not None or self.state.generation.number < 0 or not vacant or not self._spawns_left:
             return
@@ -987,21 +965,7 @@ class Run:
             return
         self._spawns_left -= 1
         rank = self.chance.choice(vacant)
-        movers = (
-            []
-            if self._with_kills or self.members > 1
-            else [  # only a launching process plans moves, and its coordinator ends with it
-                r
-                for r in self.state.roster.ranks
-                if r % self.grid.stages != rank % self.grid.stages and r in self._connections
-            ]
-        )
-        if movers and not self.state.roster.moves and self.random() < 0.3:
-            mover = self._connections[self.chance.choice(movers)]
-            self._handle(MovePlanned(rank, mover.rank))
-            self.promises.moves.append((self._start(rank, joins=True), mover))
-        else:
-            self._start(rank, joins=True)
+        self._start(rank, joins=True)
 
     # ------------------------------------------------------------------ faults
 

@@ -12,7 +12,9 @@ from support.waiting import PATIENCE
 
 from lightning_recycle.control.coordinator.standalone import allow_descriptors
 from lightning_recycle.control.network.addresses import address_from, listen_at, shown
+from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.planning.grid import Grid
 
 
 def _has_ipv6() -> bool:
@@ -23,7 +25,7 @@ def _has_ipv6() -> bool:
     return True
 
 
-GRID = ("--pipelines", "2", "--stages", "1", "--microbatches", "1", "--runs", "1")
+WANTS = RunRequest("fit", Grid(2, 1, 1), microbatches_given=True)
 ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
@@ -99,16 +101,16 @@ def test_all_addresses_are_those_of_ipv4_too() -> None:
 def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None:
     with listen_at(("127.0.0.1", 0), 1) as other:
         place = shown(other.getsockname()) if problem == "in use" else "no-such-machine.invalid:0"
-        _, said = standalone(place, *GRID, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
+        _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
 
 
 @ipv6
 def test_workers_meet_over_ipv6() -> None:
-    with listening(*GRID, listen="[::1]:0") as (_, address):
+    with listening("--runs", "1", listen="[::1]:0") as (_, address):
         assert address[0] == "::1"
-        clients = [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(2)]
+        clients = [ThreadClient(None, address, KEY.encode(), 0.05, wants=WANTS) for _ in range(2)]
         assert sorted(found.rank for found in together(*(c.await_assignment for c in clients))) == [0, 1]
         assert [client.local_host for client in clients] == ["::1", "::1"]
         for client in clients:

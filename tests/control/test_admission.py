@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 
 from lightning_recycle.control.coordinator.admission import Readmission, ReturnStanding
-from lightning_recycle.control.journal import Journal, JournaledState, Process, adopted_state
+from lightning_recycle.control.journal import Journal, JournaledState, Process
 from lightning_recycle.control.options import CoordinatorOptions
 from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import returned_events, returned_order
 from lightning_recycle.control.protocol.messages import (
-    AfterStep,
     EndRun,
     Leave,
     Returned,
-    RunRequest,
-    StopVerdict,
 )
-from lightning_recycle.control.protocol.state import Roster, StopRound
+from lightning_recycle.control.protocol.state import Roster
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.processes import has_ended, process_space
 
@@ -97,39 +94,6 @@ def test_before_the_first_generation_workers_keep_the_positions_that_they_have(t
     assert readmission.judge(state, (2,), returned(journal, 2, generation=-1)) is ReturnStanding.LOST
     assert not readmission.may_place(100.0), "others say first which positions they have"
     assert readmission.may_place(105.0)
-
-
-MEMBERS = [
-    Returned(rank, 1, "a node", f"token {rank}", "", "a run", generation=2, roster=(0, 1, 3), leader=1, resumed=1)
-    for rank in (0, 1, 3)
-]
-
-
-def test_all_members_together_know_what_a_lost_file_said() -> None:
-    behind, stops, joins = MEMBERS
-    behind = replace(behind, generation=1, roster=(0, 1, 2, 3), resumed=0)
-    stops = replace(stops, verdict=StopVerdict(7, False), resumed=2, cuts=(0, 1, 4))
-    joins = replace(joins, incarnation=1, joining=True)
-    before = replace(joins, incarnation=0, joining=False, generation=1)  # it was given up
-    found = adopted_state([behind, joins, before, stops])
-    roster = Roster(frozenset({0, 1, 3}), leader=1, joining=frozenset({3}), newcomers={3: joins.joins_after + 1})
-    expected = JournaledState(2, roster, has_resumed=True, cuts=(0, 1, 4))
-    expected = replace(expected, stop_round=StopRound(7, is_over=True), after_step=AfterStep.STOP)
-    assert found == (expected, {0: behind, 1: stops, 3: joins})
-
-
-def test_what_is_missing_without_the_file_is_said() -> None:
-    assert adopted_state([]) == "they have gone again"
-    assert adopted_state(MEMBERS[1:]) == "the workers of ranks 0 have not returned"
-    assert (
-        adopted_state([replace(MEMBERS[0], generation=0), *MEMBERS[1:]]) == "the workers of ranks 0 have not returned"
-    )
-    first = [replace(one, generation=0, resumed=-1) for one in MEMBERS]
-    replacement = replace(first[0], generation=-1, incarnation=1, joining=True)
-    assert adopted_state([replacement, *first[1:]]) == "the workers of ranks 0 have not returned"
-    starters = [replace(one, generation=-1, wants=RunRequest("fit", GRID, True)) for one in MEMBERS]
-    assert adopted_state(starters) == "some have not returned"
-    assert adopted_state([*starters, replace(starters[0], rank=2)]) == (None, {})
 
 
 def test_a_missing_worker_is_waited_for_like_a_silent_one(tmp_path: Path) -> None:

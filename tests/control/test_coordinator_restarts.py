@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_plane import KEY, PATIENCE, in_thread, listening, standalone, together
@@ -16,7 +17,10 @@ from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR
 from lightning_recycle.control.network.addresses import free_port
+from lightning_recycle.control.protocol.messages import RunRequest
+from lightning_recycle.planning.grid import Grid
 
+WANTS = RunRequest("fit", Grid(2, 2, 1), microbatches_given=True)
 LONG = 100.0  # seconds for what must happen, on whatever machine
 
 
@@ -30,10 +34,9 @@ class Restarted:
         self.clients: list[ThreadClient] = []
 
     def start(self) -> None:
-        grid = ("--pipelines", "2", "--stages", "2", "--microbatches", "1", "--runs", "1")
         listen, state = f"127.0.0.1:{self.address[1]}", str(self.folder / "state.log")
         with (self.folder / "record.txt").open("ab") as record:
-            self.process = standalone(listen, *grid, "--state", state, stderr=record)
+            self.process = standalone(listen, "--runs", "1", "--state", state, stderr=record)
         next_line(self.process)
 
     def kill(self) -> None:
@@ -44,7 +47,8 @@ class Restarted:
         self.process.stdout.close()
 
     def client(self, patience: float = LONG) -> ThreadClient:
-        self.clients.append(ThreadClient(None, self.address, KEY.encode(), 0.05, patience=patience, survives=True))
+        options: Any = {"patience": patience, "survives": True, "wants": WANTS}
+        self.clients.append(ThreadClient(None, self.address, KEY.encode(), 0.05, **options))
         return self.clients[-1]
 
     @property
@@ -114,14 +118,13 @@ def test_a_worker_gives_up_a_coordinator_that_does_not_come_back(coordinator: Re
 # ---------------------------------------------------------------------- merely stopped, it is waited for
 
 
-OPTIONS = ("--pipelines", "2", "--stages", "2", "--microbatches", "1", "--runs", "1")
 STOPPED = 2.0  # seconds
 QUIET = 3.0  # seconds of silence until workers give a coordinator up
 
 
 def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
     """Four workers after their first step."""
-    clients = [ThreadClient(None, address, KEY.encode(), 0.05) for _ in range(4)]
+    clients = [ThreadClient(None, address, KEY.encode(), 0.05, wants=WANTS) for _ in range(4)]
     assert sorted(found.rank for found in together(*(client.await_assignment for client in clients))) == [0, 1, 2, 3]
     members = [Member(client, 2) for client in clients]
     together(*(member.join for member in members))
@@ -130,7 +133,7 @@ def begun(address: tuple[str, int]) -> tuple[list[ThreadClient], list[Member]]:
 
 
 def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large_message() -> None:
-    with listening(*OPTIONS) as (process, address):
+    with listening("--runs", "1") as (process, address):
         clients, members = begun(address)
         process.send_signal(signal.SIGSTOP)
         large = os.urandom(30_000_000)  # more than both buffers
@@ -149,7 +152,7 @@ def test_workers_outlive_a_stop_of_the_coordinator_even_in_the_middle_of_a_large
 
 
 def test_workers_give_up_a_coordinator_that_stays_silent_for_longer_than_its_timeout() -> None:
-    with listening(*OPTIONS, "--coordinator-timeout", str(QUIET)) as (process, address):
+    with listening("--runs", "1", "--coordinator-timeout", str(QUIET)) as (process, address):
         clients, members = begun(address)
         process.send_signal(signal.SIGSTOP)
         time.sleep(QUIET / 4)

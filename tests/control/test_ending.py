@@ -12,38 +12,10 @@ def losses(step: int) -> list[m.Losses]:
     return [m.Losses(1, step, {0: 1.0, 2: 1.0}), m.Losses(3, step, {1: 1.0, 3: 1.0})]
 
 
-def arrivals(*ranks: int, name: str = s.ENDED) -> list[m.Arrive]:
-    return [m.Arrive(rank, 0, name, None) for rank in ranks]
-
-
-def test_all_are_told_with_the_loss_of_a_step_that_it_is_the_last() -> None:
-    _, commands = feed(running(), *losses(0), s.EndWanted(), *losses(1), *losses(2))
-    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END), (2, END)]
-
-
-def test_a_failure_in_the_last_step_does_not_change_which_one_is_the_last() -> None:
-    before = [*losses(0), s.EndWanted(), *losses(1), s.Lost(3, "gone"), *reports((0, 1, 2), 1)]
-    _, commands = feed(running(), *before, m.Losses(1, 1, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}))
-    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END)]
-
-
-def test_it_ends_when_all_live_workers_have_saved() -> None:
-    state, commands = feed(running(), s.EndWanted(), *arrivals(0, 1, 2))
-    assert state.outcome is None
-    assert not messages(commands, m.Answer)
-    assert feed(state, *arrivals(3))[0].outcome == s.Ended()
-    assert feed(state, s.Lost(3, "gone"))[0].outcome == s.Ended()
-
-
 def test_before_the_first_generation_there_is_nothing_to_save() -> None:
     state, commands = feed(s.initial_state(GRID), s.Joined(0), s.EndWanted())
     assert (state.outcome, commands) == (s.Ended(), [s.Ended()])
     assert m.StopReason.of(state.outcome) is m.StopReason.ENDED
-
-
-def test_a_worker_whose_job_is_about_to_end_ends_the_run_for_all() -> None:
-    _, commands = feed(running(), *losses(0), m.EndRun(2), *losses(1))
-    assert [(told.step, told.after_step) for told in messages(commands, m.StepLoss)] == [(0, GO_ON), (1, END)]
 
 
 def test_it_ends_after_the_first_step_if_all_are_told_before() -> None:
@@ -60,8 +32,3 @@ def test_the_run_ends_once_all_leave_with_it() -> None:
     assert feed(state, m.Leave(3, with_run=True))[0].steps.after_step is END
     assert feed(state, s.Lost(3, "gone"))[0].steps.after_step is END
     assert feed(state, m.Leave(3))[0].steps.after_step is GO_ON  # one goes on until somebody replaces it
-
-
-def test_the_last_holders_stay_if_they_do_not_leave_with_the_run() -> None:
-    state, _ = feed(running(), *(m.Leave(rank) for rank in ALL))
-    assert state.steps.after_step is GO_ON

@@ -12,12 +12,9 @@ from membership_feed import (
     ALL,
     GRID,
     all_losses,
-    applied,
-    dummy,
     feed,
     given,
     messages,
-    records,
     report,
     reports,
     running,
@@ -33,7 +30,6 @@ from lightning_recycle.control.protocol.fault_attribution import (
     judge_exception,
     remember_exception,
 )
-from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.messages import OUTSIDE, Adoption, Decision
 from lightning_recycle.control.protocol.state import Pair, Remembered
 
@@ -110,31 +106,6 @@ def test_the_worker_is_evicted_and_the_cause_names_the_exception_and_the_work() 
     assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
 
 
-def test_a_peer_that_raises_at_the_same_work_is_told_that_it_is_the_users_own() -> None:
-    state, _ = feed(running(), raised(2, step=0), s.Lost(2, ""), *reports((0, 1, 3), 1))
-    state, commands = feed(state, raised(0, 1, step=0))
-    assert commands == [s.Send((0,), m.Judged(1, own=True))]
-    _state, commands = feed(state, dummy(m.Crash, rank=0))
-    assert isinstance(commands[0], s.Crashed)
-
-
-def test_the_last_holder_of_a_stage_does_the_work_again_in_a_new_generation_of_the_same_workers() -> None:
-    state, _ = feed(running(), s.Lost(2, "gone"), *reports((0, 1, 3), 1))
-    state, commands = feed(state, raised(0, 1, step=0))
-    assert commands[0] == s.Send((0,), m.Judged(1, own=False))
-    assert records(commands, "retried")[0].rank == 0
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
-    given(state).when(*reports((0, 1, 3), 2), raised(0, 2, step=0)).then(m.Judged(2, own=True))
-
-
-def test_a_worker_that_raised_before_it_saw_a_new_generation_needs_no_other() -> None:
-    state, _ = feed(running(), s.Lost(2, "gone"))
-    assert state.generation.number == 1
-    _state, commands = feed(state, raised(0, 0, step=0))
-    assert messages(commands, m.Judged) == [m.Judged(0, own=False)]
-    assert messages(commands, m.Regroup) == []
-
-
 def test_before_the_workers_have_met_an_exception_is_the_users_own() -> None:
     given(s.initial_state(GRID), *map(s.Joined, ALL)).when(raised(2, 0)).then(m.Judged(0, own=True))
 
@@ -152,21 +123,6 @@ def disturb(state: s.MembershipState) -> tuple[s.MembershipState, list[s.Command
     return state, commands
 
 
-def test_a_broken_connection_is_given_time_for_a_death_to_explain_it() -> None:
-    state = running()
-    assert transition(state, m.Broken(0, 0, "reset")) == (state, (s.StartGrace(0, "worker (0, 0): reset"),))
-    state, _ = feed(state, m.Broken(0, 0, "reset"), s.Lost(1, "the reason"), *reports((0, 2, 3), 1))
-    assert transition(state, s.GraceElapsed(0, "reset")) == (state, ())
-
-
-def test_without_a_death_the_same_workers_regroup() -> None:
-    state, commands = disturb(running())
-    assert commands[0] == s.StartGrace(0, "worker (0, 0): connection reset")
-    assert messages(commands, m.Regroup) == [m.Regroup(1, ALL, 1, check_links=True)]
-    assert records(commands, "disturbance") == [s.Record("disturbance", 0, None, {"cause": "reset"})]
-    assert (state.generation.regrouping, state.faults.disturbances) == (False, 1)
-
-
 def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() -> None:
     state = running()
     for _ in range(MAX_DISTURBANCES):
@@ -178,38 +134,7 @@ def test_disturbances_in_a_row_are_given_up_with_an_error_that_names_the_step() 
     assert "reach each other" not in state.outcome.reason
 
 
-@pytest.mark.parametrize("relief", ["a committed step", "a loss"])
-def test_disturbances_are_forgotten_after(relief: str) -> None:
-    state = running()
-    for _ in range(MAX_DISTURBANCES):
-        state, _ = disturb(state)
-    if relief == "a loss":
-        state, _ = feed(state, s.Lost(3, "gone"), *reports((0, 1, 2), state.generation.number + 1))
-    else:
-        state, _ = feed(state, *applied(ALL, 0))
-    state, _ = disturb(state)
-    assert state.outcome is None
-
-
 # ---------------------------------------------------------------------- live workers that cannot reach each other
-
-
-def test_after_a_loss_nobody_checks_its_links() -> None:
-    state, _ = disturb(running())
-    given(state).when(s.Lost(3, "gone")).then(m.Regroup(2, (0, 1, 2), 1))
-
-
-@pytest.mark.parametrize("who_says_it", [[(0, 2)], [(2, 0)], [(0, 2), (2, 0)]], ids=["one", "the other", "both"])
-def test_one_of_two_that_still_cannot_reach_each_other_is_evicted(who_says_it: list[tuple[int, int]]) -> None:
-    state, _ = disturb(running())
-    said = [m.Broken(rank, 1, "no connection", (other,)) for rank, other in who_says_it]
-    state, commands = feed(state, *said)
-    assert commands == [s.StartGrace(1, f"worker {divmod(rank, 2)}: no connection") for rank, _ in who_says_it]
-    state, commands = feed(state, s.GraceElapsed(1, "reset"))
-    assert commands == [s.Evict(2, "it and worker (0, 0) cannot reach each other")]
-    state, commands = feed(state, s.Lost(2, "it and worker (0, 0) cannot reach each other"))
-    assert messages(commands, m.Regroup) == [m.Regroup(2, (0, 1, 3), 1)]
-    assert (state.faults.disturbances, state.generation.broken_pairs) == (0, frozenset())
 
 
 def test_a_worker_that_reaches_nobody_is_evicted_for_all_of_them() -> None:
@@ -227,25 +152,6 @@ def test_who_alone_has_what_the_others_need_stays() -> None:
     assert messages(commands, m.Resume)[0].decision == Decision(1, frozenset({1}), (Adoption(0, 0, 2),))
     _, commands = feed(state, m.Broken(0, 1, "no connection", (2,)), s.GraceElapsed(1, "reset"))
     assert commands[-1:] == [s.Evict(0, "it and worker (1, 0) cannot reach each other")]
-
-
-def test_a_death_explains_what_could_not_be_reached() -> None:
-    state, _ = disturb(running())
-    state, _ = feed(state, m.Broken(0, 1, "no connection", (2,)), s.Lost(2, "its machine is gone"))
-    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
-    state, _ = feed(state, *reports((0, 1, 3), 2))
-    assert transition(state, m.Broken(0, 1, "no connection", (2,))) == (state, ())
-    assert transition(state, s.GraceElapsed(1, "reset")) == (state, ())
-
-
-def test_what_was_unreachable_is_forgotten_in_the_next_generation() -> None:
-    state, _ = disturb(running_without_3())
-    state, commands = feed(state, m.Broken(1, 2, "no connection", (0, 2)), s.GraceElapsed(2, "reset"))
-    pairs = (((0, 0), (0, 1)), ((0, 1), (1, 0)))
-    assert records(commands, "disturbance") == [
-        s.Record("disturbance", 0, None, {"cause": "reset", "broken_pairs": pairs})
-    ]
-    assert state.generation.broken_pairs == frozenset()
 
 
 def test_where_no_eviction_helps_the_error_names_the_workers() -> None:
@@ -306,10 +212,6 @@ def test_on_two_pipelines_of_two_stages(pairs: list[Pair], leader: int, evicted:
     assert choose_evictions(pairs, SQUARE, leader) == evicted
 
 
-def test_who_is_in_most_pairs_goes_even_if_it_is_the_leader() -> None:
-    assert choose_evictions([(0, 1), (1, 2), (1, 3)], SQUARE, leader=1) == (1,)
-
-
 def test_the_last_holder_of_a_stage_stays() -> None:
     assert choose_evictions([(0, 1)], [(0,), (1, 3)], leader=1) == (1,)
     assert choose_evictions([(0, 1)], [(0, 2), (1,)], leader=3) == (0,)
@@ -319,15 +221,6 @@ def test_the_last_holder_of_a_stage_stays() -> None:
 def test_who_joins_and_holds_nothing_yet_goes_first() -> None:
     assert choose_evictions([(0, 2)], [(2,), (1, 3)], leader=1) == (0,)
     assert choose_evictions([(0, 3)], [(2, 3), (1,)], leader=1) == (0,)
-
-
-@pytest.mark.parametrize("leader", range(4))
-def test_every_case_of_two_pipelines_of_two_stages(leader: int) -> None:
-    links = list(combinations(range(4), 2))
-    for broken in product((False, True), repeat=len(links)):
-        pairs = [pair for pair, is_broken in zip(links, broken, strict=True) if is_broken]
-        for holders in (SQUARE, [(0,), (1, 3)], [(0, 2), (3,)], [(2,), (1,)]):
-            check(pairs, holders, leader)
 
 
 @pytest.mark.parametrize(("pipelines", "stages"), [(2, 3), (3, 2), (3, 3), (4, 2), (8, 1)])

@@ -72,12 +72,6 @@ def test_a_file_that_was_removed_is_written_anew(tmp_path: Path) -> None:
     assert (Journal(path, KEY).kept, Journal(path, KEY).run) == (KEPT, journal.run)
 
 
-def test_a_run_of_which_the_file_knew_nothing_is_in_it_from_then_on(tmp_path: Path) -> None:
-    Journal(tmp_path / "state", KEY).adopt("a run", KEPT, HOLDERS)
-    second = Journal(tmp_path / "state", KEY)
-    assert (second.run, second.kept, second.processes, second.is_continued) == ("a run", KEPT, HOLDERS, True)
-
-
 def test_what_was_written_for_another_run_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "state"
     Journal(path, KEY).write(KEPT, HOLDERS)

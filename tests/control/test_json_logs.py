@@ -64,8 +64,7 @@ def test_a_file_of_the_user_s_own_stays_as_it_is(tmp_path: Any) -> None:
 
 def test_another_format_is_an_error_that_names_the_choices() -> None:
     environment = {**os.environ, "RECYCLE_LOG": "xml"}
-    arguments = ["--listen", "127.0.0.1:0", "--pipelines", "1", "--stages", "1", "--microbatches", "1"]
-    command = [*COORDINATOR, *arguments]
+    command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (
         2,

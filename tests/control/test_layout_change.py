@@ -19,22 +19,10 @@ def under_way() -> s.MembershipState:
     return state
 
 
-def test_it_begins_at_the_next_step_boundary() -> None:
-    _, commands = feed(running(), s.LayoutReady(ALL, CUTS))
-    assert messages(commands, m.Pause)
-
-
 def test_all_may_want_the_same() -> None:
     state, first = feed(running(), m.LayoutWanted(0, CUTS))
     assert messages(first, m.Pause)
     assert feed(state, *(m.LayoutWanted(rank, CUTS) for rank in ALL)) == (state, [])
-
-
-def test_a_wish_while_workers_stop_at_a_boundary_is_kept() -> None:
-    state, _ = feed(running(), m.Ready(0), m.Leave(3))
-    assert state.generation.pause is not None
-    state, _ = feed(state, s.LayoutReady(ALL, CUTS))
-    assert state.layout.wanted is not None
 
 
 def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers_only() -> None:
@@ -45,22 +33,6 @@ def test_a_user_wants_a_layout_also_after_a_loss_and_the_planner_for_its_workers
     assert messages(commands, m.Pause)
     state, _ = feed(running(), s.LayoutReady(ALL, CUTS), s.Lost(3, "killed"))
     assert state.layout.wanted is None
-
-
-def test_it_is_decided_when_all_hold_their_layers() -> None:
-    state, commands = feed(under_way(), *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL))
-    (record,) = records(commands, "layers_moved")
-    assert record.details["cuts"] == CUTS
-    assert (state.layout.cuts, state.generation.becomes, state.generation.number) == (CUTS, (), 2)
-
-
-def test_layers_of_another_generation_do_not_count() -> None:
-    state, _ = feed(
-        under_way(),
-        *(m.Reached(rank, 1, m.Milestone.LAYERS_HELD) for rank in ALL[:-1]),
-        m.Reached(ALL[-1], 0, m.Milestone.LAYERS_HELD),
-    )
-    assert (state.layout.cuts, state.generation.becomes) == ((), CUTS)
 
 
 def test_a_move_that_breaks_connections_is_given_up() -> None:

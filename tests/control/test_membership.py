@@ -12,7 +12,6 @@ from membership_feed import (
     commits,
     dummy,
     feed,
-    given,
     messages,
     records,
     report,
@@ -24,121 +23,7 @@ from membership_feed import (
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
-from lightning_recycle.control.protocol.messages import Adoption, Decision
 from lightning_recycle.control.protocol.recovery import with_leader
-
-# ---------------------------------------------------------------------- start
-
-
-def test_the_first_generation_begins_when_the_last_worker_has_joined() -> None:
-    state, commands = feed(s.initial_state(GRID), s.Joined(2), s.Joined(0), s.Joined(3))
-    assert (state.generation.number, commands) == (-1, [])
-    state, commands = feed(state, s.Joined(1))
-    assert commands == [s.Send(ALL, m.Regroup(0, ALL, 1))]
-    assert state.generation.regrouping
-
-
-def test_a_worker_lost_during_the_start_is_left_out_of_the_first_generation() -> None:
-    _state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Joined(1), s.Joined(2), s.Lost(3, "import failed"))
-    assert messages(commands, m.Regroup) == [m.Regroup(0, (0, 1, 2), 1)]
-    assert records(commands, "failure") == [s.Record("failure", 0, 3, {"cause": "import failed"})]
-
-
-def test_a_worker_lost_after_it_joined_does_not_count_as_joined() -> None:
-    state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Joined(3), s.Lost(3, "gone"), s.Joined(1))
-    assert messages(commands, m.Regroup) == []
-    state, commands = feed(state, s.Joined(2))
-    assert commands == [s.Send((0, 1, 2), m.Regroup(0, (0, 1, 2), 1))]
-
-
-def test_the_run_begins_with_those_that_are_there_once_each_stage_has_enough_and_no_other_is_expected() -> None:
-    state, commands = feed(s.initial_state(GRID), s.Joined(2), s.StartDue(frozenset({0, 1, 3}), least=1))
-    assert commands == [], "stage 1 has no worker"
-    state, commands = feed(state, s.Joined(3), s.StartDue(frozenset({0, 1}), least=2))
-    assert commands == [], "two of each stage are wanted"
-    state, commands = feed(state, s.StartDue(frozenset({0, 1}), least=1))
-    assert commands == [s.Send((2, 3), m.Regroup(0, (2, 3), 3))], "the leader is one that is there"
-    assert state.vacant == (0, 1)
-    assert state.roster.causes == {}, "nobody has failed"
-
-
-def test_a_run_that_has_begun_is_not_begun_again() -> None:
-    before = running_without_3()
-    assert feed(before, s.StartDue(frozenset(ALL), least=1)) == (before, [])
-
-
-def test_the_first_resume_starts_at_step_0_and_nobody_has_anything_to_do() -> None:
-    state, commands = feed(s.initial_state(GRID), *map(s.Joined, ALL), *reports((3, 1, 0), 0))
-    assert messages(commands, m.Resume) == []
-    state, commands = feed(state, report(2, 0))
-    (resume,) = messages(commands, m.Resume)
-    assert resume == m.Resume(0, ALL, resume.decision, None, {})
-    assert resume.decision == Decision(0, frozenset(), ())
-    assert [record.kind for record in records(commands, "resumed")] == ["resumed"]
-
-
-# ---------------------------------------------------------------------- losses
-
-
-def test_a_loss_while_running_tells_all_survivors_to_regroup_in_the_next_generation() -> None:
-    state, commands = feed(running(), s.Lost(2, "killed by SIGKILL"))
-    assert messages(commands, m.Regroup) == [m.Regroup(1, (0, 1, 3), 1)]
-    assert [c.ranks for c in commands if isinstance(c, s.Send)] == [(0, 1, 3)]
-    assert records(commands, "failure") == [s.Record("failure", 0, 2, {"cause": "killed by SIGKILL"})]
-    assert state.generation.regrouping
-
-
-def test_survivors_hear_of_a_loss_before_they_hear_what_it_settles() -> None:
-    """Else a coordinator that dies between the two, and whose file is lost, would count the lost worker as live."""
-    state, _ = feed(running(), *(m.StopWish(rank, 6, True) for rank in (0, 1, 2)))
-    _, commands = feed(state, s.Lost(3, "silent"))
-    sent = [type(command.message) for command in commands if isinstance(command, s.Send)]
-    assert sent == [m.Regroup, m.StopVerdict]
-
-
-def test_a_worker_that_is_past_a_point_is_past_all_points_before_it() -> None:
-    """It heard of the point where a lost worker wanted to stop, and answers after another round has begun."""
-    state, _ = feed(running(), m.StopWish(2, 6, True), s.Lost(2, "killed"))
-    given(state, m.StopWish(3, 5, True)).when(m.StopWish(0, 6, False)).then(m.StopVerdict(5, False))
-
-
-def test_survivors_resume_together_with_what_the_decision_says() -> None:
-    state, _ = feed(running(), all_losses(0), s.Lost(3, "gone"))
-    state, commands = feed(state, report(0, 1, 0, True), report(1, 1, 0, True))
-    assert messages(commands, m.Resume) == []
-    state, commands = feed(state, report(2, 1, 0, False))
-    (sent,) = [c for c in commands if isinstance(c, s.Send)]
-    assert sent.ranks == (0, 1, 2)
-    assert (sent.message.generation, sent.message.roster) == (1, (0, 1, 2))
-    assert sent.message.decision == Decision(1, frozenset(), (Adoption(0, 0, 0),))
-    assert sent.message.commits == {0: "commit of 0", 1: "commit of 1"}
-    assert state.steps.version == 0, "a step is complete when it is applied, not when it could be"
-
-
-@pytest.mark.parametrize("stage_1", [report(1, 2, 0, True), report(1, 2, 1)], ids=["reduced", "applied"])
-def test_a_roll_forward_after_a_commit_brings_the_payloads_of_all_stages(stage_1: m.Report) -> None:
-    """A second loss interrupts it when stage 1 has applied step 0 or not, and stage 0 has not."""
-    state, _ = feed(running(), all_losses(0), *commits(ALL, 0, 0), s.Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
-    state, commands = feed(state, s.Lost(2, "second"), report(0, 2, 0, True), stage_1)
-    (resume,) = messages(commands, m.Resume)
-    assert resume.decision.version == 1
-    assert resume.commits == {0: "payload of 0", 1: "payload of 1"}
-
-
-def test_a_roll_forward_without_a_commit_brings_the_payload_of_a_stage_that_has_already_applied() -> None:
-    """The commit was not answered; the reports of the first regroup brought the payloads."""
-    state, _ = feed(running(), all_losses(0), s.Lost(3, "first"), *reports((0, 1, 2), 1, 0, True))
-    state, commands = feed(state, s.Lost(2, "second"), report(0, 2, 0, True), report(1, 2, 1))
-    (resume,) = messages(commands, m.Resume)
-    assert resume.decision.version == 1
-    assert set(resume.commits) == {0, 1}, "worker 0 steps without the norm of stage 1"
-
-
-def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
-    state, _ = feed(running(), m.Losses(1, 0, {0: 0.5, 2: 0.5}), m.Losses(3, 0, {1: 0.5}), s.Lost(0, "gone"))
-    state, commands = feed(state, m.Losses(3, 0, {3: 0.5}), *reports((1, 2, 3), 1, 0, True))
-    assert messages(commands, m.Resume)[0].decision.version == 1
-
 
 # ---------------------------------------------------------------------- what is over
 
@@ -149,10 +34,11 @@ def test_a_report_counts_the_losses_that_were_told_before_it() -> None:
         report(0, 0), m.Commit(0, 0, 0, None), m.Broken(0, 0, "reset"), s.GraceElapsed(0, "reset"), report(3, 1),
         m.Commit(3, 1, 0, None), m.Applied(3, 0, {}), m.Losses(3, 0, {0: 1.0}), m.Arrive(3, 0, "barrier", None),
         m.Broken(3, 1, "reset"), dummy(m.Crash, rank=3), s.Joined(3), s.Lost(3, "again"),
+        s.StartDue(frozenset(ALL), least=1),
     ],
     ids=repr,
 )  # fmt: skip
-def test_messages_of_a_past_generation_or_a_lost_worker_change_nothing(stale: s.MembershipEvent) -> None:
+def test_what_is_over_or_of_a_lost_worker_changes_nothing(stale: s.MembershipEvent) -> None:
     state = running_without_3()
     assert transition(state, stale) == (state, ())
 
@@ -174,50 +60,7 @@ def test_messages_that_arrive_a_second_time_change_nothing(again: s.MembershipEv
     assert transition(state, again) == (state, ())
 
 
-@pytest.mark.parametrize(
-    "early", [m.Commit(0, 1, 0, None), s.GraceElapsed(1, "reset"), m.Broken(0, 1, "reset")], ids=repr
-)
-def test_a_regroup_listens_to_reports_only(early: s.MembershipEvent) -> None:
-    state, _ = feed(running(), s.Lost(3, "gone"))
-    assert transition(state, early) == (state, ())
-
-
-def test_nothing_happens_after_the_outcome() -> None:
-    state, _ = feed(running(), m.Crash(1, False, "ValueError: x", None, ""))
-    for event in (
-        s.Lost(0, "x"),
-        *commits((0,), 0, 0),
-        m.Arrive(0, 0, "b", None),
-        s.GraceElapsed(0, "reset"),
-        s.Joined(1),
-    ):
-        assert transition(state, event) == (state, ())
-
-
 # ---------------------------------------------------------------------- the commit
-
-
-def test_a_commit_is_answered_when_all_live_workers_are_there_with_one_payload_per_stage() -> None:
-    state, commands = feed(running(), *commits((3, 0, 1), 0, 0))
-    assert commands == []
-    state, commands = feed(state, *commits((2,), 0, 0))
-    assert commands == [s.Send(ALL, m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}))]
-    assert state.generation.commits == {}
-
-
-@pytest.mark.parametrize("who", [(), (2,), (0, 2)])
-def test_all_learn_whether_somebody_has_made_a_speculative_step(who: tuple[int, ...]) -> None:
-    events = [m.Commit(rank, 0, 0, f"payload of {rank}", speculative=rank in who) for rank in range(4)]
-    given(running()).when(*events).then(m.Committed(0, 0, {0: "payload of 0", 1: "payload of 1"}, bool(who)))
-
-
-def test_a_wrong_speculation_begins_a_generation_with_the_same_workers_once() -> None:
-    state, commands = feed(running(), *commits((0, 1, 2, 3), 0, 0), m.Undo(2, 0, 0), m.Undo(1, 0, 0))
-    assert [(r.generation, r.roster) for r in messages(commands, m.Regroup)] == [(1, (0, 1, 2, 3))]
-    assert records(commands, "undone") == [s.Record("undone", 0)]
-    assert state.faults.disturbances == 0
-    _, commands = feed(state, *reports((0, 1, 2, 3), 1), m.Undo(1, 0, 0))
-    assert not messages(commands, m.Regroup)
 
 
 def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> None:
@@ -228,12 +71,6 @@ def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> 
 
 
 # ---------------------------------------------------------------------- steps and losses
-
-
-def test_a_step_is_completed_by_the_death_of_the_one_that_has_not_applied_it() -> None:
-    state, _ = feed(running(), *applied((0, 1, 2), 0))
-    state, commands = feed(state, s.Lost(3, "gone"))
-    assert records(commands, "step") == [s.Record("step", 0)]
 
 
 def holds(rank: int, everywhere: dict[str, float], stage: dict[str, float], step: int = 0) -> m.Applied:
@@ -286,12 +123,6 @@ def test_the_oldest_are_right_and_newcomers_that_differ_are_dismissed(
         assert re.search(r"rate is 1 on worker .* and 2 on", record.details["cause"])
 
 
-def test_a_newcomer_that_is_alone_with_its_stage_ends_the_run_if_it_differs() -> None:
-    state, _ = feed(running().with_roster(newcomers={2: 0}), s.Lost(0, "gone"), *reports((1, 2, 3), 1))
-    state, _ = feed(state, *(holds(rank, {"epoch": rank == 2}, {}) for rank in (1, 2, 3)))
-    assert isinstance(state.outcome, s.Failed)
-
-
 def test_a_newcomer_that_is_no_copy_is_dismissed_and_the_second_is_the_last_of_its_position() -> None:
     state = running().with_roster(newcomers={3: 0})
     state, commands = feed(state, m.Differs(2, 4, "its weights differ"))
@@ -323,20 +154,6 @@ def test_the_loss_is_the_mean_over_all_microbatches_and_is_told_to_all_once() ->
 
 
 # ---------------------------------------------------------------------- control collectives
-
-
-def test_a_collective_is_answered_to_all_live_workers_with_all_payloads() -> None:
-    state, commands = feed(running(), *(m.Arrive(rank, 0, "barrier", rank * 10) for rank in (2, 0, 3)))
-    assert commands == []
-    state, commands = feed(state, m.Arrive(1, 0, "barrier", 10))
-    assert commands == [s.Send(ALL, m.Answer(0, {0: 0, 1: 10, 2: 20, 3: 30}, 1, m.SaveStatus((0, 1), 0)))]
-    assert state.collectives.open == {}
-
-
-def test_a_collective_before_the_first_generation_is_answered_too() -> None:
-    given(s.initial_state(GRID)).when(*(m.Arrive(rank, 0, "setup", None) for rank in ALL)).then(
-        m.Answer(0, dict.fromkeys(ALL), 1, m.SaveStatus((0, 1)))
-    )
 
 
 def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_names() -> None:
@@ -373,40 +190,12 @@ def test_nobody_is_missed_who_has_arrived_or_where_nobody_waits() -> None:
 # ---------------------------------------------------------------------- the end
 
 
-def test_a_result_without_a_stage_is_asked_for_again() -> None:
-    """Worker 1 spoke for stage 1 and died: nobody else brought that stage's part."""
-    state, _ = feed(
-        running(), m.Arrive(0, 0, s.RESULT, "a"), m.Arrive(1, 0, s.RESULT, "b"), m.Arrive(2, 0, s.RESULT, None)
-    )
-    state, _ = feed(state, s.Lost(1, "gone"))
-    state, commands = feed(state, *reports((0, 2, 3), 1), m.Arrive(3, 0, s.RESULT, None))
-    assert messages(commands, m.Answer) == [m.Answer(0, {0: True, 2: False, 3: False}, 3, m.SaveStatus((0, 3), 1))]
-    assert state.outcome is None
-    state, commands = feed(state, *(m.Arrive(r, 1, s.RESULT, value) for r, value in ((0, "a"), (2, None), (3, "b"))))
-    assert commands[-1] == s.Finished({0: "a", 3: "b"})
-
-
-def test_a_loss_that_completes_the_results_ends_the_run_and_begins_nothing_new() -> None:
-    """A worker that regrouped now would wait for reports that nobody sends any more."""
-    state, _ = feed(
-        running(), m.Arrive(0, 0, s.RESULT, "a"), m.Arrive(1, 0, s.RESULT, "b"), m.Arrive(2, 0, s.RESULT, None)
-    )
-    state, commands = feed(state, s.Lost(3, "gone"))
-    assert state.outcome == s.Finished({0: "a", 1: "b"})
-    assert messages(commands, m.Regroup) == []
-
-
 def test_losing_the_last_replica_of_a_stage_ends_the_run_and_names_stage_and_causes() -> None:
     state, commands = feed(running(), s.Lost(1, "killed by SIGKILL"), *reports((0, 2, 3), 1), s.Lost(0, "unrelated"))
     state, commands = feed(state, s.Lost(3, "it was silent"))
     assert commands[-1] == s.StageLost(1, {1: "killed by SIGKILL", 3: "it was silent"})
     assert messages(commands, m.Regroup) == []
     assert len(records(commands, "stage_lost")) == 1
-
-
-def test_a_stage_can_be_lost_before_training_begins() -> None:
-    _state, commands = feed(s.initial_state(GRID), s.Joined(0), s.Lost(1, "a"), s.Lost(3, "b"))
-    assert commands[-1] == s.StageLost(1, {1: "a", 3: "b"})
 
 
 # ---------------------------------------------------------------------- leaders

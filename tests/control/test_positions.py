@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from membership_feed import feed
 
 from lightning_recycle.control.coordinator.failure_detector import DetectionState, Sign, WorkerSigns, review
-from lightning_recycle.control.options import Overrides, difference, settle
+from lightning_recycle.control.options import difference, settle
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.messages import WorkerStatus
-from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 
 GRID = Grid(2, 1, 1)  # with two members, ranks 0 and 1 are position (0, 0), ranks 2 and 3 position (1, 0)
@@ -107,13 +106,8 @@ def test_a_worker_is_given_up_while_all_members_of_another_position_are_well(
 
 def test_the_workers_say_how_many_processes_a_position_has() -> None:
     wants = m.RunRequest("fit", GRID, True, members=2)
-    terms = settle(Overrides(), wants)
+    terms = settle({}, wants)
     assert (terms.members, terms.num_workers) == (2, 4)
-    assert settle(Overrides(members=2), wants).members == 2
-    with pytest.raises(ConfigurationError, match="wants 2 processes for each position, the coordinator has 3"):
-        settle(Overrides(members=3), wants)
-    other = difference(Overrides(), terms, m.RunRequest("fit", GRID, True))
+    other = difference({}, terms, m.RunRequest("fit", GRID, True))
     assert other is not None
-    assert "wants 1 processes for each position, the run has 2" in other.why
-    with pytest.raises(ConfigurationError, match="processes_per_position"):
-        Overrides(members=-1).check()
+    assert "The number of processes of a position is 1 in this script, and 2 in the run" in other.why

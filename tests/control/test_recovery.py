@@ -75,18 +75,6 @@ def test_committed_version_is_what_the_slowest_stage_can_reach(grid: Grid) -> No
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_ahead_are_the_stages_that_have_done_their_part_of_the_step_that_runs_again(grid: Grid) -> None:
-    seen = set()
-    for statuses in reachable_statuses(grid):
-        decision = decide(statuses)
-        ahead = {stage for stage in range(grid.stages) if best_version(statuses, stage) == decision.version + 1}
-        assert decision.ahead == ahead, statuses
-        assert len(ahead) < grid.stages, "if all were ahead the step would be committed"
-        seen |= ahead
-    assert seen == (set(range(grid.stages)) if grid.stages > 1 else set())
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
     adoptions = 0
     for statuses in reachable_statuses(grid):
@@ -95,14 +83,6 @@ def test_donors_hold_the_gradient_that_they_give(grid: Grid) -> None:
             assert statuses[adoption.donor].column == adoption.column
             assert holds(statuses[adoption.donor], adoption.step), (adoption, statuses)
     assert (adoptions > 0) == (grid.pipelines > 1)
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_nobody_adopts_what_everybody_has(grid: Grid) -> None:
-    for statuses in reachable_statuses(grid):
-        for adoption in decide(statuses).adoptions:
-            mine = [status for status in statuses.values() if status.column == adoption.column]
-            assert not all(holds(status, adoption.step) or status.version > adoption.step + 1 for status in mine)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -155,12 +135,6 @@ def test_a_step_without_its_loss_is_not_committed_and_nothing_reduced_is_dropped
     assert all_ahead > 0
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_known_losses_change_nothing_about_steps_that_can_be_committed(grid: Grid) -> None:
-    for statuses in reachable_statuses(grid):
-        assert decide(statuses, known_losses=T + 1) == decide(statuses), statuses
-
-
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.num_workers <= 4], ids=str)
 def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(grid: Grid) -> None:
     """The loss comes while some have obeyed the first decision and others have not."""
@@ -178,11 +152,6 @@ def test_once_the_loss_is_known_an_interrupted_recovery_goes_on_to_the_commit(gr
 def test_a_step_that_all_have_reduced_without_its_loss_is_computed_again_for_the_loss_only() -> None:
     statuses = {0: WorkerStatus(0, T, True), 1: WorkerStatus(1, T, False), 3: WorkerStatus(1, T, True)}
     assert decide(statuses, known_losses=T) == Decision(T, frozenset({0, 1}), (Adoption(1, T, 3),))
-
-
-def test_a_step_that_was_applied_without_its_loss_is_an_error() -> None:
-    with pytest.raises(ReCycleError, match="column 0 spans versions"):
-        decide({0: WorkerStatus(0, T + 1, True), 1: WorkerStatus(1, T + 1, False)}, known_losses=T)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from lightning_recycle.arguments import shared_options
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.options import (
     GROUPS,
-    Overrides,
     RecoveryOptions,
+    Settings,
     VerificationOptions,
     difference,
     settle,
@@ -61,7 +61,7 @@ def test_every_option_that_workers_must_agree_on_has_another_value_here() -> Non
 
 def test_the_script_says_what_the_command_line_leaves_open() -> None:
     wants = replace(WANTS, settings={**OTHERS, "planning.planner": "heuristic"})
-    terms = settle(Overrides(), wants)
+    terms = settle({}, wants)
     assert terms.wants == wants
     assert terms.overruled == ()
     options = terms.options()
@@ -74,21 +74,21 @@ def test_the_script_says_what_the_command_line_leaves_open() -> None:
 
 
 def test_a_worker_on_another_kind_of_device_is_refused_by_name() -> None:
-    terms = settle(Overrides(), replace(WANTS, device="cuda"))
-    assert difference(Overrides(), terms, replace(WANTS, device="cuda")) is None
-    unfit = difference(Overrides(), terms, replace(WANTS, device="cpu"))
+    terms = settle({}, replace(WANTS, device="cuda"))
+    assert difference({}, terms, replace(WANTS, device="cuda")) is None
+    unfit = difference({}, terms, replace(WANTS, device="cpu"))
     assert unfit is not None
     assert unfit.why.startswith("This worker computes on 'cpu', the run on 'cuda'")
 
 
 @pytest.mark.parametrize("wants", [None, WANTS, replace(WANTS, device="cpu")])
 def test_where_nobody_says_on_what_the_run_computes_any_worker_fits(wants: RunRequest | None) -> None:
-    assert difference(Overrides(), settle(Overrides(), WANTS), wants) is None
+    assert difference({}, settle({}, WANTS), wants) is None
 
 
 def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
-    given = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
-    terms = settle(Overrides(settings=given), wanting(heartbeat__timeout=2.0))
+    given: Settings = {"heartbeat.timeout": 7.0, "planning.staggered": False, "planning.planner": "heuristic"}
+    terms = settle(given, wanting(heartbeat__timeout=2.0))
     assert terms.options().heartbeat.timeout == 7.0
     assert not terms.planning.technique.staggered
     said = " ".join(terms.overruled)
@@ -100,58 +100,59 @@ def test_the_command_line_counts_and_a_contradiction_is_said() -> None:
 @pytest.mark.parametrize(
     ("given", "wants", "words"),
     [
-        (Overrides(settings={"recovery.min_pipelines": 3}), WANTS, "the run has 2 pipelines: give at most that many"),
-        (Overrides(stages=3), WANTS, "wants a grid of .* the coordinator has any x 3 x any"),
-        (Overrides(2, 2, 4), WANTS, "2 x 2 x 4"),
-        (Overrides(), wanting(planning__memory="much"), "memory='much'"),
-        (Overrides(), wanting(planning__planner="crystal ball"), "crystal ball"),
-        (Overrides(), wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
-        (Overrides(), wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
-        (Overrides(), wanting(planning__partition="count"), "no setting 'planning.partition'"),
-        (Overrides(settings={"verification.on_corruption": "forgive"}), WANTS, "on_corruption='forgive'"),
-        (Overrides(settings={"verification.verify": 2.0}), WANTS, "verify=2.0"),
-        (Overrides(), wanting(verification__checksum_every=-1), "checksum_every=-1"),
-        (Overrides(), replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
+        ({"recovery.min_pipelines": 3}, WANTS, "the run has 2 pipelines: give at most that many"),
+        ({}, wanting(planning__memory="much"), "memory='much'"),
+        ({}, wanting(planning__planner="crystal ball"), "crystal ball"),
+        ({}, wanting(heartbeat__timeout=float("nan")), r"timeout=nan\): give a number of seconds"),
+        ({}, wanting(planning__memory="0 micro-batches"), "memory='0 micro-batches'"),
+        ({}, wanting(planning__partition="count"), "no setting 'planning.partition'"),
+        ({"verification.on_corruption": "forgive"}, WANTS, "on_corruption='forgive'"),
+        ({"verification.verify": 2.0}, WANTS, "verify=2.0"),
+        ({}, wanting(verification__checksum_every=-1), "checksum_every=-1"),
+        ({}, replace(WANTS, grid=Grid(10**9, 10**9, 1)), "more than"),
         (
-            Overrides(),
-            replace(WANTS, needs_launcher=("RecoveryOptions(move_workers=True)",)),
-            r"\(move_workers=True\) needs a launching process",
+            {},
+            replace(WANTS, needs_launcher=("PlanningOptions(profile='auto')",)),
+            r"\(profile='auto'\) needs a launching process",
         ),
-        (Overrides(2, 2), None, "the coordinator was given none"),
+        ({}, None, "says nothing of its run"),
     ],
 )
-def test_what_cannot_be_is_an_error_that_says_why(given: Overrides, wants: RunRequest | None, words: str) -> None:
+def test_what_cannot_be_is_an_error_that_says_why(given: Settings, wants: RunRequest | None, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         settle(given, wants)
 
 
-def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_command_line() -> None:
-    assert settle(Overrides(2, 2, 4), replace(WANTS, microbatches_given=False)).grid == Grid(2, 2, 4)
+def test_a_script_that_leaves_the_micro_batches_open_takes_those_of_the_run() -> None:
+    terms = settle({}, WANTS)
+    open_ones = replace(WANTS, grid=Grid(2, 2, 4), microbatches_given=False)
+    assert difference({}, terms, open_ones) is None
+    assert difference({}, terms, replace(open_ones, microbatches_given=True)) is not None
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_worker_that_wants_something_else_is_told_what(name: str) -> None:
-    terms = settle(Overrides(), WANTS)
-    unfit = difference(Overrides(), terms, replace(WANTS, settings={name: OTHERS[name]}))
+    terms = settle({}, WANTS)
+    unfit = difference({}, terms, replace(WANTS, settings={name: OTHERS[name]}))
     assert unfit is not None
     assert not unfit.late
     assert f"{OTHERS[name]!r} in this script" in unfit.why
 
 
 def test_a_worker_that_wants_another_grid_or_is_elsewhere_in_its_script_does_not_fit() -> None:
-    terms = settle(Overrides(), WANTS)
-    assert difference(Overrides(), terms, WANTS) is None
-    assert difference(Overrides(), terms, None) is None
-    unfit = difference(Overrides(), terms, replace(WANTS, grid=Grid(4, 1, 6)))
+    terms = settle({}, WANTS)
+    assert difference({}, terms, WANTS) is None
+    assert difference({}, terms, None) is None
+    unfit = difference({}, terms, replace(WANTS, grid=Grid(4, 1, 6)))
     assert unfit is not None
     assert "start all workers with the same script" in unfit.why
-    late = difference(Overrides(), terms, replace(WANTS, entry="validate"))
+    late = difference({}, terms, replace(WANTS, entry="validate"))
     assert late is not None
     assert late.late
 
 
 def test_what_the_command_line_says_need_not_be_wanted() -> None:
-    given = Overrides(settings={"heartbeat.timeout": 7.0})
+    given: Settings = {"heartbeat.timeout": 7.0}
     assert difference(given, settle(given, WANTS), wanting(heartbeat__timeout=2.0)) is None
 
 
@@ -222,6 +223,6 @@ def test_a_run_that_has_not_finished_is_not_said_to_have() -> None:
         found.leave()
 
 
-def test_a_coordinator_without_a_grid_needs_a_worker_that_says_what_it_wants() -> None:
-    with listening() as (_, address), pytest.raises(ConfigurationError, match="--pipelines"):
+def test_a_coordinator_needs_a_worker_that_says_what_it_wants() -> None:
+    with listening() as (_, address), pytest.raises(ConfigurationError, match="says nothing of its run"):
         client(address, None).await_assignment()

@@ -32,6 +32,7 @@ from lightning_recycle.control.protocol import (
 from lightning_recycle.control.protocol.member import Member, MessageRecord
 
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
+SAMPLE_OF_VARIANTS = (range(120), range(120, 1000))
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
 SAMPLE_WITH_FEWER = (range(50), range(50, 1000))
 SAMPLE_OF_MEMBERS = (range(50), range(50, 1000))
@@ -66,7 +67,6 @@ MEETS = {  # what the sample must have met, or it says nothing about it
     "loss computed again",
     "loss during a change of plan",
     "loss during a pause",
-    "moved",
     "paused",
     "rejoined",
     "replanned",
@@ -102,14 +102,14 @@ def test_every_promise_holds_in_a_sample_of_histories_which_meets_every_kind_of_
     assert not {kind for kind in MEETS if not met[kind]}
 
 
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_run_that_is_told_to_end_does_so_after_one_step_with_all_workers(histories: range) -> None:
     met = play(histories, ends=True)
     assert met["Ended"] > len(histories) / 3
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, ends: bool) -> None:
     met = play(histories, ends=ends, stops=True)
     assert met["stopped at once"] > len(histories) / 20
@@ -117,13 +117,13 @@ def test_workers_that_want_to_stop_all_stop_at_the_same_place(histories: range, 
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_generation_whose_plan_takes_long_goes_on_as_if_its_last_report_had(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, plans_late=True)
     assert met["held"] > len(histories) / 2
 
 
-LOSES_ALL = {"kills": True, "stops": True, "loses_file": True, "plans_late": True}
+KILLS_AND_STOPS = {"kills": True, "stops": True, "plans_late": True}
 
 MEETS_WHEN_KILLED = {
     "Answer told again",
@@ -150,7 +150,7 @@ def test_every_promise_holds_when_the_coordinator_is_killed_at_any_moment(histor
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kills: bool) -> None:
     met = play(histories, saves=True, kills=kills)
     assert met["Finished"] > len(histories) / 2
@@ -158,15 +158,8 @@ def test_a_checkpoint_is_complete_or_given_up_once_for_all(histories: range, kil
     assert all(met[kind] for kind in met_all)
 
 
-@pytest.mark.parametrize("also", ["stops", "layouts", "checks", "strays"])
-@over(SAMPLE)
-def test_every_promise_holds_when_what_the_coordinator_wrote_is_lost_with_it(histories: range, also: str) -> None:
-    met = play(histories, kills=True, loses_file=True, **{also: True})
-    assert met["file lost"] > len(histories) / 4
-
-
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, layouts=True)
     assert met["layers_moved"] > len(histories) / 10
@@ -175,14 +168,14 @@ def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> 
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_no_stage_keeps_what_it_made_of_a_wrong_result(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, checks=True)
     assert met["evicted after an error"] > len(histories) / 10
 
 
 @pytest.mark.parametrize("kills", [False, True])
-@over(SAMPLE)
+@over(SAMPLE_OF_VARIANTS)
 def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(histories: range, kills: bool) -> None:
     met = play(histories, kills=kills, strays=True)
     assert met["dismissed"] > len(histories) / 10
@@ -191,7 +184,7 @@ def test_a_worker_that_joins_with_other_values_goes_and_nothing_of_it_is_kept(hi
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"ends": True}, {"layouts": True}, {"strays": True}, {"kills": True, "stops": True}, LOSES_ALL],
+    [{}, {"ends": True}, {"layouts": True}, {"strays": True}, {"kills": True, "stops": True}, KILLS_AND_STOPS],
     ids=named,
 )
 @pytest.mark.parametrize("lanes", [False, True], ids=["", "more lanes than pipelines"])
@@ -209,7 +202,7 @@ MEETS_WITH_MEMBERS = {"a stage ahead in part", "rejoined", "released"}
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}, {"kills": True, "loses_file": True}],
+    [{}, {"ends": True}, {"strays": True}, {"kills": True, "stops": True}],
     ids=named,
 )
 @over(SAMPLE_OF_MEMBERS)
@@ -246,7 +239,7 @@ EXHAUSTIVE: list[dict[str, Any]] = [
         for kills in ({}, KILLS)
         for more in ({}, {"stops": True}, {"strays": True}, {"hooks": True})
     ),
-    *({"quorum": True, "lanes": lanes, **more} for lanes in (False, True) for more in ({}, KILLS, LOSES_ALL)),
+    *({"quorum": True, "lanes": lanes, **more} for lanes in (False, True) for more in ({}, KILLS, KILLS_AND_STOPS)),
 ]
 
 
@@ -259,14 +252,9 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, option
     play(range(first, first + 10_000), **options)
 
 
-@pytest.mark.parametrize("number", [66_439, 67_235])
-def test_a_step_that_was_confirmed_before_a_loss_is_not_speculative_again(number: int) -> None:
-    check_histories([number])
-
-
-def test_a_stage_that_still_speculates_learns_what_another_one_knows() -> None:
-    """Of the stages that have applied a step that others do again, one has heard the answer to its commit."""
-    assert check_histories(range(2608, 2609), ends=True)["Ended"]
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_that_was_confirmed_before_a_loss_is_not_speculative_again(ends: bool) -> None:
+    assert check_histories([11_670], ends=ends)["Ended" if ends else "Finished"]
 
 
 def test_a_history_is_reproduced_by_its_number() -> None:
@@ -308,7 +296,6 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "event.generation != state.generation.number"),
     ("the last holder of a stage may leave", step_commit, "_wanted",
      "without=leave | {rank}", "without=()"),
-    ("who moves does not leave", step_commit, "_wanted", "roster.moves.get(rank, -1) in leave or", "True or"),
     ("the leader changes though it lives", recovery, "with_leader", "roster.leader in roster.live and", "False and"),
     ("the dead leader speaks", membership, "_go_on_without", "recovery.with_leader(", "("),
     ("nobody is evicted for a broken link", fault_attribution, "on_grace_elapsed", "evicted is not None", "False"),

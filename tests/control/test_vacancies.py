@@ -34,14 +34,14 @@ class Starter:
     """Starts processes, or fails to; remembers what it was asked."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.asked: list[tuple[int, int, int]] = []
+        self.asked: list[tuple[int, int]] = []
         self.error = error
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def __call__(self, rank: int, incarnation: int, device: int) -> Process:
+    def __call__(self, rank: int, incarnation: int) -> Process:
         assert self.may_go_on.wait(10.0)
-        self.asked.append((rank, incarnation, device))
+        self.asked.append((rank, incarnation))
         if self.error is not None:
             raise self.error
         return Process()
@@ -65,11 +65,10 @@ def test_a_replacement_is_started_in_its_place_as_its_next_incarnation() -> None
     ((rank, process),) = taken(found)
     assert woken.wait(10.0)
     assert (rank, type(process)) == (3, Process)
-    assert start.asked == [(3, 1, 3)]
+    assert start.asked == [(3, 1)]
     found.start(3)
-    found.start(1, on=2)
-    taken(found, 2)
-    assert sorted(start.asked) == [(1, 1, 2), (3, 1, 3), (3, 2, 3)]
+    taken(found)
+    assert start.asked == [(3, 1), (3, 2)]
 
 
 def test_a_position_is_being_filled_from_the_request_until_the_process_is_taken() -> None:
@@ -147,8 +146,8 @@ def test_closing_ends_what_was_started_and_never_taken() -> None:
     processes: list[Process] = []
     start = Starter()
 
-    def remember(rank: int, incarnation: int, device: int) -> Process:
-        processes.append(start(rank, incarnation, device))
+    def remember(rank: int, incarnation: int) -> Process:
+        processes.append(start(rank, incarnation))
         return processes[-1]
 
     start.may_go_on.clear()

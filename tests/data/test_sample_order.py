@@ -140,6 +140,16 @@ def test_what_is_large_and_unchanged_is_in_no_state_and_what_a_sampler_reads_nei
     assert not any(path.startswith("data") for path in taker.take())
 
 
+def test_a_long_list_is_in_the_state_once_it_has_changed() -> None:
+    sampler = Counts(SIZE)
+    sampler.indices = list(range(10_000))  # type: ignore[attr-defined]
+    taker, other = SamplerState(sampler), Counts(SIZE)
+    assert "indices" not in taker.take()
+    sampler.indices.append(7)  # type: ignore[attr-defined]
+    SamplerState(other).load(taker.take())
+    assert other.indices == sampler.indices  # type: ignore[attr-defined]
+
+
 def test_a_state_can_be_loaded_without_trust(tmp_path: Any) -> None:
     source = loader(sampler=Draws(Numbers(SIZE)))
     order(source, 0)

@@ -273,7 +273,7 @@ def test_the_events_are_those_of_the_code() -> None:
     code = "\n".join(path.read_text() for path in (PACKAGE / "control").rglob("*.py"))
     recorded = set(re.findall(r"(?:\bRecord|\bself\.add|_history\.add|_notes\.append)\((?:\()?\s*\"(\w+)\"", code))
     recorded |= {phase.value for phase in SavePhase}
-    recorded |= {"left", "moved"} & set(re.findall(r"\"(\w+)\"", code))
+    recorded |= {"left"} & set(re.findall(r"\"(\w+)\"", code))
     assert {name for row in table_under("faults.md", "event") for name in names_in(row[0])} == recorded
 
 

@@ -198,7 +198,7 @@ def bad_configuration(run: Run) -> Statuses:
     run.address = "127.0.0.1:9"
     return {
         "worker": run.worker(1, 3, 0.0, LOCAL_RANK="9").status(),
-        "coordinator": run.coordinator("--stages", "0").status(),
+        "coordinator": run.coordinator("--timeout", "0").status(),
         "launcher": run.launcher(3, 3, 0.0).status(),
         "run": run.of_workers(*[], options=("--grace", "0")),
     }
@@ -206,10 +206,12 @@ def bad_configuration(run: Run) -> Statuses:
 
 def another_run(run: Run) -> Statuses:
     """Found in the field: it ended with 0, and said nothing."""
-    run.listening("--stages", "2")
+    coordinator = run.listening()
+    run.worker(2, 3, 0.0)
+    coordinator.until("A run of")
     worker = run.worker(1, 3, 0.0)
     status = worker.status()
-    assert "This script wants a grid of" in "".join(worker.lines)
+    assert "Its grid (pipelines x stages x micro-batches) is" in "".join(worker.lines)
     return {"worker": status, "run": run.of_workers("exit 1")}
 
 

@@ -160,48 +160,6 @@ def test_nothing_outlives_it_even_if_it_is_killed() -> None:
         assert wait_for(lambda: not any(is_alive(child.pid) for child in children), 10)
 
 
-# ---------------------------------------------------------------------- scaling
-
-
-def scale(count: int, process: subprocess.Popen[str]) -> tuple[int, str]:
-    done = subprocess.run([*PROGRAM, "--scale", str(count), str(process.pid)], capture_output=True, text=True)
-    return done.returncode, done.stderr
-
-
-def test_workers_come_and_leave_while_the_others_stay() -> None:
-    said = 'trap "echo leaves; exit 143" TERM; echo "here $LOCAL_RANK"; while :; do sleep 0.1; done'
-    with running("--nproc-per-node", "2", *shell(said), env=ELSEWHERE) as process:
-        assert {next_line(process), next_line(process)} == {"[worker0] here 0\n", "[worker1] here 1\n"}
-        assert scale(3, process) == (0, "")
-        assert next_line(process) == "[worker2] here 2\n"
-        assert scale(1, process) == (0, "")
-        assert {next_line(process), next_line(process)} == {"[worker1] leaves\n", "[worker2] leaves\n"}
-        assert scale(2, process) == (0, "")
-        assert next_line(process) == "[worker1] here 1\n"
-        assert scale(-1, process)[1] == "recycle-run: --scale -1: give a number of at least 0.\n"
-        assert scale(0, process) == (0, "")
-        output, errors = process.communicate(timeout=PATIENCE)
-    assert sorted(output.splitlines()) == ["[worker0] leaves", "[worker1] leaves"]
-    assert (process.returncode, "worker0 ended (exit status 143, left, as it was asked to)" in errors) == (0, True)
-
-
-def test_a_worker_that_came_later_and_fails_ends_no_other() -> None:
-    said = 'echo "here $LOCAL_RANK"; if [ "$LOCAL_RANK" = 1 ]; then exit 3; fi; trap "exit 0" TERM; sleep 100 & wait'
-    with running(*shell(said), env=ELSEWHERE) as process:
-        assert next_line(process) == "here 0\n"
-        assert scale(2, process) == (0, "")
-        assert next_line(process) == "here 1\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.0)
-
-
-def test_the_host_of_the_coordinator_keeps_a_worker_and_no_run_is_said_to_be_none() -> None:
-    with running(*shell("echo here; exec sleep 100")) as process:
-        line_with(process, lambda line: "here" in line)
-        assert scale(0, process) == (2, "recycle-run: --scale 0: give a number of at least 1.\n")
-    assert wait_for(lambda: "There are none" in scale(1, process)[1] or str(process.pid) not in scale(1, process)[1])
-
-
 # ---------------------------------------------------------------------- the coordinator
 
 

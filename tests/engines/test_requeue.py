@@ -107,10 +107,10 @@ class Job:
 
     def start(self, *arguments: str, **environment: str) -> None:
         command = [*COORDINATOR, "--listen", "127.0.0.1:0"]
-        grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--runs", "1", "--timeout", "60"]
+        options = ["--runs", "1", "--timeout", "60"]
         with open(self._parent / "coordinator.log", "w") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output, "text": True}
-            self._coordinator = subprocess.Popen([*command, *grid], env=self._environment, **streams)
+            self._coordinator = subprocess.Popen([*command, *options], env=self._environment, **streams)
         address = self._await_line("coordinator", "listening on ").split()[-1]
         for rank in range(4):
             place = {"SLURM_PROCID": rank, "SLURM_NODEID": rank // 2, "SLURM_LOCALID": rank % 2}

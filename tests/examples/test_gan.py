@@ -1,12 +1,14 @@
 """The GAN that draws digits, without a grid."""
 
 import lightning as L
+import pytest
 import torch
 from support.training import on_one_device
 from torch.utils.data import DataLoader, TensorDataset
 from unmodified_gan import GAN, digits, drawn
 
 
+@pytest.mark.long
 def test_its_drawings_come_near_to_digits() -> None:
     L.seed_everything(0, verbose=False)
     model, real = GAN(), digits()

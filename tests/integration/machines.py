@@ -94,8 +94,7 @@ def with_a_cable(a: Machine, b: Machine) -> Iterator[None]:
 
 def coordinator(machine: Machine, runs: int, *options: str) -> subprocess.Popen[str]:
     command = [*COORDINATOR, "--listen", f"{machine.address}:{PORT}"]
-    grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--start-timeout", str(PATIENCE)]
-    process = machine.start(*command, *grid, "--runs", str(runs), *options)
+    process = machine.start(*command, "--start-timeout", str(PATIENCE), "--runs", str(runs), *options)
     await_listening(process)
     return process
 

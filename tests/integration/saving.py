@@ -1,5 +1,6 @@
 """What tests of checkpoints share: callbacks that save, and that look at what is saved."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,13 +50,33 @@ def listed(folder: Path) -> list[str]:
 
 
 class CompleteOnly(L.Callback):
-    """What a callback of the Trainer remembers as a checkpoint is there and whole, at every moment."""
+    """What a callback of the Trainer remembers as a checkpoint is there and whole, whenever it is read."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         for callback in trainer.checkpoint_callbacks:
             assert isinstance(callback, ModelCheckpoint)
             for path in {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}:
-                assert damage(path) is None, path
+                assert damage_if_replaced_meanwhile(path) is None, path
+
+
+def damage_if_replaced_meanwhile(path: str) -> str | None:
+    """The damage of a checkpoint whose writer may just put a new one in its place: a folder then has no name for a
+    moment, and a reader who began with the old one finds files of the new one.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        before = _identity(path)
+        found = damage(path)
+        is_same = before is not None and before == _identity(path)
+        if found is None or is_same or time.monotonic() > deadline:
+            return found
+
+
+def _identity(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def wait_until_written(trainer: L.Trainer, *_: Any) -> None:

@@ -263,7 +263,7 @@ class AtPoint(Victim):
 
 def run_collectives_by(replaced: Callable[..., Any]) -> None:
     """Replaces ``MemberGroup.run``, also as what collectives are called by."""
-    from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+    from lightning_recycle.runtime.position_mesh import MemberGroup
 
     MemberGroup.run = replaced  # type: ignore[method-assign]
     for name, method in list(vars(MemberGroup).items()):
@@ -283,7 +283,7 @@ class AtCollective(Victim):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.is_it(trainer):
             return
-        from lightning_recycle.runtime.comm.position_mesh import MemberGroup
+        from lightning_recycle.runtime.position_mesh import MemberGroup
 
         strategy: Any = trainer.strategy
         run: Callable[..., Any] = MemberGroup.run

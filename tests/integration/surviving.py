@@ -55,8 +55,7 @@ class Cluster:
 
     def start_coordinator(self, *options: str) -> None:
         command = [*COORDINATOR, "--listen", f"127.0.0.1:{self.port}"]
-        command += ["--pipelines", "2", "--stages", "2", "--microbatches", "6", "--runs", "1"]
-        command += ["--state", str(self.state), *options]
+        command += ["--runs", "1", "--state", str(self.state), *options]
         record = self.folder / f"coordinator-{len(self.records)}.txt"
         self.records.append(record)
         with record.open("wb") as file:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from saving import EVERY, FILE, FOLDER, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
-from support.growth import AwaitReplacement, happened, rejoined
+from saving import EVERY, FILE, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
+from support.growth import happened
 from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, samples_for, trainer
@@ -82,6 +81,7 @@ def test_a_holder_that_dies_costs_that_checkpoint_and_nothing_else(
     fit(Regression().double(), 1, 2, ckpt_path=tmp_path / "last.ckpt", max_steps=LENGTH)
 
 
+@pytest.mark.long
 @FORMATS
 def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_step(
     sharded: bool, tmp_path: Path
@@ -93,45 +93,6 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
     assert [event.step for event in happened(run, "saved")] == [5, 8]
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt", "step=8.ckpt"]
     assert damage(tmp_path / "step=5.ckpt") is None
-
-
-def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
-    saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
-    assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
-    assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
-
-
-@FOLDER
-def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded: bool, tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    run = saves((2, 2), [saving, CompleteOnly()], [WRITER_DIES], sharded, background=False)
-    assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
-    assert [event.step for event in happened(run, "saved")] == [4, 8]
-    for step in (4, 8):
-        assert damage(tmp_path / f"step={step}.ckpt") is None
-    saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "step=4.ckpt")
-
-
-class SavesAtStart(L.Callback):
-    """Saves before the first step, in each process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self._path)
-
-
-@pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
-def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(
-    grid: tuple[int, int], tmp_path: Path
-) -> None:
-    callbacks = [SavesAtStart(tmp_path / "start.ckpt"), AwaitReplacement((LENGTH - 1,))]
-    run = saves(grid, callbacks, [Fault("kill", 0, 0, step=2)], strategy={"max_restarts": 2}, default_root_dir=tmp_path)
-    assert rejoined(run) == [(0, 0)]
-    assert [event.step for event in happened(run, "saved")] == [0, LENGTH]
-    assert torch.load(tmp_path / "start.ckpt", weights_only=False)["global_step"] == 0
 
 
 # ---------------------------------------------------------------------- memory, and hooks that see checkpoints
@@ -186,19 +147,6 @@ def test_code_that_needs_all_of_a_checkpoint_at_once_has_it(kind: str, tmp_path:
     found = torch.load(tmp_path / f"step={LENGTH}.ckpt", weights_only=False)
     assert not happened(run, "checkpoint_begun")
     assert found.get("weights", len(found["state_dict"])) == len(found["state_dict"]) > 2
-
-
-# ---------------------------------------------------------------------- how often, and how fast
-
-
-@FORMATS
-def test_holders_write_no_faster_than_they_may(sharded: bool, tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    run = saves((1, 2), [saving], sharded=sharded, background="auto", steps=2, strategy={"bandwidth": 0.01})
-    (begun,), (saved,) = happened(run, "checkpoint_begun"), happened(run, "saved")
-    path = tmp_path / "step=2.ckpt"
-    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.distcp"))]
-    assert saved.time - begun.time > 0.9 * max(sizes) / 10_000
 
 
 # ---------------------------------------------------------------------- storage that is slow

@@ -204,6 +204,8 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
     ("fault", "words"),
     [
         (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
+        (lambda: HeartbeatCallback(timeout=5, last_holder_timeout=4), ["last_holder_timeout=4", "the timeout"]),
+        (lambda: HeartbeatCallback(coordinator_timeout=0.5), ["coordinator_timeout=0.5", "at least 1 second"]),
         (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
     ],
 )

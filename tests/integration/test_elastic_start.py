@@ -51,7 +51,7 @@ def train(devices: int, stages: int = 2, model: Any = None, **arguments: Any) ->
     return model, run
 
 
-@pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 2))
+@pytest.mark.parametrize(("devices", "stages"), sampled([(1, 1), (2, 1), (2, 2), (3, 2), (5, 2), (4, 3)], 1))
 def test_a_run_on_fewer_devices_than_positions_has_the_result_of_all(
     devices: int, stages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,6 +77,7 @@ def test_what_is_logged_and_the_learning_rates_are_those_of_one_device() -> None
     assert rates[0] == rates[1]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_lost_is_replaced_where_there_is_a_device_and_vacant_positions_stay_vacant() -> None:
     """A replacement for each position that has a device, and no process for the others."""
     callbacks = [FaultInjectionCallback([Fault("kill", 1, 0, step=2)]), AwaitHeld(4)]
@@ -193,11 +194,6 @@ def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Pope
         process.communicate()
 
 
-def scale(count: int, run: subprocess.Popen[str]) -> None:
-    command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", "--scale", str(count), str(run.pid)]
-    subprocess.run(command, check=True, timeout=PATIENCE)
-
-
 def kinds(errors: str) -> list[str]:
     """The kinds of events, each once, that say something of workers, by the log of a coordinator."""
     return [kind for kind in ("failure", "redone", "rejoined", "left") if f'"kind": "{kind}"' in errors]
@@ -237,15 +233,18 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
 
 @pytest.mark.long
 def test_a_run_that_begins_with_one_worker_has_six_in_the_middle_and_two_at_the_end(tmp_path: Path) -> None:
-    """Three pipelines of one stage on one to six lanes, whose workers come and leave with ``recycle-run --scale``."""
+    """Three pipelines of one stage on one to six lanes, whose workers come and leave with two other ``recycle-run``."""
     output, steps = tmp_path / "weights.pt", 24
     script = [str(HERE / "elastic_script.py"), str(output), str(steps), "3,1,4,1,6", "0=1", "6=6", "16=2"]
-    with recycle_run(*script) as run:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    key = {"RECYCLE_KEY": "the key of this test"}
+    with recycle_run("--coordinator", address, *script, **key) as run:
         workers_at(run, 4, 1)
-        scale(6, run)
-        workers_at(run, 16, 6)
-        scale(2, run)
-        _, errors = run.communicate(timeout=PATIENCE)
+        joins = {"RECYCLE_COORDINATOR": address, **key}
+        with recycle_run(*script, **joins), recycle_run("--nproc-per-node", "4", *script, **joins) as leaving:
+            workers_at(run, 16, 6)
+            leaving.terminate()
+            _, errors = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, errors
     assert_exact(output, steps)
     assert kinds(errors) == ["rejoined", "left"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -284,26 +283,12 @@ def all_different() -> Net:
     return Net(*map(Keeps, DIFFERENT))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2))
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
 def test_what_all_micro_batches_leave_alike_counts_once(stages: int, microbatches: int) -> None:
     expected = alone(all_alike)
     assert difference(train(all_alike, stages, microbatches), expected) < 1e-10
     kill = Fault("kill", 1, stages - 1, step=5, at="reduce")
     assert difference(train(all_alike, stages, microbatches, kill), expected) < 1e-10
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("way", "grid"), itertools.product([*ALIKE, *DIFFERENT], GRIDS))
-def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
-    def make() -> Net:
-        return Net(Keeps(way), Keeps(way))
-
-    calm = train(make, *grid)
-    if way in ALIKE:
-        assert difference(calm, alone(make)) < 1e-10
-    kill = Fault("kill", 1, 0, step=3)
-    assert difference(train(make, *grid, kill), calm) < 1e-10
-    assert difference(train(make, *grid, kill, replaces=True), calm) < 1e-10
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))
@@ -421,13 +406,13 @@ class ActNorm(nn.Module):
         return x * self.scale + self.shift
 
 
-@pytest.mark.parametrize("how", ["data", "in place", "late"])
+@pytest.mark.parametrize("how", sampled(["data", "in place", "late"], 2))
 def test_a_step_that_writes_trained_weights_is_refused_by_name(how: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.0\.weight is trained, and was written"):
         train(lambda: Clamps(how), 1, 2)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 2))
+@pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1))
 def test_a_first_call_that_initialises_weights_is_refused_with_a_remedy(stages: int, microbatches: int) -> None:
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.\d\.(scale|shift) is trained.*one call of the module"):
         train(lambda: Net(ActNorm()), stages, microbatches)

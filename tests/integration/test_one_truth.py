@@ -122,7 +122,7 @@ def saving(folder: Path, how: str) -> list[Callback]:
     return [Hook(how), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)]
 
 
-@pytest.mark.parametrize(("how", "place"), sampled(itertools.product(HOOKS, PLACES), 5))
+@pytest.mark.parametrize(("how", "place"), sampled(itertools.product(HOOKS, PLACES), 3, seed=174))
 def test_files_have_what_hooks_put_into_the_state_dict(tmp_path: Path, how: str, place: Any) -> None:
     run_on(0, 1, False, Net(), saving(tmp_path / "one", how))
     run_on(*place, Net(), saving(tmp_path / "grid", how))
@@ -230,7 +230,7 @@ class Reads(Net):
 
 @pytest.mark.parametrize(
     ("kind", "hook", "place"),
-    sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 4),
+    sampled(itertools.product(LOADERS, ["batch", "epoch"], PLACES), 2, seed=3),
 )
 def test_hooks_read_the_training_data_from_its_beginning(kind: str, hook: str, place: Any) -> None:
     theirs, ours = Reads(hook), Reads(hook)

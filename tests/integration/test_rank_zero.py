@@ -117,9 +117,10 @@ def test_two_machines_prepare_as_under_ddp(tmp_path: Path, idiom: str, per_node:
     """``numbered``: whether the workers are told their number on their machine; those started by hand may not be."""
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more", "PYTHONPATH": os.pathsep.join(sys.path)}
-    grid = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--start-timeout", str(PATIENCE)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    served = subprocess.Popen([*COORDINATOR, "--listen", at, *grid], env=environment, **pipes)
+    served = subprocess.Popen(
+        [*COORDINATOR, "--listen", at, "--start-timeout", str(PATIENCE)], env=environment, **pipes
+    )
     started = [served]
     try:
         await_listening(served)

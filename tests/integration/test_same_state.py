@@ -142,7 +142,7 @@ ALLOWED = {  # path or class -> why workers may differ there
     "lightning_recycle.strategy.*": "which worker this is; its optimizers and precision are looked at by themselves",
     "lightning_recycle.session.session.*": "which worker this is",
     "lightning_recycle.session.training_steps.*": "which worker this is",
-    "lightning_recycle.session.model_checkpoint.*": "which worker this is",
+    "lightning_recycle.session.checkpoint_callbacks.*": "which worker this is",
     "lightning_recycle.data.*": "the place in the data, which is this pipeline's",
     "lightning_recycle.runtime.*": "connections, times",
     "lightning_recycle.callbacks.*": "faults are injected in one worker",

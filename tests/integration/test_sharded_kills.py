@@ -98,7 +98,7 @@ OUTSIDE = [*STARTS, *IN_VALIDATION, *IN_CHECKPOINT, *LATER]
 @pytest.mark.parametrize(
     ("victim", "grid"),
     [
-        *sampled([(victim, TENSOR) for victim in OUTSIDE], 3, rest=pytest.mark.long),
+        *sampled([(victim, TENSOR) for victim in OUTSIDE], 2, rest=pytest.mark.long),
         *(pytest.param(victim, FSDP, marks=pytest.mark.long) for victim in OUTSIDE),
         *(pytest.param(victim, BOTH, marks=pytest.mark.exhaustive) for victim in OUTSIDE),
     ],

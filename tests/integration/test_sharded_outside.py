@@ -20,13 +20,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("told", [True, False], ids=["told", "asks the first worker"])
-def test_members_that_are_started_by_hand_and_spares_that_replace_two(told: bool, tmp_path: Path) -> None:
+def test_members_that_are_started_by_hand_and_spares_that_replace_two(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     environment = {**os.environ, "RECYCLE_KEY": "the key of this test", "OMP_NUM_THREADS": "1"}
     command = [*COORDINATOR, "--runs", "1", "--listen", f"127.0.0.1:{port}"]
-    sizes = ["--pipelines", "2", "--stages", "1", "--microbatches", "2", "--processes-per-position", "2"]
-    coordinator = subprocess.Popen([*command, *(sizes if told else [])], env=environment)
+    coordinator = subprocess.Popen(command, env=environment)
     environment["RECYCLE_COORDINATOR"] = f"127.0.0.1:{port}"
     worker = [sys.executable, str(HERE / "outside_member.py"), str(tmp_path)]
     workers = [subprocess.Popen(worker, env=environment) for _ in range(6)]

@@ -25,8 +25,8 @@ from lightning_recycle import ConfigurationError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.runtime.comm.communicator import CommunicationError
-from lightning_recycle.runtime.stage.gradients import BucketedReduction
+from lightning_recycle.runtime.communicator import CommunicationError
+from lightning_recycle.runtime.gradients import BucketedReduction
 
 
 @pytest.mark.parametrize("staggered", sampled([True, False], 1, rest=pytest.mark.long))

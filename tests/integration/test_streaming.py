@@ -75,7 +75,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("who", sampled(KILLS, 2, rest=pytest.mark.long))
+@pytest.mark.parametrize("who", sampled(KILLS, 1, rest=pytest.mark.long))
 def test_a_stream_of_unknown_length_trains_the_weights_of_one_device_whoever_is_killed(who: str) -> None:
     weights, run = train(Stream(SAMPLES), KILLS[who])
     assert len(failures(run)) == len(KILLS[who])
@@ -190,7 +190,7 @@ def test_a_run_resumes_behind_a_shuffle_buffer(step: int, callbacks: list[L.Call
 
 
 @pytest.mark.parametrize(
-    ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 2, seed=1)
+    ("step", "limit"), sampled(itertools.product([EPOCH - 2, EPOCH, EPOCH + 1], [None, EPOCH]), 1, seed=1)
 )
 def test_another_grid_resumes_at_the_exact_sample(step: int, limit: int | None, tmp_path: Path) -> None:
     def stream() -> Stream:

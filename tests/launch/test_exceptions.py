@@ -16,7 +16,7 @@ from torch import nn
 from lightning_recycle.launch.worker_payload import dump_exception, from_users_code
 from lightning_recycle.launch.worker_process import patiently
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.requirements import check_optimizers
 
 

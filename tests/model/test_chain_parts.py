@@ -25,7 +25,7 @@ from lightning_recycle.model import chains
 from lightning_recycle.model.chain_parts import ChainParts
 from lightning_recycle.model.recording import recorded, redirect_forward, restore_class, restore_forward
 from lightning_recycle.randomness import derive_seed
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 
 WIDTH = 6
 

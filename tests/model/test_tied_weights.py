@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
-from lightning_recycle.model.layers import AbsentLayer, even_parts, merge_groups, ties_between_stages
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.model.layers import even_parts, merge_groups, ties_between_stages
+from lightning_recycle.runtime.stage import Stage
 
 VOCABULARY, WIDTH = 11, 6
 FIRST, LAST = "layers.0.weight", "layers.3.logits.weight"
@@ -148,7 +148,6 @@ def test_the_tie_outlives_copies_conversions_and_state_dicts(kinds: str) -> None
 def test_a_part_of_a_state_dict_that_was_loaded_before_the_other_end_exists_is_kept() -> None:
     model, values = Model(), torch.randn(VOCABULARY, WIDTH)
     model.load_state_dict({LAST: values}, strict=False)
-    assert isinstance(model.layers[0], AbsentLayer)
     model.materialize()
     assert torch.equal(model.layers[0].weight, values)
 
@@ -193,12 +192,6 @@ def test_every_stage_starts_from_the_weights_of_one_device(kinds: str, num_stage
             assert torch.equal(value, whole.state_dict()[name]), name
             names.add(name)
     assert names == set(whole.state_dict())
-
-
-def test_a_stage_keeps_nothing_of_other_stages_once_it_is_built() -> None:
-    for kinds in KINDS:
-        for worker in stages(Model(kinds), 2):
-            assert not any(layer.kept for layer in worker.layers if isinstance(layer, AbsentLayer))
 
 
 def test_a_stage_that_is_built_late_has_the_precision_asked_for_meanwhile() -> None:

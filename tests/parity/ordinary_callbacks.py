@@ -30,9 +30,7 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
-    WeightAveraging,
 )
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from ordinary_flags import StopsAtOnce, fits
 from ordinary_runs import Case, Ordinary, Scheduled, Session, WithExample, columns, files
 from torch import Tensor
@@ -183,38 +181,6 @@ class Backbone(Ordinary):
         return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
 
 
-class Later(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=5e-3)
-
-
-class Manual(Ordinary):
-    """Two optimizers, a schedule for each, stepped by the step itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.reached("training", batch_idx)
-        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):  # type: ignore[arg-type]
-            loss, _ = self.loss_of(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            schedule.step()  # type: ignore[union-attr, call-arg]
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9)
-        second = torch.optim.Adam(self.net[2:].parameters(), lr=1e-2)
-        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (first, second)]
-
-
 def profilers(kind: str, root: Path) -> dict[str, Any]:
     return {"profiler": getattr(L.pytorch.profilers, kind)(root, kind.lower())}
 
@@ -231,17 +197,6 @@ CALLBACKS: dict[str, Case] = {
         fits(lambda: Scheduled(0.4), callbacks=lambda root: [EarlyStopping("val_loss", patience=2)], max_epochs=20),
         lambda run: 1 < callback(run, EarlyStopping).stopped_epoch < 19,
         at=("training", 9),
-    ),
-    "EarlyStopping in steps": Case(
-        ("`EarlyStopping`",),
-        fits(
-            callbacks=lambda root: [
-                EarlyStopping("train_loss_epoch", check_on_train_epoch_end=True, stopping_threshold=1.25)
-            ],
-            max_epochs=9,
-        ),
-        lambda run: 0 < callback(run, EarlyStopping).stopped_epoch < 8,
-        at=("training", 4),
     ),
     "ModelCheckpoint": Case(
         ("`ModelCheckpoint`",),
@@ -270,23 +225,10 @@ CALLBACKS: dict[str, Case] = {
         lambda run: any("momentum" in name for name in columns(run)),
         at=("validation", 1),
     ),
-    "LearningRateMonitor of several optimizers": Case(
-        ("`LearningRateMonitor`",),
-        fits(Manual, callbacks=lambda root: [LearningRateMonitor("step", log_momentum=True)]),
-        lambda run: {"lr-SGD", "lr-Adam"} <= columns(run),
-        stages=(1,),
-        ignored=("hooks",),  # those of a backward pass get the loss of a worker's first micro-batch
-    ),
     "ThroughputMonitor": Case(
         ("`ThroughputMonitor`",),
         fits(callbacks=lambda root: [ThroughputMonitor(batch_size_fn=batch_size, window_size=2)]),
         lambda run: "train/device/samples_per_sec" in columns(run),
-    ),
-    "ThroughputMonitor in a validation": Case(
-        ("`ThroughputMonitor`",),
-        fits(callbacks=lambda root: [ThroughputMonitor(batch_size, length_fn=batch_size, window_size=2)]),
-        lambda run: "validate/device/items_per_sec" in columns(run),
-        at=("validation", 1),  # a new leader takes the batches before its first one for as large as that
     ),
     "DeviceStatsMonitor": Case(
         ("`DeviceStatsMonitor`",),
@@ -343,11 +285,6 @@ CALLBACKS: dict[str, Case] = {
         at=("training", 2),
         ignored=("files",),  # a trace has the time in its name
     ),
-    "WeightAveraging": Case(
-        ("`WeightAveraging`, `EMAWeightAveraging`",),
-        fits(Scheduled, callbacks=lambda root: [WeightAveraging()]),
-        lambda run: run.progress == (2, 8),
-    ),
     "EMAWeightAveraging": Case(
         ("`WeightAveraging`, `EMAWeightAveraging`",),
         fits(
@@ -360,15 +297,6 @@ CALLBACKS: dict[str, Case] = {
         ),
         lambda run: "saved/last.ckpt" in files(run),
     ),
-    "StochasticWeightAveraging": Case(
-        ("`StochasticWeightAveraging`",),
-        fits(
-            callbacks=lambda root: [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)],
-            max_epochs=4,
-        ),
-        lambda run: run.progress == (4, 16),
-        at=("training", 9),
-    ),
     "StochasticWeightAveraging instead of a schedule": Case(
         ("`StochasticWeightAveraging`", "the Trainer after a run"),
         fits(ByEpoch, callbacks=lambda root: [StochasticWeightAveraging(0.05, 1, 2, "linear")], max_epochs=3),
@@ -379,12 +307,6 @@ CALLBACKS: dict[str, Case] = {
         fits(callbacks=lambda root: [GradientAccumulationScheduler({0: 1, 1: 2, 3: 1})], max_epochs=4),
         lambda run: run.progress[1] == 4 + 2 + 2 + 4,
         at=("training", 6),
-    ),
-    "BaseFinetuning": Case(
-        ("`BaseFinetuning`, `BackboneFinetuning`",),
-        fits(Backbone, callbacks=lambda root: [Later()], max_epochs=3),
-        lambda run: len(run.trainer.optimizers[0].param_groups) == 2,
-        strategy={"layers": ["backbone", "head"]},
     ),
     "BackboneFinetuning": Case(
         ("`BaseFinetuning`, `BackboneFinetuning`",),

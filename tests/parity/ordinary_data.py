@@ -168,15 +168,6 @@ def fits_again(session: Session) -> None:
     results["saved"] = {name: saved[name] for name in kept}
 
 
-def counts_steps_on(session: Session) -> None:
-    """On one Trainer: three steps, then three more."""
-    trainer, module = session.trainer(max_steps=3), session.chosen(Scheduled, ScheduledPipeline)
-    for steps in (3, 6):
-        trainer.fit_loop.epoch_loop.max_steps = steps
-        trainer.fit(module, session.data.training(), session.data.validation())
-        session.run.results[f"{steps}"] = (session.run.progress, trainer.fit_loop.state_dict())
-
-
 def resumes(session: Session) -> None:
     """A checkpoint in the middle of an epoch is resumed."""
     data, path = session.data, session.root / "saved.ckpt"
@@ -227,9 +218,6 @@ DATA: dict[str, Case] = {
         fits_again,
         lambda run: run.progress == (2, 8) and calls(run, "on_test_start") == 1,
         at=("training", 6),
-    ),
-    "runs of one Trainer, by steps": Case(
-        ("a second `fit`",), counts_steps_on, lambda run: run.progress[1] == 6, at=("training", 4)
     ),
     "resuming": Case(
         ("`trainer.save_checkpoint` after `fit`",), resumes, lambda run: run.progress == (2, 7), at=("training", 6)

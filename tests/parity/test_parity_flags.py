@@ -83,16 +83,17 @@ CASES: dict[str, Case] = {
     "limit_val_batches=0": Case((), fits(limit_val_batches=0), lambda run: calls(run, "on_validation_start") == 0),
     "no validation": Case((), fits(validates=False), lambda run: calls(run, "on_validation_start") == 0),
 }
-ALWAYS = ["limit_test_batches", "val_check_interval", "overfit_batches", "gradient_clip_algorithm", "plugins"]
-ALWAYS += ["use_distributed_sampler", "reload_dataloaders_every_n_epochs", "BasePredictionWriter", "a data module"]
+ALWAYS = ["limit_test_batches", "val_check_interval", "overfit_batches", "plugins"]
+ALWAYS += ["reload_dataloaders_every_n_epochs", "a data module"]
 ALWAYS += ["runs of one Trainer", "batches that are dicts"]
-LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "runs of one Trainer, by steps", "resuming"]
-LONG += ["limit_train_batches and limit_val_batches as fractions", "fast_dev_run", "gradient_clip_val", "min_steps"]
+LONG = ["inference_mode of a test", "barebones", "PyTorchProfiler", "resuming"]
+LONG += ["fast_dev_run", "gradient_clip_val"]
 LONG += ["detect_anomaly", "OnExceptionCheckpoint", "profiler", "self.log in steps and hooks"]
-LONG += ["TensorBoardLogger with the graph"]
+LONG += ["TensorBoardLogger with the graph", "gradient_clip_algorithm", "use_distributed_sampler"]
+LONG += ["BasePredictionWriter"]
 VARIATIONS = ["no training", "no validation", "limit_train_batches", "limit_val_batches", "limit_val_batches=0"]
-VARIATIONS += ["num_sanity_val_steps", "check_val_every_n_epoch", "val_check_interval as a fraction", "max_steps"]
-VARIATIONS += ["min_epochs", "deterministic and benchmark", "benchmark", "outputs collected in attributes"]
+VARIATIONS += ["num_sanity_val_steps", "check_val_every_n_epoch", "max_steps"]
+VARIATIONS += ["min_epochs", "deterministic and benchmark", "outputs collected in attributes"]
 VARIATIONS += ["batches that are dicts, read by a process"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.weight_callbacks import take_pruned_form
+from lightning_recycle.model.layers import take_pruned_form
 
 BATCH, EPOCHS = 24, 3  # of four steps
 

@@ -205,7 +205,7 @@ def long(parameters: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
-        *sampled([(name, 2) for name in FREEZING], 2),
+        *sampled([(name, 2) for name in FREEZING], 1),
         *long(sampled([(name, 2) for name in AVERAGING], 2)),
         *long(sampled([(name, 1) for name in EMA_AND_SWA], 1)),
     ],

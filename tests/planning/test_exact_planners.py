@@ -1,6 +1,5 @@
 """Exact planners: they find the optimum by themselves, agree with each other, and nothing a solver does can hurt."""
 
-import io
 import itertools
 import os
 import random
@@ -329,24 +328,6 @@ def test_without_a_library_of_highs_the_warning_names_versions_and_remedy(highsp
         r"python-mip [\d.]+ cannot load it \(.*; highsbox [\d.]+, highspy .*\): pip install 'highsbox>=1.10'",
         result.warning,
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_a_line_shows_how_far_the_solver_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    p.ExactPlanner("highs", time_limit=600.0).improve(one_at_a_time(example(FUSED, None, 2)))
-    assert re.search(r"highs: period \d+, bound \d+, gap [\d.]+ %, (600|5\d\d) s left", terminal.getvalue())
-
-
-def test_elsewhere_there_is_no_line(capfd: pytest.CaptureFixture[str]) -> None:
-    p.ExactPlanner("highs").improve(one_at_a_time(example(FUSED, None, 2)))
-    assert capfd.readouterr().err == ""
 
 
 def test_the_warning_is_logged_by_plan(fake, caplog: pytest.LogCaptureFixture) -> None:

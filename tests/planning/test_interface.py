@@ -28,16 +28,9 @@ def test_ranks_put_the_stages_of_a_pipeline_next_to_each_other() -> None:
     assert GRID.global_microbatches == 18
     assert GRID.workers()[:5] == (p.Worker(0, 0), p.Worker(0, 1), p.Worker(0, 2), p.Worker(0, 3), p.Worker(1, 0))
     assert [GRID.rank(worker) for worker in GRID.workers()] == list(range(12))
-    assert GRID.peers(p.Worker(1, 2)) == (p.Worker(0, 2), p.Worker(2, 2))
     assert len(list(GRID.all_microbatches())) == 18
     assert p.Worker(2, 3) in GRID
     assert p.Worker(3, 0) not in GRID
-
-
-def test_communication_is_latency_plus_bytes_over_bandwidth_of_the_largest_message() -> None:
-    assert p.communication_seconds(1e6, latency_seconds=1e-4, bandwidth_bytes_per_second=1e9) == pytest.approx(1.1e-3)
-    sizes = [1e6, 4e6, 2e6]
-    assert p.communication_seconds(sizes, latency_seconds=0.0, bandwidth_bytes_per_second=1e9) == pytest.approx(4e-3)
 
 
 def test_the_in_flight_limit_is_what_fits_after_forward_and_after_backward() -> None:
@@ -173,16 +166,6 @@ def test_a_gap_to_the_bound_is_feasible_not_optimal() -> None:
         (lambda: slow({p.Worker(3, 0): 2.0}), ConfigurationError, r"worker_factors.*\(3, 0\).*0\.\.2"),
         (lambda: slow({p.Worker(0, 0): 0.0}), ConfigurationError, r"worker_factors\[\(0, 0\)\]=0\.0.*above 0"),
         (lambda: slow({p.Worker(0, 0): float("inf")}), ConfigurationError, "finite"),
-        (
-            lambda: p.communication_seconds(-1.0, latency_seconds=0, bandwidth_bytes_per_second=1),
-            ConfigurationError,
-            "-1",
-        ),
-        (
-            lambda: p.communication_seconds(1.0, latency_seconds=0, bandwidth_bytes_per_second=0),
-            ConfigurationError,
-            "=0",
-        ),
         (lambda: memory(fixed=(1.0, 2.0)), ConfigurationError, "fixed.*2 numbers.*1"),
         (lambda: memory(after_forward=(-1.0,)), ConfigurationError, "after_forward"),
         (lambda: memory(after_forward=1.0), ConfigurationError, "per stage"),

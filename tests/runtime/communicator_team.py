@@ -27,11 +27,11 @@ from support.waiting import PATIENCE
 from lightning_recycle.callbacks.faults import flipped
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.launch.worker_group import process_context
-from lightning_recycle.runtime.comm import communicator as communicator_module
-from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
-from lightning_recycle.runtime.comm.wire import Channel, HostMemory
+from lightning_recycle.runtime import communicator as communicator_module
+from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
+from lightning_recycle.runtime.wire import Channel, HostMemory
 
 HOST = "127.0.0.1"
 KEY = b"the key of a team"
@@ -56,7 +56,7 @@ class Meeting:
         self.hidden = False
 
     def publish(self, key: str, value: bytes) -> None:
-        if self.hidden and "doorbell" in key:
+        if self.hidden and "gate" in key:
             value = b"127.0.0.1 1"
         path = self._directory / key.replace("/", "_")
         path.with_suffix(f".{os.getpid()}").write_bytes(value)
@@ -248,7 +248,7 @@ def configure_tied(
 
 
 def hide(communicator: Communicator, hidden: bool) -> None:
-    """From now on nobody can reach this member who checks its links, or again everybody."""
+    """From now on no member that dials this one reaches it, or again all do."""
     communicator.meeting.hidden = hidden  # type: ignore[attr-defined]
 
 
@@ -436,7 +436,7 @@ def count_allocations(communicator: Communicator, sizes: Sequence[int], steps: i
 
 
 def bound_connecting(communicator: Communicator, seconds: float) -> None:
-    from lightning_recycle.runtime.comm import groups as module
+    from lightning_recycle.runtime import groups as module
 
     module._CONNECT_SECONDS = seconds
 

@@ -9,7 +9,7 @@ from support.stages import CPU, SEED, STEP, assert_same_bits, cut, generator_lef
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 
 WIDTH = 8
 

@@ -5,6 +5,7 @@ itself where there is a device.
 """
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -18,14 +19,14 @@ import communicator_team as tasks
 import pytest
 import torch
 from communicator_team import Failure, Team
+from support.sampling import sampled
 from torch import Tensor
 
 from lightning_recycle.control.client import Interrupted
-from lightning_recycle.runtime.comm.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
-from lightning_recycle.runtime.comm.connections import CHECK_SECONDS
-from lightning_recycle.runtime.comm.groups import UnreachableError
-from lightning_recycle.runtime.comm.transports import PACKED_BYTES, Transport
-from lightning_recycle.runtime.comm.wire import HEADER_BYTES, MAX_TENSORS
+from lightning_recycle.runtime.communicator import SMALL_BYTES, CommunicationError, Communicator, _pieces
+from lightning_recycle.runtime.groups import UnreachableError
+from lightning_recycle.runtime.transports import PACKED_BYTES, Transport
+from lightning_recycle.runtime.wire import HEADER_BYTES, MAX_TENSORS
 
 ABORT_SECONDS = 1.0  # within which an abort must have unblocked everything
 BLOCKED = 0.1  # seconds after which an operation that cannot complete is blocked; an abort before that works too
@@ -312,7 +313,7 @@ def test_a_state_arrives_whole_in_parts_of_so_many_bytes(four: Team, part_bytes:
 
 @pytest.mark.parametrize("part_bytes", [64, 100, 5000])
 def test_both_sides_of_a_transfer_cut_it_alike(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    monkeypatch.setattr("lightning_recycle.runtime.comm.communicator._PART_BYTES", part_bytes)
+    monkeypatch.setattr("lightning_recycle.runtime.communicator._PART_BYTES", part_bytes)
     tensors = [torch.arange(100), torch.zeros(0), torch.full((3, 5), 2.5), *[torch.ones(1)] * 70]
     parts = _pieces(tensors)
     assert [[piece.nbytes for piece in part] for part in parts] == [
@@ -380,9 +381,10 @@ def call(task: tuple[Any, ...], peer: int) -> tuple[Any, ...]:
     return task if task[0] in (tasks.broadcast, tasks.all_reduce_zeros) else (*task, peer)
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-@pytest.mark.parametrize("operation", CUT)
-@pytest.mark.parametrize("who", ["sender", "receiver"])
+@pytest.mark.parametrize(
+    ("who", "operation", "end"),
+    sampled(itertools.product(["sender", "receiver"], CUT, ["kill", "stop"]), 6, seed=2, rest=pytest.mark.long),
+)
 def test_a_message_of_which_one_side_ends_in_the_middle_holds_nobody_up(
     team: Team, who: str, operation: str, end: str
 ) -> None:
@@ -622,7 +624,7 @@ def test_generations_leave_no_descriptors_behind(four: Team) -> None:
     assert four.run(tasks.count_descriptors, ranks=[0, 1]) == before
 
 
-# ---------------------------------------------------------------------- links that are checked before connecting
+# ---------------------------------------------------------------------- workers that do not answer
 
 
 @pytest.fixture
@@ -632,35 +634,24 @@ def with_2_hidden(four: Team) -> Iterator[Team]:
     four.run(tasks.hide, False, ranks=[2])
 
 
-def test_workers_that_reach_each_other_connect(four: Team) -> None:
-    began = time.monotonic()
-    four.regroup(0, 1, 3, check_links=True)
-    assert time.monotonic() - began < 1.0
-    assert_same(transfer(four, [torch.ones(30_000)]), [torch.ones(30_000)])
-
-
-def test_a_worker_says_whom_it_cannot_reach(with_2_hidden: Team) -> None:
+def test_who_dials_says_whom_it_cannot_reach(with_2_hidden: Team) -> None:
     with_2_hidden.generation += 1
-    kinds, texts = [], []
-    for rank in (0, 1, 2):
-        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (0, 1, 2), 1, True)
-    for rank in (0, 1):
+    for rank in (1, 2):
+        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
+    for rank, kind in ((1, UnreachableError), (2, CommunicationError)):
         with pytest.raises(Failure) as caught:
-            with_2_hidden.members[rank].result()
-        kinds.append(caught.value.kind)
-        texts.append(str(caught.value))
-    assert kinds == [UnreachableError.__name__] * 2
-    assert all("rank 2." in text for text in texts)
-    assert_abort_unblocks(with_2_hidden, 2, with_2_hidden.generation)  # it reaches the others, and waits for them
+            with_2_hidden.members[rank].result(timeout=10)
+        assert caught.value.kind == kind.__name__
+        assert f"rank {3 - rank}" in str(caught.value)
     with_2_hidden.regroup(0, 1, 3)
     assert_same(transfer(with_2_hidden, [torch.ones(3)]), [torch.ones(3)])
 
 
-def test_abort_ends_the_check_of_links(with_2_hidden: Team) -> None:
+def test_abort_ends_dialing(with_2_hidden: Team) -> None:
     with_2_hidden.generation += 1
-    for rank in (0, 2):
-        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (0, 2), 1, True)
-    for rank in (0, 2):
+    for rank in (1, 2):
+        with_2_hidden.members[rank].start(tasks.configure, with_2_hidden.generation, (1, 2), 1, True)
+    for rank in (1, 2):
         assert_abort_unblocks(with_2_hidden, rank, with_2_hidden.generation)
 
 
@@ -671,8 +662,6 @@ def test_a_stopped_worker_can_be_reached(team: Team) -> None:
     time.sleep(BLOCKED)
     team.members[1].stop()
     team.members[0].start(tasks.configure, team.generation, (0, 1), 1, True)
-    time.sleep(CHECK_SECONDS + 0.3)
-    team.members[0].abort(team.generation)
     with pytest.raises(Failure) as caught:
-        team.members[0].result(timeout=5)
+        team.members[0].result(timeout=10)
     assert caught.value.kind == CommunicationError.__name__

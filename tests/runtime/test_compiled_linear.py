@@ -16,8 +16,8 @@ from support.waiting import PATIENCE
 from torch import Tensor, nn
 
 from lightning_recycle.devices import storage_bytes
-from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.stage import Stage
 
 WIDTH = 16
 COMPILERS = [
@@ -146,7 +146,7 @@ def split(layer: Any, x: Tensor) -> WeightGradQueue:
 
 
 def test_zeros_in_the_place_of_a_gradient_leave_negative_zeros_as_they_are() -> None:
-    """An empty buffer of gradients holds them (runtime/stage/gradients.py)."""
+    """An empty buffer of gradients holds them (runtime/gradients.py)."""
     module = nn.Linear(WIDTH, WIDTH)
     layer = torch.compile(module, backend="aot_eager", fullgraph=True)
     for parameter in module.parameters():
@@ -215,7 +215,7 @@ def test_without_the_split_a_compiler_sees_what_it_always_does() -> None:
 def test_a_compiler_that_is_loaded_within_the_block_calls_the_functions_by_their_names() -> None:
     """The code that it makes is cached for other processes, such as replacements."""
     script = """
-from lightning_recycle.runtime.stage.deferred import intercept_linear
+from lightning_recycle.runtime.deferred import intercept_linear
 with intercept_linear():
     import torch._inductor.kernel.mm
 from torch._inductor.select_algorithm import extern_kernels

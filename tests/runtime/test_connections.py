@@ -1,4 +1,4 @@
-"""Who can be reached, and who connects: with the key of the run, and nobody else, whatever he sends."""
+"""Who connects: with the key of the run, and nobody else, whatever he sends; and who does not answer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,11 @@ from lightning_recycle.control.network.connection import (
     Handshake,
     Role,
 )
-from lightning_recycle.runtime.comm import connections
-from lightning_recycle.runtime.comm.connections import CHECK_SECONDS, Doorbell, Gate, Link, connect, unreachable
+from lightning_recycle.runtime import connections
+from lightning_recycle.runtime.connections import Gate, Link, NoAnswerError, connect
 
 SHORT = 0.5  # seconds
 NEVER = threading.Event()
-
-
-@pytest.fixture
-def doorbells() -> Iterator[list[Doorbell]]:
-    opened = [Doorbell("127.0.0.1") for _ in range(3)]
-    yield opened
-    for doorbell in opened:
-        doorbell.close()
 
 
 @pytest.fixture
@@ -55,75 +47,6 @@ def silent() -> Iterator[bytes]:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_if_all_can_be_reached_that_is_known_at_once(doorbells: list[Doorbell]) -> None:
-    began = time.monotonic()
-    assert unreachable({rank: bell.address for rank, bell in enumerate(doorbells)}, NEVER) == ()
-    assert time.monotonic() - began < CHECK_SECONDS / 2
-
-
-def test_a_doorbell_answers_without_its_process_however_often(doorbells: list[Doorbell]) -> None:
-    for _ in range(100):
-        assert unreachable({0: doorbells[0].address}, NEVER) == ()
-
-
-def test_strangers_cannot_fill_the_queue_of_a_doorbell(doorbells: list[Doorbell]) -> None:
-    """Or its worker would look unreachable, and be evicted."""
-    host, port = doorbells[0].address.decode().split()
-    for _ in range(1100):  # what is accepted later stays in the queue, although it is closed
-        socket.create_connection((host, int(port)), timeout=5).close()
-    assert unreachable({0: doorbells[0].address}, NEVER) == ()
-
-
-def test_who_refuses_or_is_silent_is_unreachable_when_the_time_is_up(doorbells: list[Doorbell], silent: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        refuses = f"127.0.0.1 {gone.getsockname()[1]}".encode()
-    addresses = {5: silent, 2: refuses, 0: doorbells[0].address}
-    began = time.monotonic()
-    assert unreachable(addresses, NEVER, SHORT) == (2, 5)
-    assert SHORT <= time.monotonic() - began < SHORT + 0.4
-
-
-def test_who_is_a_little_late_is_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    late: list[socket.socket] = []
-    timer = threading.Timer(0.2, lambda: late.append(socket.create_server(("127.0.0.1", port))))
-    timer.start()
-    assert unreachable({0: f"127.0.0.1 {port}".encode()}, NEVER) == ()
-    timer.join()
-    late[0].close()
-
-
-def test_who_is_there_is_reached_even_if_the_process_was_stopped_until_the_time_was_up(
-    doorbells: list[Doorbell],
-) -> None:
-    assert unreachable({rank: bell.address for rank, bell in enumerate(doorbells)}, NEVER, 0.0) == ()
-
-
-def test_a_cancelled_check_ends_soon(silent: bytes) -> None:
-    cancelled = threading.Event()
-    threading.Timer(0.1, cancelled.set).start()
-    began = time.monotonic()
-    unreachable({0: silent}, cancelled)
-    assert time.monotonic() - began < 0.5
-
-
-def test_a_check_leaves_no_descriptor(doorbells: list[Doorbell], silent: bytes) -> None:
-    before = descriptors()
-    for _ in range(3):
-        unreachable({0: silent, 1: doorbells[0].address, 2: b"127.0.0.1 1"}, NEVER, 0.1)
-    assert descriptors() == before
-
-
-def test_an_address_of_ip_version_6_will_do() -> None:
-    try:
-        doorbell = Doorbell("::1")
-    except OSError:
-        pytest.skip("this machine has no IP version 6")
-    assert unreachable({0: doorbell.address}, NEVER) == ()
-    doorbell.close()
 
 
 KEY, OTHER_KEY = b"the key of this run", b"the key of another"
@@ -416,18 +339,48 @@ def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> 
             futures[rank].result()
 
 
-def test_the_loop_of_the_users_code_stays_and_may_run(doorbells: list[Doorbell]) -> None:
-    addresses = dict(enumerate(doorbell.address for doorbell in doorbells))
+def test_who_does_not_answer_is_told_from_who_is_slow(gates: list[Gate], silent: bytes) -> None:
+    """A process that is stopped has its connections accepted by the kernel: it is for its silence to betray it."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        refuses = f"127.0.0.1 {gone.getsockname()[1]}".encode()
+    addresses = {1: silent, 2: refuses, 3: gates[0].address}
+    links = [Link("activations", 0, rank) for rank in addresses]
+    before = descriptors()
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(NoAnswerError, match="no connection to rank 1, 2, 3 within") as caught:
+            connect(gates[1], KEY, 3, 0, links, addresses, NEVER, SHORT)
+        assert caught.value.silent == (1, 2)
+        assert SHORT <= time.monotonic() - began < SHORT + 0.4
+    assert descriptors() == before
+
+
+def test_addresses_of_ip_version_6_will_do() -> None:
+    try:
+        with contextlib.closing(Gate("::1")) as one, contextlib.closing(Gate("::1")) as other:
+            with ThreadPoolExecutor(1) as pool:
+                accepted = pool.submit(connect, other, KEY, 3, 1, [LINK], {}, NEVER, PATIENCE)
+                dialed = connect(one, KEY, 3, 0, [LINK], {1: other.address}, NEVER, PATIENCE)
+            for sock in (dialed[LINK], accepted.result()[LINK]):
+                sock.close()
+    except OSError:
+        pytest.skip("this machine has no IP version 6")
+
+
+def test_the_loop_of_the_users_code_stays_and_may_run(gates: list[Gate]) -> None:
+    def connected() -> dict[Link, socket.socket]:
+        return connect(gates[0], KEY, 3, 0, [], {}, NEVER, PATIENCE)
+
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        assert unreachable(addresses, NEVER) == ()
+        assert connected() == {}
         assert asyncio.get_event_loop() is loop
 
-        async def script() -> tuple[int, ...]:
-            return unreachable(addresses, NEVER)
+        async def script() -> dict[Link, socket.socket]:
+            return connected()
 
-        assert loop.run_until_complete(script()) == ()
+        assert loop.run_until_complete(script()) == {}
     finally:
         asyncio.set_event_loop(None)
         loop.close()

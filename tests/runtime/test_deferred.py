@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recycle.runtime.stage.deferred import WeightGradQueue, defer_weight_grad, intercept_linear
+from lightning_recycle.runtime.deferred import WeightGradQueue, defer_weight_grad, intercept_linear
 
 WIDTH = 12
 

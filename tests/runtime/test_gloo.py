@@ -20,8 +20,8 @@ from support.waiting import wait_for
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.comm import groups as gloo
-from lightning_recycle.runtime.comm.groups import Device, GroupFactory, UnsupportedError, _with_address
+from lightning_recycle.runtime import groups as gloo
+from lightning_recycle.runtime.groups import Device, GroupFactory, UnsupportedError, _with_address
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.stage.gradients import BucketedReduction, GradientBuffers
+from lightning_recycle.runtime.gradients import BucketedReduction, GradientBuffers
 
 CPU = torch.device("cpu")
 F, B, W, BW = OpKind.FORWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT, OpKind.BACKWARD

@@ -8,8 +8,8 @@ from support.written import written
 from torch import nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.runtime.stage.gradients import AccumulationPart, GradientBuffers
-from lightning_recycle.runtime.stage.stage_bundle import Shadow
+from lightning_recycle.runtime.gradients import AccumulationPart, GradientBuffers
+from lightning_recycle.runtime.stage_bundle import Shadow
 
 CPU = torch.device("cpu")
 

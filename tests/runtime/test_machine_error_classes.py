@@ -16,7 +16,7 @@ from support.options import recycle_strategy
 from lightning_recycle import ConfigurationError
 from lightning_recycle.errors import InjectedFaultError, StageLostError
 from lightning_recycle.runtime import machine_errors
-from lightning_recycle.runtime.comm.communicator import CommunicationError
+from lightning_recycle.runtime.communicator import CommunicationError
 from lightning_recycle.runtime.machine_errors import (
     is_device_error,
     is_machine_error,

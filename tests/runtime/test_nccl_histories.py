@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 from nccl_histories import BrokenPromiseError, check_histories
+from support.sampling import sampled
 
 from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, payloads
 
-SAMPLE = 150  # histories in the ordinary run
+SAMPLE = 100  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
 MEETS = {"quiet", "abort", "late abort", "death", "error", "lost", "noticed", "received", "summed", "kept"}
 
@@ -145,13 +146,21 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
 """What breaks, the module, and what is replaced in its source."""
 
 
-@pytest.mark.parametrize(("mutation", "module", "changes"), MUTATIONS, ids=[name for name, *_ in MUTATIONS])
+def test_every_mutation_applies_to_the_transport_as_it_is() -> None:
+    for _, module, changes in MUTATIONS:
+        assert [inspect.getsource(module).count(old) for old, _ in changes] == [1] * len(changes)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "module", "changes"),
+    sampled(MUTATIONS, 12, rest=pytest.mark.long),
+    ids=[name for name, *_ in MUTATIONS],
+)
 def test_a_broken_transport_is_noticed(
     monkeypatch: pytest.MonkeyPatch, mutation: str, module: ModuleType, changes: list[tuple[str, str]]
 ) -> None:
     source = inspect.getsource(module)
     for old, new in changes:
-        assert source.count(old) == 1, f"{old!r} must be in the source once"
         source = source.replace(old, new)
     broken = ModuleType("broken")
     monkeypatch.setitem(sys.modules, broken.__name__, broken)  # where dataclasses look for their annotations

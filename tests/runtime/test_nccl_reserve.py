@@ -8,15 +8,13 @@ import pytest
 from support.fake_nccl import FakeComm
 from transport_world import ALL, World
 
-from lightning_recycle.runtime.comm.groups import CommunicationError
+from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import (
-    Kept,
     Kind,
     Note,
     Place,
     group_places,
-    kept_by_all,
     pair,
     successors,
 )
@@ -75,13 +73,6 @@ def test_large_groups_have_a_reserve_for_the_loss_of_others_only() -> None:
     assert successors(4, (), {"stage0": roster}) == [Place(roster, 0)]
 
 
-def test_what_one_member_has_not_kept_is_not_used() -> None:
-    place, other = pair(0, 1), pair(1, 0)
-    kept = {place: Kept("here", 7), other: Kept("there", 8)}
-    told = {0: {place.name: 7, other.name: 8}, 1: {place.name: 7, other.name: 9}}
-    assert kept_by_all([place, other, pair(0, 5)], kept, told) == {place: kept[place]}
-
-
 def test_notes_come_in_pieces() -> None:
     notes = [
         Note(Kind.OFFER, (0, 5), 1, 2),
@@ -110,15 +101,6 @@ def test_after_a_loss_nothing_is_begun_that_is_there_already(world: World, lost:
     assert counts == [0] * 4
 
 
-def test_the_same_workers_use_them_too_and_make_others(world: World) -> None:
-    for _ in range(3):
-        world.prepare(range(4))
-        counts = count_inits(world)
-        assert not world.connect()
-        world.assert_agreed()
-        assert counts == [0] * 4
-
-
 def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
     world.prepare([0, 1, 2], 0.05)
     counts = count_inits(world)
@@ -129,25 +111,7 @@ def test_who_has_not_begun_them_is_connected_afresh(world: World) -> None:
     assert counts[2] == 2
 
 
-def test_without_a_reserve_everything_is_begun() -> None:
-    world = World(reserves=False)
-    assert not world.connect()
-    for transport in world.transports:
-        transport.prepare()
-    world.end_generation()
-    assert not any(device.comms for device in world.devices)
-    world.stop()
-
-
 # ---------------------------------------------------------------------- what goes wrong
-
-
-def test_an_abort_reaches_what_has_only_begun(world: World) -> None:
-    """Worker 3 never begins, so those with it are in progress when the generation ends."""
-    world.prepare([0, 1, 2], 0.05)
-    assert any(comm.in_progress for comm in world.devices[0].comms)
-    world.end_generation()
-    assert not any(comm.in_progress for device in world.devices for comm in device.comms)
 
 
 def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
@@ -163,16 +127,6 @@ def test_a_reserve_that_cannot_begin_harms_nobody(world: World) -> None:
     assert not world.connect()
     world.assert_agreed()
     assert world.usable == 4 * 3 + 2 + 2 + 3
-
-
-def test_a_lost_device_ends_the_generation_while_they_begin(world: World) -> None:
-    world.devices[2].is_lost = True
-    world.transports[2].prepare()
-    thread = world.transports[2]._thread
-    assert thread is not None
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        thread.wait_for(lambda: False, timeout=5)
-    world.devices[2].is_lost = False
 
 
 @pytest.mark.parametrize("required", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,21 +10,20 @@ from typing import Any
 import pytest
 import torch
 from support.fake_nccl import FakeEvent
-from support.meeting import Meeting
 from support.waiting import wait_for
 from torch import Tensor
 from transport_world import World
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.comm.groups import CommunicationError, Group
-from lightning_recycle.runtime.comm.transports import Transport
-from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
+from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
+from lightning_recycle.runtime.transports import Transport
+from lightning_recycle.runtime.wire import Channel, ValueLayout
 
 VALUE = torch.arange(20_000.0)
 LAYOUT = ValueLayout.of(VALUE)
@@ -88,15 +85,6 @@ def replace(transport: NcclTransport, root: int | None = None) -> list[Tensor | 
     return [value]
 
 
-def test_a_payload_goes_from_one_to_the_other(pair: World) -> None:
-    waiting = Waiting(pair)
-    pair.transports[0].send(FORWARD, LAYOUT, [VALUE], 1, 3)
-    waiting.thread.join(10)
-    (received,) = waiting.tensors
-    assert received is not None
-    assert torch.equal(received, VALUE)
-
-
 def test_a_payload_arrives_while_the_device_computes(pair: World) -> None:
     device = pair.devices[1]
     device.current.wait(FakeEvent(device))  # which never is
@@ -113,18 +101,6 @@ def test_both_have_the_sum_and_what_one_of_them_has(pair: World) -> None:
         waiting.thread.join(10)
         for found in (mine, *waiting.tensors):
             assert torch.equal(found, VALUE * factor)  # type: ignore[arg-type]
-
-
-def test_collectives_that_were_begun_together_end_in_any_order(pair: World) -> None:
-    values = [[VALUE + 10 * rank + number for number in range(8)] for rank in range(2)]
-    begun = [
-        [transport.begin_collective(STAGE, value) for value in mine]
-        for transport, mine in zip(pair.transports, values, strict=True)
-    ]
-    for rank in (1, 0):
-        for one in reversed(begun[rank]):
-            pair.transports[rank].end_collective(one)
-        assert all(torch.equal(value, 2 * VALUE + 10 + 2 * number) for number, value in enumerate(values[rank]))
 
 
 def test_small_tensors_and_those_that_nccl_cannot_sum_go_another_way(pair: World) -> None:
@@ -283,13 +259,6 @@ def test_an_abort_ends_a_wait_at_once(pair: World, begin: Callable[[World], Wait
 
 
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
-def test_a_sender_that_is_gone_ends_a_wait(pair: World, begin: Callable[[World], Waiting]) -> None:
-    waiting = begin(pair)
-    pair.abort(0)
-    assert isinstance(waiting.end(), CommunicationError)
-
-
-@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
 def test_a_device_that_is_lost_is_told_to_the_one_that_waits(pair: World, begin: Callable[[World], Waiting]) -> None:
     waiting = begin(pair)
     pair.devices[1].is_lost = True
@@ -311,20 +280,6 @@ def test_a_worker_whose_abort_does_not_end_has_lost_its_device(pair: World, monk
         pair.transports[1].close()
     assert is_device_error(caught.value)
     returns.set()
-
-
-def test_who_comes_too_late_to_connect_does_not_take_the_place_of_the_next_generation(pair: World) -> None:
-    thread, meeting = pair.transports[0]._thread, Meeting()
-    ours, theirs = socket.socketpair()
-    links = Group()
-    links.links = {1: ours}
-    card = {"device": "second", "why": "", "links": [0], "kept": {}}
-    meeting.publish("generation7/nccl1", json.dumps(card).encode())
-    cancelled = threading.Event()
-    cancelled.set()
-    with theirs, pytest.raises(CommunicationError, match="Generation 7 was aborted"):
-        pair.transports[0].connect(7, {STAGE: (0, 1)}, {module._LINKS: links}, meeting, cancelled)
-    assert pair.transports[0]._thread is thread
 
 
 def test_a_device_that_takes_long_is_looked_at_less_often() -> None:

@@ -15,7 +15,7 @@ from support.stages import CPU, SEED, STEP, assert_same_bits, cut, generator_lef
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.slot_changes import SlotChanges
 
 WIDTH = 8

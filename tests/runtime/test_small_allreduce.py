@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.waiting import PATIENCE
 
-from lightning_recycle.runtime.comm.transports import _HEADER, SmallAllreduce
-from lightning_recycle.runtime.comm.wire import sum_of_bytes
+from lightning_recycle.runtime.transports import _HEADER, SmallAllreduce
+from lightning_recycle.runtime.wire import sum_of_bytes
 
 
 def mesh_of(size: int, timeout: float = PATIENCE) -> tuple[list[SmallAllreduce], dict[tuple[int, int], socket.socket]]:

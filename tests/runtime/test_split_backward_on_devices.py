@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.step_measurements import FirstSteps, Timings
-from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.step_measurements import FirstSteps, Timings
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH, HEADS, ROWS = 128, 2, 64

@@ -9,7 +9,7 @@ from support.stages import CPU, SEED, STEP, copied, cut, generator_left_alone, g
 from torch import Tensor, nn
 
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 
 WIDTH = 6
 Batches = Sequence[tuple[Any, Tensor]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recycle.runtime.stage.stage_bundle import Shadow
+from lightning_recycle.runtime.stage_bundle import Shadow
 
 
 def test_a_stage_that_is_ahead_computes_with_the_parameters_of_the_version_before_and_goes_on_with_the_new() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_recycle.runtime.comm.wire import HostMemory
+from lightning_recycle.runtime.wire import HostMemory
 
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")

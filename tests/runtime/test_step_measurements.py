@@ -23,8 +23,8 @@ from lightning_recycle.devices import (
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.executor.step_measurements import FirstSteps, processors_of
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
+from lightning_recycle.runtime.step_measurements import FirstSteps, processors_of
 
 CPU = torch.device("cpu")
 F, BW, B, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT
@@ -335,7 +335,7 @@ def test_what_sleeps_takes_time_and_keeps_nobody_busy() -> None:
 def test_waiting_between_two_clocks_is_not_taken_from_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread may lose its core after one clock was read and before the other, again and again."""
     hours = itertools.count(start=0.0, step=3600.0)
-    monkeypatch.setattr("lightning_recycle.runtime.executor.step_measurements._seconds_waited", lambda: next(hours))
+    monkeypatch.setattr("lightning_recycle.runtime.step_measurements._seconds_waited", lambda: next(hours))
     result = until_done(FirstSteps(CPU, None, tries_splitting=True), 2, seconds=0.002)
     assert result.fused + result.split == pytest.approx((0.002, 0.002, 0.002, 0.004, 0.004), rel=0.5)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.runtime.executor.step_measurements import Timings
+from lightning_recycle.runtime.step_measurements import Timings
 
 CUDA = torch.device("cuda", 0)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Program, Task, WorkerChecks
 from lightning_recycle.runtime import verification
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.verification import MicrobatchRecord, Recomputation, Verifier, _is_finite, is_sound
 
 KINDS = {"F": OpKind.FORWARD, "B": OpKind.BACKWARD_INPUT, "W": OpKind.BACKWARD_WEIGHT, "X": OpKind.BACKWARD}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recycle.runtime.comm.wire import (
+from lightning_recycle.runtime.wire import (
     HEADER_BYTES,
     HostMemory,
     ReceiveBuffer,

@@ -13,12 +13,12 @@ from support.fake_nccl import FakeDevice, LocalNetwork
 from support.meeting import Meeting
 from support.waiting import PATIENCE
 
-from lightning_recycle.runtime.comm.groups import Group
-from lightning_recycle.runtime.comm.transports import Rosters
-from lightning_recycle.runtime.comm.wire import Channel, ValueLayout
+from lightning_recycle.runtime.groups import Group
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_comms import successors
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
+from lightning_recycle.runtime.transports import Rosters
+from lightning_recycle.runtime.wire import Channel, ValueLayout
 
 CPU = torch.device("cpu")
 LATE_SECONDS = 0.1  # for which a call may wait for the others before it fails

@@ -11,12 +11,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from lightning_recycle.session.optimizer_states import (
     group_names,
+    load_parameter_groups,
     merge_optimizer_states,
     merged_names,
     split_optimizer_state,
     stage_optimizer_state,
 )
-from lightning_recycle.session.weight_callbacks import load_parameter_groups
 
 ONE_LAYER_EACH = ([["a"], ["b"]], {}, ["a", "b"])
 ENDS = (  # what is outside of a chain is on the first and the last stage

@@ -199,15 +199,6 @@ def test_a_cluster_must_hold_the_grid() -> None:
         sim.Cluster.of(MODEL, gpus_per_node=5)
 
 
-def test_results_are_plain_data() -> None:
-    import json
-
-    result = sim.simulate(MODEL, CLUSTER, sim.DropReplica(), sim.Poisson("30min"), "2h", 1)
-    data = json.loads(json.dumps(result.to_dict()))
-    assert data["throughput"] == result.throughput
-    assert {interval["state"] for interval in data["intervals"]} <= {state.value for state in sim.State}
-
-
 def test_weeks_of_thousands_of_gpus_take_a_moment() -> None:
     import time
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from lightning_recycle.runtime.comm.communicator import CommunicationError
+from lightning_recycle.runtime.communicator import CommunicationError
 
 
 class Meeting:

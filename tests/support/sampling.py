@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 LONGEST = ("test_on_devices.py", "test_boundary_checkpoints.py")  # minutes
-LONG_SAMPLE = 3
+LONG_SAMPLE = 2
 """How many of the tests marked ``long`` are in a run of all tests."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.stage import Stage
 
 CPU = torch.device("cpu")
 SEED, STEP = 7, 3

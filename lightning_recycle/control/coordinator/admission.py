@@ -56,7 +56,7 @@ class Reception:
         greet: decides about a connection by its first message.
         on_wake: called in the thread of the loop when it was woken.
         is_over: whether there will be no further run: workers that come may end, successfully.
-        run: the run whose workers may return; empty for none, None for any.
+        run: the run whose workers may return; empty for none.
         enrolled: sent to newcomers at once, so that they may return; None if they may not.
     """
 
@@ -68,7 +68,7 @@ class Reception:
         self.greet: Callable[[NonBlockingConnection, FirstMessage], None] = self._keep
         self.on_wake: Callable[[], None] = _nothing
         self.is_over = False
-        self.run: str | None = ""
+        self.run = ""
         self.enrolled: messages.Enrolled | None = None
         self._met: list[tuple[NonBlockingConnection, FirstMessage]] = []
         self._next_sign = 0.0
@@ -105,7 +105,7 @@ class Reception:
     # ------------------------------------------------------------------ between two runs
 
     def _keep(self, connection: NonBlockingConnection, first: FirstMessage) -> None:
-        if isinstance(first, messages.Returned) and self.run is not None and first.run != self.run:
+        if isinstance(first, messages.Returned) and first.run != self.run:
             log.error(
                 "%s returns to a run of which this coordinator knows nothing, and ends. With the file of its"
                 " coordinator (--state) the run would have gone on: start it again from its newest checkpoint.",
@@ -140,10 +140,9 @@ class Reception:
         return bool(self._met)
 
     @property
-    def returned(self) -> list[messages.Returned]:
-        """First messages of workers that return, all of the same run as the first."""
-        found = [first for _, first in self._met if isinstance(first, messages.Returned)]
-        return [first for first in found if first.run == found[0].run]
+    def has_returned(self) -> bool:
+        """Whether a worker has returned."""
+        return any(isinstance(first, messages.Returned) for _, first in self._met)
 
     def look(self) -> None:
         """Waits a moment for newcomers and their first messages, and sends signs of life."""
@@ -156,13 +155,10 @@ class Reception:
                 with contextlib.suppress(OSError):  # who reads from it sees that it is gone
                     connection.send(messages.Alive())
 
-    def send_away(self, why: messages.Stop | messages.Unfit, returned_only: bool = False) -> None:
-        """Sends ``why`` to the kept or to the returning workers, and forgets them."""
+    def send_away(self, why: messages.Stop | messages.Unfit) -> None:
+        """Sends ``why`` to the kept workers, and forgets them."""
         met, self._met = self._met, []
         for connection, first in met:
-            if returned_only and not isinstance(first, messages.Returned):
-                self._met.append((connection, first))
-                continue
             if isinstance(why, messages.Unfit):
                 log.warning("Refused %s: %s", described(first), why.why)
             self.loop.forget(connection)

@@ -73,8 +73,7 @@ class Coordinator:
         host, port: the interface to listen on; port 0 for a free one.
         authkey: the key that workers must know, at least 16 bytes; random by default.
         on_profile: called in the coordinator's thread with the model's profile once all stages have measured.
-        start_worker: starts a replacement for a rank, given its incarnation and the rank whose device it runs on; None
-            without replacements.
+        start_worker: starts a replacement for a rank, given its incarnation; None without replacements.
         setup: passed, unread, with its position to a worker that was started by hand; ``staggered`` likewise.
         reception: where workers have come already, instead of ``host`` and ``port``; it stays open.
         objection: why a worker cannot take part in this run; None if it can.
@@ -97,7 +96,7 @@ class Coordinator:
         port: int = 0,
         authkey: bytes | None = None,
         on_profile: Callable[[Profile], None] = lambda _: None,
-        start_worker: Callable[[int, int, int], WorkerProcess] | None = None,
+        start_worker: Callable[[int, int], WorkerProcess] | None = None,
         setup: messages.Payload | None = None,
         reception: Reception | None = None,
         objection: Callable[[messages.Hello], messages.Unfit | None] = lambda hello: None,
@@ -117,7 +116,7 @@ class Coordinator:
         self._is_open = reception is not None or authkey is not None  # to workers that somebody else starts
         self._reception = reception or Reception((host, port), self.authkey, workers)
         self._loop = self._reception.loop
-        # Layers do not move where positions have several members, nor do workers.
+        # Layers do not move where positions have several members.
         self._layers_move = self.options.recovery.rebalance if members == 1 else "never"
         self._plans = RunPlans(grid, planner, self.options.drift, on_profile, self._loop.wake, self._layers_move)
         self._setup, self._staggered, self._takes_results = setup, staggered, takes_results
@@ -193,16 +192,6 @@ class Coordinator:
         Raises ControlPlaneError if the coordinator's thread does not answer within ``timeout`` seconds.
         """
         return self._views.ask(timeout)
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        """Totals of the run: those of its history, committed steps, live workers."""
-        state = self._state
-        return {
-            "steps": float(state.steps.version),
-            "live_workers": float(len(state.roster.live)),
-            **self._history.counters,
-        }
 
     def start(self, processes: Mapping[int, WorkerProcess]) -> None:
         """Begins to serve and watches ``processes``, by rank, for their exit.
@@ -494,7 +483,7 @@ class Coordinator:
         return self._workers.has(rank) or self._vacancies.is_starting(rank)
 
     def _fill_vacancies(self, now: float) -> None:
-        """Finds workers for empty positions: spares, replacements, or movers."""
+        """Finds workers for empty positions: spares or replacements."""
         self._place_spares()
         if self._state.generation.number < 0:
             return
@@ -510,13 +499,6 @@ class Coordinator:
                 self._history.add("restarting" if has_been_held else "growing", self._state, rank)
                 self._vacancies.start(rank, is_first=not has_been_held)
                 self._watch.expect(rank, now)
-            elif self._vacancies.may_move and not self._state.roster.moves and self.members == 1:
-                mover = self._plans.propose_move(self._failed(), self._position(rank))
-                if mover is not None:
-                    self._handle(protocol.MovePlanned(rank, self.grid.rank(mover)))
-                    self._vacancies.start(rank, on=self.grid.rank(mover))
-                    self._watch.expect(rank, now)
-                    return
 
     def _is_first(self, rank: int) -> bool:
         """Whether a worker at ``rank`` would replace none that was lost."""
@@ -785,13 +767,11 @@ class Coordinator:
         return RunView(status, self._plans.timed)
 
     def _record(self, record: protocol.Record) -> None:
-        if record.kind in ("failure", "moved"):
-            self._vacancies.may_move = self.options.recovery.move_workers and record.kind == "failure"
         if record.kind == "revived":
             self._history.continue_from(record.details["counters"])
             if self._state.layout.cuts:
                 self._plans.layout_is(self._state.layout.cuts)
-        if record.kind in ("left", "moved", "released") and record.rank is not None:
+        if record.kind in ("left", "released") and record.rank is not None:
             self._dismiss(record.rank)
         if record.rank is not None:
             (self._left.add if record.kind == "left" else self._left.discard)(record.rank)

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_recycle.arguments import Check, command_parser, shared_options
-from lightning_recycle.control.coordinator.admission import Reception, describe
+from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.coordinator.coordinator import Coordinator
-from lightning_recycle.control.journal import Journal, adopted_state, default_path
+from lightning_recycle.control.journal import Journal, default_path
 from lightning_recycle.control.monitoring.history import summary
 from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.monitoring.monitor import Monitor, served
@@ -40,10 +40,18 @@ from lightning_recycle.control.network.addresses import (
     key_from_environment,
     shown,
 )
-from lightning_recycle.control.options import GROUPS, Overrides, RunConfig, difference, settings_of, settle
+from lightning_recycle.control.options import (
+    GROUPS,
+    RunConfig,
+    Settings,
+    check_settings,
+    difference,
+    settings_of,
+    settle,
+)
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
-from lightning_recycle.control.protocol.messages import Enrolled, Setting, Stop, StopReason, Unfit
+from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.planning.grid import Positions
@@ -51,7 +59,7 @@ from lightning_recycle.processes import die_with_parent, has_ended
 
 log = logging.getLogger(__name__)
 
-_WORKERS = 4096  # as long as nobody knows how many there will be
+_WORKERS = 4096  # nobody knows how many there will be
 _OTHER_DESCRIPTORS = 256  # besides one for each worker: strangers, planners in other processes
 
 _FLAGS = {
@@ -82,15 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
         given = _given(options)
-        given.check()
-        workers = _WORKERS if given.grid is None else given.grid.num_workers * (given.members or 1)
+        check_settings(given)
         address, key = address_from(options.listen, "--listen"), key_from_environment()
-        reception = Reception(address, key, workers)
+        reception = Reception(address, key, _WORKERS)
         journal = _journal(options.state, address, key)
     except ConfigurationError as error:
         print(f"recycle-coordinator: {error}", file=sys.stderr)
         return 2
-    allow_descriptors(workers + _OTHER_DESCRIPTORS)
+    allow_descriptors(_WORKERS + _OTHER_DESCRIPTORS)
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
@@ -202,11 +209,11 @@ def allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _given(options: argparse.Namespace) -> Overrides:
+def _given(options: argparse.Namespace) -> Settings:
     settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
-    return Overrides(options.pipelines, options.stages, options.microbatches, settings, options.processes_per_position)
+    return settings
 
 
 def _setting(text: str) -> Setting:
@@ -226,15 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "Run the coordinator for workers started elsewhere. Settings that are not given are those of their script.",
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
-        "recycle-coordinator --listen 10.0.0.1:29400 --pipelines 4 --stages 2 --runs 1",
+        "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")
-    parser.add_argument("--pipelines", type=int, metavar="D", help="data-parallel size")
-    parser.add_argument("--stages", type=int, metavar="S", help="pipeline-parallel size")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="micro-batches per pipeline and step")
-    parser.add_argument(
-        "--processes-per-position", type=int, metavar="T", help="processes that hold a stage of a pipeline; default 1"
-    )
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="address of its page, /status and /metrics; a port alone: on this machine"
     )
@@ -265,7 +266,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _LOOK_SECONDS = 0.5  # between two looks whether all workers have gone before the run began
-_RETURN_SECONDS = 1.0  # for those who have lost a coordinator of which this one knows nothing; others come first
 _NOBODY_SECONDS = 20.0  # until a run of which nobody returns is over, if others wait
 _OVER_SECONDS = 3.0  # for those who return to a run whose end is known
 
@@ -284,7 +284,7 @@ class Serving:
     def __init__(
         self,
         reception: Reception,
-        given: Overrides,
+        given: Settings,
         journal: Journal | None,
         on_run: Callable[[Coordinator | None], None] = lambda _: None,
     ) -> None:
@@ -293,7 +293,6 @@ class Serving:
         self._reception = reception
         reception.listener.start()
         self._journal = journal
-        self._knows_nothing = journal is not None and journal.kept is None and not journal.statuses
         self._on_run = on_run
 
     def meet(self) -> bool:
@@ -302,15 +301,10 @@ class Serving:
         Returns False if no worker returns to that one, which is over.
         """
         if (journal := self._journal) is not None:
-            adopts, self._knows_nothing = self._knows_nothing, False
-            self._reception.run, self._reception.enrolled = None if adopts else journal.run, Enrolled(journal.run)
+            self._reception.run, self._reception.enrolled = journal.run, Enrolled(journal.run)
             if self._is_gone(journal):
                 self.statuses[:] = journal.statuses
                 return False
-            if adopts:
-                self._reception.first()
-                self._adopt(journal)
-                self._reception.run = journal.run
         self._reception.first()
         return True
 
@@ -362,32 +356,6 @@ class Serving:
 
     # ------------------------------------------------------------------ an earlier process
 
-    def _adopt(self, journal: Journal) -> None:
-        """Adopts an unknown run from workers that return, if they know enough of it."""
-        reception, began = self._reception, time.monotonic()
-        while not reception.returned and time.monotonic() - began < _RETURN_SECONDS:
-            reception.look()
-        if not reception.returned or reception.returned[0].run == journal.run:
-            return
-        while isinstance(found := adopted_state(reception.returned), str):
-            if time.monotonic() - began >= _NOBODY_SECONDS:
-                break
-            reception.look()
-        if isinstance(found, str):
-            log.error(
-                "Workers return to a run of which %s has no record, and they do not know enough to go on: %s. They end."
-                " Start the run again from its newest checkpoint; with the file of their coordinator it would have gone"
-                " on.",
-                journal.path,
-                found,
-            )
-            reception.send_away(Stop(StopReason.LOST), returned_only=True)
-            return
-        kept, members = found
-        log.warning("%s has no record of the run whose workers return: it goes on from their reports.", journal.path)
-        processes = {rank: describe(one, one.incarnation) for rank, one in members.items()}
-        journal.adopt(reception.returned[0].run, kept, processes)
-
     def _is_gone(self, journal: Journal) -> bool:
         """Waits for workers of an earlier process's run; True if none returns: it is over."""
         kept = journal.kept
@@ -395,7 +363,7 @@ class Serving:
             return False
         since = None if kept.over is None else time.monotonic()
         limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
-        while not self._reception.returned:
+        while not self._reception.has_returned:
             if since is None and self._reception.has_met:
                 since = time.monotonic()
             have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())

@@ -187,25 +187,22 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds between a replacement's fail
 class Vacancies:
     """Starts replacements, each in a thread of its own, and keeps the spares.
 
-    ``start_worker``: starts the process for a rank, given its incarnation and the rank whose device it runs on.
-    ``wake``: called when :meth:`take_started` has something to return.
+    ``start_worker``: starts the process for a rank, given its incarnation. ``wake``: called when :meth:`take_started`
+    has something to return.
 
     Attributes:
         spares: connections and processes of the workers that wait for a position.
         incarnations: the newest one of each rank that has had a replacement.
-        may_move: whether a worker of another stage may take a position: once per failure, as measurements differ a
-            little afterwards.
     """
 
     def __init__(
         self,
         options: CoordinatorOptions,
-        start_worker: Callable[[int, int, int], WorkerProcess] | None,
+        start_worker: Callable[[int, int], WorkerProcess] | None,
         wake: Callable[[], None],
         positions: Positions,
     ) -> None:
         self.spares: list[tuple[NonBlockingConnection, Process]] = []
-        self.may_move = options.recovery.move_workers
         self._positions = positions
         self._nodes: dict[int, str] = {}  # machines of the spares that were placed, by rank
         self._counts: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)  # of each machine, by place
@@ -291,8 +288,8 @@ class Vacancies:
             return False
         return now >= self._not_before.get(rank, now)
 
-    def start(self, rank: int, on: int | None = None, is_first: bool = False) -> None:
-        """Starts a process for ``rank``, on the device of rank ``on`` (default: its own)."""
+    def start(self, rank: int, is_first: bool = False) -> None:
+        """Starts a process for ``rank``."""
         assert self._start_worker is not None
         self._restarts += not is_first
         self._starting.add(rank)
@@ -302,15 +299,14 @@ class Vacancies:
         def run() -> None:
             process: WorkerProcess | None = None
             try:
-                process = start_worker(rank, incarnation, rank if on is None else on)
+                process = start_worker(rank, incarnation)
             except Exception as error:
                 if not self._stopped:  # otherwise it was refused, because the run is over
                     log.warning("A process for %s could not be started: %s", name, error)
             self._started.put((rank, process))
             self._wake()
 
-        what = name if is_first else f"a replacement of {name}"
-        log.info("Starting %s%s.", what, "" if on is None else f" on the device of worker {self._positions.name(on)}")
+        log.info("Starting %s.", name if is_first else f"a replacement of {name}")
         threading.Thread(target=run, name="recycle-start-worker", daemon=True).start()
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:

@@ -35,39 +35,8 @@ class Event:
     """One entry of ``strategy.history``.
 
     Args:
-        kind: what happened. "resumed": all workers agreed on where to go on (also in the first generation);
-            ``details["plan"]`` is where their plan is from: "library", "ahead" (made before it was needed), "made"
-            (then and there), or "better" (found while another one ran). "regrouped": all are connected. "step": a step
-            was committed; ``seconds`` since the previous one, ``details["loss"]`` is its mean loss. "suspected": a
-            worker is silent, makes no progress, or cannot be reached by another one; ``details`` have the ``cause``,
-            and if it is waited for the reason in ``waits``. "evicted": it was ended for that reason. "cleared": it was
-            waited for and is well again; ``seconds``: how long that took. "failure": a worker is out; ``seconds`` from
-            its death, as far as known, to the declaration. "redone": a step runs again. "recovered": the first commit
-            after a failure. "disturbance": connections broke without a death. "paused": all wait at a step boundary.
-            "rejoined": a replacement has its state; ``seconds``: how long the others waited for it. "left": a worker
-            left at a step boundary, as requested. "retried": the last worker that holds its stage raised an exception
-            that may be its machine's, and does the same again. "moved": a worker left its stage for another one.
-            "layout": another layout of the layers was looked for; ``details["why"]`` has the comparison.
-            "layers_moved": all have that of ``details["cuts"]``. "restarting": a replacement is being started.
-            "revived": the coordinator was started again, and its workers have returned or are lost. "replanned": from
-            ``step`` on all run another plan, because the operations no longer take the times that the old one assumed
-            (``details["found_by"]`` is "drift"), or because a planner of the user found a better one than the
-            heuristic, or the memory that was measured, or what it costs to split backwards, allows or demands another
-            one (then it is the planner). "chosen": with ``split_backward="auto"``, whether backwards are split, and why
-            in numbers (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`); "resumed" and "replanned"
-            have the same as ``details["backward"]`` of their plan. "saved": a checkpoint is complete; before, where it
-            is written in the background, "checkpoint_begun", or instead "checkpoint_given_up", with the ``cause``.
-            "stop_requested": ``trainer.should_stop`` was set on this worker, but not on all: all stop after one of the
-            next steps. "stage_lost": no worker holds a stage. "memory": at the end, ``details["peak_bytes"]`` has for
-            each stage the most memory that a worker of it has held, in bytes (of tensors on CUDA, else of its process),
-            or None. "corruption": a worker (None if it is unknown which) holds other bits than its peers, or computes
-            others; ``details`` have its ``device``, the ``kind`` of what is wrong, the ``proof``, the step ``since``
-            which that may be so, and what follows ``then``. "disputed": a worker got other bits than the peer that it
-            checked. "dismissed": it had joined the training, and did not hold what the others held:
-            ``details["cause"]``; ``details["stays_empty"]``: whether its position stays empty. "incomparable":
-            computations cannot be compared in this run. "not_finite": a loss or a gradient is not finite; ``details``
-            have the ``cause``, and what ``then`` becomes of the step. Where a failure is being recovered, ``seconds``
-            of "resumed", "regrouped" and "recovered" count from it.
+        kind: what happened; the page on faults lists the kinds and their ``details``. Where a failure is being
+            recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
         step: the optimizer step concerned.
@@ -399,7 +368,7 @@ class Digest:
             case "resumed" | "replanned":
                 self.found_by = str(details.get("found_by", details.get("plan", "")))
                 self._durations.clear()
-        if event.kind in ("cleared", "failure", "left", "moved") and event.worker is not None:
+        if event.kind in ("cleared", "failure", "left") and event.worker is not None:
             self.suspected.pop(event.worker, None)
         if event.kind in ("resumed", "paused", "cleared"):
             self._follows = False

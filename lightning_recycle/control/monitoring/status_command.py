@@ -1,6 +1,6 @@
 """``recycle-status``: a run in the terminal.
 
-    recycle-status                    # the run of this user on this machine, or a list if there are several
+    recycle-status                    # the runs of this user on this machine
     recycle-status 4242               # of the process with this id
     recycle-status 10.0.0.1:8265      # of the coordinator with --http 10.0.0.1:8265
     recycle-status --watch            # again every second, until the run is over
@@ -88,13 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "no run of this user on this machine. For a coordinator elsewhere, with --http HOST:PORT, give"
                 " its address: recycle-status HOST:PORT."
             )
-        if len(targets) > 1:
-            status = _list(targets, options.json)
-        elif options.watch is None:
-            status = 0
-            _show(targets[0].ask(), options.json)
-        else:
+        if options.watch is not None and len(targets) == 1:
             status = _watch(targets[0], options.watch, options.json)
+        else:
+            status = _show_each(targets, options.json)
         sys.stdout.flush()
         return status
     except NoRun as nothing:
@@ -163,29 +160,20 @@ def _targets(address: str | None) -> list[_Target]:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _list(targets: Sequence[_Target], as_json: bool) -> int:
-    """Several runs: one line each; returns the exit status."""
-    from rich.text import Text
-
-    found, gone = [], []
+def _show_each(targets: Sequence[_Target], as_json: bool) -> int:
+    """Shows the runs that answer, one below the other; returns the exit status."""
+    shown = 0
     for target in targets:
         try:
-            found.append(target.ask())
+            status = target.ask()
         except NoRun as error:  # it ended meanwhile, or is between two runs
-            gone.append(error)
-    if len(found) == 1:
-        _show(found[0], as_json)
-        return 0
-    for absent in gone:
-        print(f"recycle-status: {absent}", file=sys.stderr)
-    if as_json:
-        for status in found:
-            print(json.dumps(status))
-        return 0 if found else 1
-    for status in found:
-        _print(Text(f"process {status['coordinator']['pid']}  ").append_text(_head(status)))
-    print("Show one of them with: recycle-status PROCESS")
-    return 0 if found else 1
+            print(f"recycle-status: {error}", file=sys.stderr)
+            continue
+        if len(targets) > 1 and not as_json:
+            print(f"process {status['coordinator']['pid']}")
+        _show(status, as_json)
+        shown += 1
+    return 0 if shown else 1
 
 
 def _show(status: Mapping[str, Any], as_json: bool) -> None:

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import stat
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -146,9 +144,6 @@ def _is_name(host: str) -> bool:
 
 # ---------------------------------------------------------------------- runs of this user on this machine
 
-RUN, AGENT = "sock", "agent"
-"""Kinds of sockets: of coordinators, which are asked for their status, and of ``recycle-run``."""
-
 _BACKLOG = 16
 _CONNECT_SECONDS = 2.0
 
@@ -177,17 +172,17 @@ def _made(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
-    """A socket of ``kind`` that listens where this user's runs are found.
+def listen_here() -> Iterator[socket.socket]:
+    """A socket that listens where this user's runs are found.
 
     Raises OSError if no such place can be used.
     """
-    sockets(kind)  # removes what killed processes left
+    sockets()  # removes what killed processes left
     problem: OSError | None = None
     for folder in 2 * list(dict.fromkeys(_folders())):  # twice: a run that ends just now may remove its folder
         if not _made(folder):
             continue
-        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.{kind}"
+        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
         listener = socket.socket(socket.AF_UNIX)
         try:
             # Under its name it always answers: who finds a socket that does not takes it for a dead one.
@@ -210,11 +205,11 @@ def listen_here(kind: str = RUN) -> Iterator[socket.socket]:
     raise problem or OSError(f"none of {', '.join(map(str, _folders()))} is a folder of this user alone")
 
 
-def sockets(kind: str = RUN) -> list[Path]:
-    """This user's sockets of ``kind``, oldest first; removes those of dead processes."""
+def sockets() -> list[Path]:
+    """Sockets of this user's runs, oldest first; removes those of dead processes."""
     found: dict[Path, float] = {}
     for folder in dict.fromkeys(_folders()):
-        for path in folder.glob(f"*.{kind}") if _is_mine(folder) else ():
+        for path in folder.glob("*.sock") if _is_mine(folder) else ():
             try:
                 began = path.stat().st_mtime
                 connect_to(path).close()
@@ -293,38 +288,6 @@ def _read(path: str) -> bytes:
 
 
 # ---------------------------------------------------------------------- addresses of this machine
-
-_SIOCGIFADDR = 0x8915
-
-
-def address_at(interface: str, setting: str) -> str:
-    """The address of this machine on an interface ("eth0") or in a network.
-
-    A network ("10.1.0.0/16", "fd00::/8") is the same on machines whose interfaces have other names. ``setting``: its
-    variable, for errors. Raises ConfigurationError if there is none.
-    """
-    found = None
-    if "/" in interface:
-        try:
-            network = ipaddress.ip_network(interface, strict=False)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{setting}={interface!r}: {error}. Give a network such as 10.1.0.0/16, or the name of an interface."
-            ) from error
-        with contextlib.suppress(OSError):  # there is no way there
-            own = own_address_towards(str(network[min(1, network.num_addresses - 1)]))
-            found = own if ipaddress.ip_address(own) in network else None
-    else:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            asked = struct.pack("256s", interface.encode()[:15])
-            found = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, asked)[20:24])
-    if found is None:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise ConfigurationError(
-            f"{setting}={interface!r}: this machine ({socket.gethostname()}) has no such IPv4 address; its interfaces"
-            f" are {names}. Give one of them, or a network such as 10.1.0.0/16 or fd00::/8."
-        )
-    return found
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, costs_from, names_of
+from lightning_recycle.control.plans.assumptions import Assumptions, OperationSeconds, names_of
 from lightning_recycle.control.plans.planning_queue import InThread, Job, PlanningQueue, Urgency
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
@@ -40,15 +40,10 @@ from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.normalization import (
-    distribution_of,
-    most_in_a_stage,
-    next_failures,
-    normalize,
-)
+from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, PlanningOptions, get_planner, solve
-from lightning_recycle.planning.problem import Problem, lower_bound
+from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import CompactSchedule, alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
 from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
@@ -58,9 +53,6 @@ _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes 
 _SAME_COSTS = 0.1  # of the mean operation: a plan for costs that differ less is not made again
 _AS_GOOD = 0.001  # of a period: a stored plan that is so near to the lower bound needs no other
 _APART_FROM = 1_000  # operations: smaller schedules take less time than starting a process, and delay no message
-_MOVE_SECONDS = 1.0  # for which all wait in a move to another stage, roughly
-_MOVE_HORIZON = 1000  # steps within which it must pay
-_MOVE_GAIN = 0.05  # of the period, at least: measured times are not exact
 
 log = logging.getLogger(__name__)
 
@@ -429,37 +421,6 @@ class PlanProvider:
                 log.warning("%s", error)
         is_final = source != "made" or planner is self.planner
         return ReadyPlan(result.schedule, problem, source, is_final, choice, result.seconds, result.backend)
-
-    # ------------------------------------------------------------------ moves of workers
-
-    def propose_move(self, failed: frozenset[Worker], vacant: Worker, seconds: OperationSeconds) -> Worker | None:
-        """A worker of another stage that should take position ``vacant``, if any.
-
-        There is one if failure normalization prefers the failure in another stage and the shorter period pays for the
-        transfer (``_MOVE_SECONDS``), once operations are measured.
-        """
-        costs = self.assumptions.costs
-        if costs is None and len(seconds) < self._grid.stages:
-            return None
-        costs = costs or costs_from(seconds, self._grid.stages)
-        actual = distribution_of(self._grid, failed)
-        fault_free = Problem(self._grid, costs, technique=self.assumptions.technique)
-        wanted = normalize(fault_free, len(failed), most=most_in_a_stage(fault_free, len(failed)))
-        if wanted[vacant.stage] >= actual[vacant.stage]:
-            return None
-
-        def period(gone: frozenset[Worker]) -> float:
-            return lower_bound(replace(fault_free, failed=gone))
-
-        movers = {
-            worker.stage: worker
-            for worker in self._grid.workers()  # the last of each stage: the leader is among the first pipelines
-            if worker not in failed and wanted[worker.stage] > actual[worker.stage]
-        }
-        best = min(sorted(movers.values(), reverse=True), key=lambda mover: period(failed - {vacant} | {mover}))
-        now = period(failed)
-        gain = now - period(failed - {vacant} | {best})
-        return best if gain > _MOVE_GAIN * now and gain * _MOVE_HORIZON > _MOVE_SECONDS else None
 
     def close(self) -> None:
         """The run is over: gives up all plans, and waits until nothing plans on."""

@@ -24,7 +24,7 @@ Must not know: connections; of a generation's roster, more than the failed worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -306,9 +306,6 @@ class RunPlans:
         roster = tuple(self._grid.rank(worker) for worker in schedule.live_workers)
         reconnects = any(other not in self._links.get(worker, ()) for worker, other in schedule.exchanges())
         return PlanReady(roster, schedule, details, reconnects)
-
-    def propose_move(self, failed: Collection[Worker], vacant: Worker) -> Worker | None:
-        return self._planner.propose_move(frozenset(failed), vacant, self.operation_seconds)
 
     def close(self) -> None:
         self._planner.close()

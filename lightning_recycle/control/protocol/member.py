@@ -48,7 +48,7 @@ class MessageRecord:
         self.saves_ended: tuple[messages.SaveEnded, ...] = ()
         self.applied = self.joins_after = -1
         self.restored = 0
-        self.is_ready = self.entered = self.ends_run = False
+        self.is_ready = self.ends_run = False
         self.leave: messages.Leave | None = None
         self.measured: messages.Measured | None = None
         self._losses: dict[int, messages.Losses] = {}
@@ -85,7 +85,6 @@ class MessageRecord:
                 self.restored = message.version
             case messages.Reached(milestone=messages.Milestone.ENTERED):
                 self.applied = self.joins_after
-                self.entered = True
             case messages.Ready():
                 self.is_ready = True
             case messages.Leave():
@@ -319,16 +318,9 @@ class Member:
     def returned(self, **who: Any) -> messages.Returned:
         """First message to a restarted coordinator; ``who``: the sender, by field."""
         assert self._memory is not None, "it ends with its coordinator"
-        announced, resume = self._announced, self._resume
-        if announced is not None:
-            who.update(roster=announced.roster, leader=announced.leader)
-        if resume is not None:
-            who.update(resumed=resume.generation, cuts=resume.cuts)
-        if self._verdicts:
-            who.update(verdict=self._verdicts[max(self._verdicts)])
         if self.in_hook:
             who.update(hook=self._hook)
-        generation = -1 if announced is None else announced.generation
+        generation = -1 if self._announced is None else self._announced.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     def validate(self) -> None:

@@ -35,7 +35,6 @@ from lightning_recycle.control.protocol.state import (
     Lost,
     MembershipEvent,
     MembershipState,
-    MovePlanned,
     Next,
     PlanReady,
     Record,
@@ -127,7 +126,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 def _lose(state: MembershipState, event: Lost) -> Next:
     if event.rank not in state.roster.live:
-        return _drop_candidate(state, event.rank)
+        return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
         state = fault_attribution.doubt(state)
     commands: tuple[Command, ...] = (Record("failure", state.steps.version, event.rank, {"cause": event.cause}),)
@@ -141,13 +140,6 @@ def _lose(state: MembershipState, event: Lost) -> Next:
     if state.returned is not None:
         return state, commands  # the others are awaited
     return after(commands, _go_on_without(state))
-
-
-def _drop_candidate(state: MembershipState, rank: int) -> Next:
-    """A process that was to join is gone, with its move."""
-    roster = state.roster
-    moves = {other: mover for other, mover in roster.moves.items() if other != rank}
-    return state.updated(roster=roster.updated(ready=roster.ready - {rank}, moves=moves)), ()
 
 
 def _go_on_without(state: MembershipState) -> Next:
@@ -431,7 +423,6 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
     GraceElapsed: fault_attribution.on_grace_elapsed,
     EndWanted: _on_end_wanted,
     Lost: _lose,
-    MovePlanned: step_commit.on_move_planned,
     PlanReady: step_commit.on_plan_ready,
     LayoutReady: step_commit.on_layout_ready,
     messages.Ready: step_commit.on_ready,

@@ -52,6 +52,13 @@ _TO_WORKERS: list[type[Any]] = []
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A message of the worker at ``rank``."""
+
+    rank: int
+
+
 @dataclass_transform(frozen_default=True)
 def _from_worker(kind: type[_T]) -> type[_T]:
     """Makes ``kind`` a message of :data:`FROM_WORKERS`."""
@@ -185,13 +192,12 @@ class Activity:
 
 
 @_from_worker
-class Heartbeat:
+class Heartbeat(FromWorker):
     """Sign of life: the main thread has been at ``activity`` for ``seconds``.
 
     ``begun``: the newest step that the worker has begun.
     """
 
-    rank: int
     generation: int
     activity: Activity
     seconds: float = 0.0
@@ -199,36 +205,30 @@ class Heartbeat:
 
 
 @_from_worker
-class Ready:
+class Ready(FromWorker):
     """A worker that joins later is set up; it waits to be let in."""
-
-    rank: int
 
 
 @_from_worker
-class Leave:
+class Leave(FromWorker):
     """The worker got SIGTERM and leaves at the next step boundary.
 
     ``with_run``: the run ends at a step boundary once all workers have said so. Otherwise the last holders of the
     stages go on until they are replaced.
     """
 
-    rank: int
     with_run: bool = False
 
 
 @_from_worker
-class EndRun:
+class EndRun(FromWorker):
     """A worker's job is about to end: all are to end after their present step."""
-
-    rank: int
 
 
 @_from_worker
-class Paused:
+class Paused(FromWorker):
     """Answer to :class:`Pause`: the newest begun step; no other begins until told."""
 
-    rank: int
     generation: int
     step: int
     number: int = 0
@@ -253,20 +253,18 @@ class Milestone(Enum):
 
 
 @_from_worker
-class Reached:
+class Reached(FromWorker):
     """The worker has reached ``milestone`` in ``generation``; ``step``, if it has one."""
 
-    rank: int
     generation: int
     milestone: Milestone
     step: int = -1
 
 
 @_from_worker
-class Restored:
+class Restored(FromWorker):
     """Before the first step: all start from a checkpoint of ``version`` steps."""
 
-    rank: int
     version: int
 
 
@@ -279,7 +277,7 @@ class SavePhase(Enum):
 
 
 @_from_worker
-class SaveBegun:
+class SaveBegun(FromWorker):
     """The sender is at the step boundary of a batch of checkpoints, as all will be.
 
     ``version``: the number of steps in the checkpoints. ``writer``: the rank that names the files ``paths``.
@@ -288,7 +286,6 @@ class SaveBegun:
     checkpoints have held up the sender so far.
     """
 
-    rank: int
     batch: int
     version: int
     writer: int
@@ -300,13 +297,12 @@ class SaveBegun:
 
 
 @_from_worker
-class SaveAnnounced:
+class SaveAnnounced(FromWorker):
     """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
     ``number``: as in :class:`Confirm`, which it includes.
     """
 
-    rank: int
     number: int
     batch: int
     index: int
@@ -327,13 +323,12 @@ class SaveFailure:
 
 
 @_from_worker
-class SaveEnded:
+class SaveEnded(FromWorker):
     """The writer has named checkpoint ``index`` of its batch, or could not write it.
 
     ``stalled``: as in :class:`SaveBegun`.
     """
 
-    rank: int
     batch: int
     index: int
     failure: SaveFailure | None = None
@@ -358,13 +353,12 @@ class SaveStatus:
 
 
 @_from_worker
-class Parcel:
+class Parcel(FromWorker):
     """Part of background checkpoint ``batch`` for worker ``to``, under ``key``.
 
     The coordinator passes it on. It is lost with the sender, the receiver or the coordinator.
     """
 
-    rank: int
     to: int
     batch: int
     key: str
@@ -372,15 +366,14 @@ class Parcel:
 
 
 @_from_worker
-class Confirm:
+class Confirm(FromWorker):
     """Asks whether the worker is still a member; only a member gets the answer."""
 
-    rank: int
     number: int
 
 
 @_from_worker
-class Report:
+class Report(FromWorker):
     """A survivor stopped for ``generation`` and reports what it holds.
 
     ``commit``: its contribution to the commit of its step, if it is REDUCED and commits are asked for; after a
@@ -388,7 +381,6 @@ class Report:
     layout.
     """
 
-    rank: int
     generation: int
     status: WorkerStatus
     commit: Payload | None = None
@@ -397,20 +389,19 @@ class Report:
 
 
 @_from_worker
-class Broken:
+class Broken(FromWorker):
     """Communication failed in ``generation`` though no failure was announced.
 
     ``unreachable``: ranks that the worker could not reach, if it had to check its links (:class:`Regroup`).
     """
 
-    rank: int
     generation: int
     reason: str
     unreachable: tuple[int, ...] = ()
 
 
 @_from_worker
-class Losses:
+class Losses(FromWorker):
     """Losses of micro-batches of ``step`` by global index.
 
     Sent before any gradient of the last of them. ``outputs``: opaque records of hooks that saw outputs, by the same
@@ -418,7 +409,6 @@ class Losses:
     count at once.
     """
 
-    rank: int
     step: int
     losses: Mapping[int, float]
     outputs: Mapping[int, bytes] = field(default_factory=dict)
@@ -454,14 +444,13 @@ class Facts:
 
 
 @_from_worker
-class Applied:
+class Applied(FromWorker):
     """The worker has applied ``step``.
 
     ``operation_seconds``: its mean time by kind of operation, without waiting, smoothed over steps. ``step_seconds``:
     the means in this step alone. ``peak_bytes``: the most memory that it has held so far; 0 if unknown.
     """
 
-    rank: int
     step: int
     operation_seconds: Mapping[str, float]
     step_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -470,10 +459,9 @@ class Applied:
 
 
 @_from_worker
-class Differs:
+class Differs(FromWorker):
     """A joined worker differs from its donor after ``step`` in ``cause``, and ends."""
 
-    rank: int
     step: int
     cause: str
 
@@ -489,14 +477,13 @@ class Profiled:
 
 
 @_from_worker
-class Commit:
+class Commit(FromWorker):
     """The worker is REDUCED in ``step``; the answer brings the payloads of all stages.
 
     Only if stages exchange facts before they step, or the optimizer is not staggered. The answer comes when all are
     REDUCED. ``speculative``: it steps before that; the answer may prove that wrong.
     """
 
-    rank: int
     generation: int
     step: int
     payload: Payload | None
@@ -504,22 +491,20 @@ class Commit:
 
 
 @_from_worker
-class Undo:
+class Undo(FromWorker):
     """The speculation in ``step`` was wrong: drop its consequences and connect again."""
 
-    rank: int
     generation: int
     step: int
 
 
 @_from_worker
-class Arrive:
+class Arrive(FromWorker):
     """The worker's part of control collective ``number``; all must agree on ``name``.
 
     With a ``generation`` the part counts only there and is recomputed in the next. ``begun``: the newest begun step.
     """
 
-    rank: int
     number: int
     name: str
     payload: Payload | None
@@ -528,20 +513,19 @@ class Arrive:
 
 
 @_from_worker
-class StopWish:
+class StopWish(FromWorker):
     """Whether the worker stops training at stop point ``point``.
 
     If so, its ``trainer.should_stop`` is set there, and it waits for :class:`StopVerdict`. If not, it is past the
     point, and answers :class:`StopRequested` (:mod:`~lightning_recycle.control.protocol.control_collectives`).
     """
 
-    rank: int
     point: int
     stops: bool = True
 
 
 @_from_worker
-class Raised:
+class Raised(FromWorker):
     """An exception that a fault of the machine may explain; :class:`Judged` answers.
 
     If the worker is to be evicted, its connection closes instead. It raises at most once in a generation. ``step``: -1
@@ -550,7 +534,6 @@ class Raised:
     ``sticky``: whether the process has lost its device and cannot go on.
     """
 
-    rank: int
     generation: int
     step: int
     operation: str
@@ -561,7 +544,7 @@ class Raised:
 
 
 @_from_worker
-class Disputed:
+class Disputed(FromWorker):
     """Recomputing micro-batch ``microbatch`` of peer ``other`` gave other bits.
 
     With the sender itself as ``other``: it got other bits twice than at first. It goes on in a newer generation only,
@@ -569,7 +552,6 @@ class Disputed:
     both, by the same names; equal ones of the sender itself are in question for their values.
     """
 
-    rank: int
     generation: int
     step: int
     microbatch: int
@@ -580,14 +562,13 @@ class Disputed:
 
 
 @_from_worker
-class Voted:
+class Voted(FromWorker):
     """The worker has computed a disputed micro-batch (:class:`Vote`), twice.
 
     It goes on in a newer generation only. ``varies``: the layer or results whose bits differed the second time; empty
     if none.
     """
 
-    rank: int
     generation: int
     sums: Mapping[str, bytes]
     varies: str = ""
@@ -595,38 +576,35 @@ class Voted:
 
 
 @_from_worker
-class NotFinite:
+class NotFinite(FromWorker):
     """A loss, or the gradient of a stage, is not finite.
 
     The worker goes on in a newer generation only: the step may not be committed before the cause is known.
     ``microbatch``: that of the loss, index in the global batch; -1 for a gradient.
     """
 
-    rank: int
     generation: int
     step: int
     microbatch: int
 
 
 @_from_worker
-class Incomparable:
+class Incomparable(FromWorker):
     """Computations cannot be compared in this run, for ``cause``.
 
     The worker gets other bits for the same micro-batch twice, or cannot send its inputs.
     """
 
-    rank: int
     cause: str
 
 
 @_from_worker
-class Crash:
+class Crash(FromWorker):
     """The worker ends with an exception.
 
     ``fault``: an infrastructure failure, which peers survive, not the user's exception, which ends the run.
     """
 
-    rank: int
     fault: bool
     summary: str
     exception: bytes | None
@@ -634,10 +612,9 @@ class Crash:
 
 
 @_from_worker
-class LayoutWanted:
+class LayoutWanted(FromWorker):
     """The user's code in this worker wants the layers to lie as ``cuts``."""
 
-    rank: int
     cuts: Cuts
 
 
@@ -664,13 +641,12 @@ class LayerFacts:
 
 
 @_from_worker
-class Measured:
+class Measured(FromWorker):
     """Measurements of a worker's first steps that it has not sent before.
 
     ``footprint``: its memory. ``trial``: the cost of its split backwards.
     """
 
-    rank: int
     profiled: Profiled | None = None
     footprint: Footprint | None = None
     layers: LayerFacts | None = None
@@ -678,26 +654,24 @@ class Measured:
 
 
 @_from_worker
-class Publish:
+class Publish(FromWorker):
     """A key of a worker that others of ``generation`` look up to connect to it."""
 
-    rank: int
     generation: int
     key: str
     value: bytes
 
 
 @_from_worker
-class LookUp:
+class LookUp(FromWorker):
     """Request for the values under ``keys`` in ``generation``; :class:`Found` answers."""
 
-    rank: int
     generation: int
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(FromWorker):
     """First message of a worker that has lost its coordinator.
 
     All that only this worker knows, for a restarted coordinator (:mod:`~lightning_recycle.control.journal`). Steps,
@@ -708,8 +682,7 @@ class Returned:
         run: as in :class:`Enrolled`.
         incarnation, joining: as in its :class:`Assign`.
         wants: the request of its script, with the grid that it was assigned.
-        generation: the newest that was announced to it; ``roster`` and ``leader`` are of that one.
-        resumed: the newest generation whose :class:`Resume` it has; ``cuts``: the layout of that one.
+        generation: the newest that was announced to it.
         applied: the newest step that it has applied, or got with its state.
         joins_after: the step after which the newest generation gives it its state.
         restored: the steps of the checkpoint that it resumed from; 0 without one.
@@ -720,14 +693,12 @@ class Returned:
         answer: the newest answer to a control collective that others may lack.
         known: the newest commit, also by a recovery.
         request, raised, confirm: those that have no answer yet.
-        verdict: that on the latest stop point.
         save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
         announced, saves_ended: of that batch, as its writer.
         hook: that it has entered with its siblings, some of which may not know.
-        is_ready, entered, leave, ends_run, measured: the messages of that kind that it has sent.
+        is_ready, leave, ends_run, measured: the messages of that kind that it has sent.
     """
 
-    rank: int
     pid: int
     node: str
     token: str
@@ -737,10 +708,6 @@ class Returned:
     joining: bool = False
     wants: RunRequest | None = None
     generation: int = -1
-    roster: tuple[int, ...] = ()
-    leader: int = -1
-    resumed: int = -1
-    cuts: Cuts = ()
     applied: int = -1
     joins_after: int = -1
     restored: int = 0
@@ -752,7 +719,6 @@ class Returned:
     answer: Answer | None = None
     known: Committed | None = None
     request: StopWish | None = None
-    verdict: StopVerdict | None = None
     raised: Raised | None = None
     confirm: Confirm | None = None
     save: SaveBegun | None = None
@@ -760,17 +726,15 @@ class Returned:
     saves_ended: tuple[SaveEnded, ...] = ()
     hook: HookEntered | None = None
     is_ready: bool = False
-    entered: bool = False
     leave: Leave | None = None
     ends_run: bool = False
     measured: Measured | None = None
 
 
 @_from_worker
-class FaultInjected:
+class FaultInjected(FromWorker):
     """An injected fault is about to happen in this worker; ``time`` since the epoch."""
 
-    rank: int
     kind: str
     operation: str
     time: float

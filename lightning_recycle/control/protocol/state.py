@@ -58,14 +58,6 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class MovePlanned:
-    """``mover`` leaves when the worker that joins as ``rank`` enters: one device."""
-
-    rank: int
-    mover: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlanReady:
     """A better plan for the workers ``roster``, and for no others.
 
@@ -108,40 +100,7 @@ class EndWanted:
 
 
 MembershipEvent: TypeAlias = (
-    Joined
-    | StartDue
-    | Lost
-    | MovePlanned
-    | PlanReady
-    | LayoutReady
-    | GraceElapsed
-    | EndWanted
-    | messages.Report
-    | messages.Broken
-    | messages.Losses
-    | messages.Applied
-    | messages.Commit
-    | messages.Undo
-    | messages.Arrive
-    | messages.Heartbeat
-    | messages.StopWish
-    | messages.Raised
-    | messages.Disputed
-    | messages.Voted
-    | messages.NotFinite
-    | messages.Incomparable
-    | messages.Crash
-    | messages.LayoutWanted
-    | messages.Ready
-    | messages.Leave
-    | messages.EndRun
-    | messages.Paused
-    | messages.Reached
-    | messages.Restored
-    | messages.Returned
-    | messages.SaveBegun
-    | messages.SaveAnnounced
-    | messages.SaveEnded
+    Joined | StartDue | Lost | PlanReady | LayoutReady | GraceElapsed | EndWanted | messages.FromWorker
 )
 
 
@@ -353,7 +312,6 @@ class Roster(_Updatable):
         newcomers: live ranks that joined during the training -> steps applied before that.
         ready: ranks of workers that wait to enter.
         leaving: live ranks that want to leave; ``ending``: those that end the run once all live ranks are among them.
-        moves: rank that is to join -> live rank that leaves for it.
         dismissed: position -> steps after which newcomers were dismissed for other values.
         causes: why workers were lost, by rank.
     """
@@ -366,7 +324,6 @@ class Roster(_Updatable):
     ready: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     ending: frozenset[int] = frozenset()
-    moves: Mapping[int, int] = field(default_factory=dict)
     dismissed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     causes: Mapping[int, str] = field(default_factory=dict)
 
@@ -387,7 +344,6 @@ class Roster(_Updatable):
             newcomers={rank: since for rank, since in self.newcomers.items() if rank not in ranks},
             leaving=self.leaving.difference(ranks),
             ending=self.ending.difference(ranks),
-            moves={rank: mover for rank, mover in self.moves.items() if mover not in ranks},
         )
 
 
@@ -716,7 +672,7 @@ def _place_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     yield "ranks are those of the grid", roster.live.union(roster.ready, roster.newcomers) <= set(ranks)
     yield "who waits to be let in is out of the roster", roster.ready.isdisjoint(roster.live)
     of_live = roster.joined | roster.joining | roster.leaving | roster.ending
-    yield "who joins, leaves or ends is live", of_live.union(roster.moves.values()) <= roster.live
+    yield "who joins, leaves or ends is live", of_live <= roster.live
     yield "a newcomer is live", roster.newcomers.keys() <= roster.live
     yield "no stage is lost", set(map(positions.stage, roster.live)) == set(range(state.grid.stages))
 

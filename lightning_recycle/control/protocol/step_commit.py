@@ -35,7 +35,6 @@ from lightning_recycle.control.protocol.state import (
     LayoutReady,
     LayoutState,
     MembershipState,
-    MovePlanned,
     Next,
     PauseState,
     PlanReady,
@@ -301,11 +300,6 @@ def on_ready(state: MembershipState, event: messages.Ready) -> Next:
     return state.with_roster(ready=state.roster.ready | {event.rank}), ()
 
 
-def on_move_planned(state: MembershipState, event: MovePlanned) -> Next:
-    """A worker leaves for another position when its successor there enters."""
-    return state.with_roster(moves={**state.roster.moves, event.rank: event.mover}), ()
-
-
 def on_leave(state: MembershipState, event: messages.Leave) -> Next:
     """A worker wants to leave."""
     ending = state.roster.ending | ({event.rank} if event.with_run else set())
@@ -339,13 +333,10 @@ def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     positions = state.positions
     ready = roster.ready - roster.live
     enter = frozenset(rank for position in positions.whole(ready) for rank in positions.ranks(position))
-    wanted = roster.leaving | {mover for rank, mover in roster.moves.items() if rank in enter}
     leave: set[int] = set()
-    for rank in sorted(wanted & roster.live):
+    for rank in sorted(roster.leaving & roster.live):
         if state.holding(state.stage_of(rank), without=leave | {rank}):
             leave.add(rank)
-    # A worker that moves must be able to leave; else its device would hold two workers.
-    enter = frozenset(rank for rank in enter if roster.moves.get(rank, -1) in leave or rank not in roster.moves)
     return enter, frozenset(leave)
 
 
@@ -391,12 +382,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
         return after(tuple(commands), recovery.begin_generation(state, layout.cuts))
     if plan is not None and not (enter or leave):
         commands.append(Record("replanned", event.step, None, plan.details))
-    moved = {mover: rank for rank, mover in state.roster.moves.items() if rank in enter}
-    for rank in sorted(leave):
-        if rank in moved:
-            commands.append(Record("moved", event.step, rank, {"to": state.place(moved[rank])}))
-        else:
-            commands.append(Record("left", event.step, rank))
+    commands += [Record("left", event.step, rank) for rank in sorted(leave)]
     state, released = recovery.without_positions(state, leave)
     state = _let_in(state, enter, event.step)
     return after((*commands, *released), recovery.begin_generation(state))
@@ -410,7 +396,6 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
         joining=enter,
         newcomers={**roster.newcomers, **dict.fromkeys(enter, step)},
         ready=roster.ready - enter,
-        moves={rank: mover for rank, mover in roster.moves.items() if rank not in enter},
     )
     applied = {**state.steps.applied, **dict.fromkeys(enter, step - 1)}
     return state.updated(roster=roster, steps=state.steps.updated(passed=0, applied=applied))

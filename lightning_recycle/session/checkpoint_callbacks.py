@@ -1,35 +1,253 @@
-"""Lightning's callbacks that change weights: averages, finetuning, pruning.
+"""Lightning's callbacks on a worker: ModelCheckpoint, averages, finetuning, pruning.
 
-Averages are elementwise, so each worker averages its stage; a checkpoint gets those of all stages, under the names of
-one device. A custom ``multi_avg_fn`` sees the parameters of one stage. Finetuning runs on every worker for its stage;
-all stages have the same groups, empty ones if need be. Pruning needs the whole model, so one stage; a process that did
-not see it done takes the form of a state dict before it loads that.
+**ModelCheckpoint** records a new checkpoint before it is written, and then deletes the one that it replaces. Here it
+asks for the checkpoint, and record and deletion follow when that is complete, on all workers, which all know the
+outcome.
+
+**Averages** are elementwise, so each worker averages its stage; a checkpoint gets those of all stages, under the names
+of one device. A custom ``multi_avg_fn`` sees the parameters of one stage. **Finetuning** runs on every worker for its
+stage; all stages have the same groups, empty ones if need be. **Pruning** needs the whole model, so one stage; a
+process that did not see it done takes the form of a state dict before it loads that.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from types import FunctionType
+from typing import Any, TypeAlias, TypeVar
+from weakref import proxy
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import nn
-from torch.nn.utils import prune
 from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
+from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.model.layers import AbsentLayer
+from lightning_recycle.control.protocol.messages import SaveFailure
+from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
-from lightning_recycle.session.optimizer_states import StageStates, group_names, merged_names, parameters_by_name
-from lightning_recycle.torch_internals import parameters_of
+from lightning_recycle.session.checkpoints import Checkpoints
+from lightning_recycle.session.lightning_internals import ends_step
+from lightning_recycle.session.optimizer_states import merged_names
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
+
+_SAVES = ("_save_topk_checkpoint", "_save_last_checkpoint", "on_exception")
+_HELPERS = ("_link_checkpoint", "_save_checkpoint", "file_exists", "state_dict")
+_Call: TypeAlias = tuple[int, str, Any]
+"""The number of a callback, the method that saves, and the metrics."""
+_RECORD = (  # what ModelCheckpoint changes while it saves
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+)
+_OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
+"""Of these what it has asked for counts at once: it is not to ask for the same again."""
+
+
+def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+class CallbackCheckpoints(Checkpoints):
+    """:class:`Checkpoints` with the Trainer's callbacks, some of whose methods are replaced.
+
+    Attributes:
+        weights: the callbacks that change weights.
+    """
+
+    @override
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.weights = WeightCallbacks(self.context.trainer, self, self.context.seed)
+        self._replace_methods()
+
+    @cached_property
+    def _callbacks(self) -> list[ModelCheckpoint]:
+        return _callbacks_of(self.context.trainer, ModelCheckpoint)
+
+    @override
+    def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
+        return {"record": self._take_up, "notify": self._notify}
+
+    def _replace_methods(self) -> None:
+        """Makes the callbacks save through this object."""
+        leave_saves_alone(self.context.trainer)  # of an earlier run of this process
+        for number, callback in enumerate(self._callbacks):
+            vars(callback).update(_Methods(callback, number, self).replacements())
+
+    @override
+    def join_states(self, states: dict[str, Any]) -> None:
+        self.weights.join_states(states)
+
+    # ------------------------------------------------------------------ records
+
+    @override
+    def records(self) -> dict[str, Any]:
+        kept = ("dirpath", "_defer_save_until_validation")
+        return {
+            callback.state_key: {
+                **{name: getattr(callback, name) for name in kept},
+                **_record(callback),
+                **self.changed_record(number),
+            }
+            for number, callback in enumerate(self._callbacks)
+        }
+
+    def changed_record(self, number: int) -> dict[str, Any]:
+        """A callback's changes by checkpoints whose outcome is not known."""
+        changed: dict[str, Any] = {}
+        for action in self.saves.noted:
+            if action.name == "record" and action.arguments[0][0] == number:
+                changed |= action.arguments[2]
+        return changed
+
+    def _take_up(self, failure: SaveFailure | None, call: _Call, before: dict[str, Any], after: dict[str, Any]) -> None:
+        callback = self._callbacks[call[0]]
+        for name, value in (before if failure else after).items():
+            if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
+                setattr(callback, name, value)
+        if failure and not failure.is_refusal and call[1] != "on_exception":
+            self.saves.given_up += (call,)
+
+    def _notify(self, failure: SaveFailure | None, number: int) -> None:
+        if failure is None and self.collectives.is_leader:
+            for logger in self.context.trainer.loggers:
+                logger.after_save_checkpoint(proxy(self._callbacks[number]))
+
+    @override
+    def ask_again(self) -> None:
+        """Saves again what was given up, except for callbacks that have saved since."""
+        trainer = self.context.trainer
+        given_up, self.saves.given_up = self.saves.given_up, ()
+        calls = [call for call in given_up if self._callbacks[call[0]]._last_global_step_saved != trainer.global_step]
+        for number, name, metrics in calls:  # of one callback all, or none
+            now = self._callbacks[number]._monitor_candidates(trainer)
+            getattr(self._callbacks[number], name)(trainer, {**metrics, "epoch": now["epoch"], "step": now["step"]})
+
+
+def remember_saves(trainer: pl.Trainer, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restores the records of callbacks that still save in the same folder."""
+    for callback in _callbacks_of(trainer, ModelCheckpoint):
+        record = records.get(callback.state_key, {})
+        if record.get("dirpath") == callback.dirpath:
+            vars(callback).update(record)
+
+
+def leave_saves_alone(trainer: pl.Trainer) -> None:
+    """Gives ModelCheckpoint callbacks their own methods back."""
+    for callback in _callbacks_of(trainer, ModelCheckpoint):
+        for name in (*_SAVES, *_HELPERS):
+            vars(callback).pop(name, None)
+
+
+class _Methods:
+    """The methods of one callback in a run, as no public hook precedes its files."""
+
+    def __init__(self, callback: ModelCheckpoint, number: int, checkpoints: CallbackCheckpoints) -> None:
+        self._callback, self._number, self._checkpoints = callback, number, checkpoints
+        self._saves = {name: getattr(callback, name) for name in _SAVES}
+        # Methods of the user's may expect a checkpoint to be there when it has been asked for.
+        kinds = type(callback).__mro__
+        own = [vars(kind).values() for kind in kinds[: kinds.index(ModelCheckpoint)]]
+        self._writes_itself = any(
+            isinstance(value, FunctionType) and value.__name__ != "__init__" for part in own for value in part
+        )
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        found: dict[str, Callable[..., Any]] = {name: partial(self._save, name) for name in _SAVES}
+        found |= {"_link_checkpoint": self._link, "state_dict": self._state_dict}
+        if not self._writes_itself:
+            found |= {"_save_checkpoint": self._write, "file_exists": self._exists}
+        return found
+
+    def _save(self, name: str, *arguments: Any) -> None:
+        callback, checkpoints, trainer = self._callback, self._checkpoints, arguments[0]
+        if self._writes_itself:
+            with checkpoints.waited_for():
+                record = _record(callback)
+                try:
+                    with checkpoints.noticed():
+                        self._saves[name](*arguments)
+                except CheckpointError:
+                    if checkpoints.raises:
+                        raise
+                    vars(callback).update(record)
+            return
+        if trainer.training and callback._every_n_train_steps and name != "on_exception" and not ends_step(trainer):
+            return  # its step was saved and given up: it is asked for again where a step of the optimizer ends
+        if not checkpoints.begin_batch():  # before the callback compares with what it remembers
+            return
+        before = _record(callback)
+        with checkpoints.deferring():
+            self._saves[name](*arguments)
+            self._put_off((self._number, name, arguments[-1]), before)
+
+    def _put_off(self, call: _Call, before: dict[str, Any]) -> None:
+        """Until the checkpoint is complete the callback remembers what it did before."""
+        changed = {name: v for name, v in _record(self._callback).items() if not _is_same(v, before[name])}
+        self._checkpoints.saves.follow_first("record", call, {name: before[name] for name in changed}, changed)
+        for name, value in before.items():
+            if name not in _OF_ITS_STEP:
+                setattr(self._callback, name, value)
+
+    def _write(self, trainer: pl.Trainer, path: str) -> None:
+        """Asks for a checkpoint. Loggers, which may want to read it, hear of it later."""
+        callback, saves = self._callback, self._checkpoints.saves
+        if not saves.is_deferring:
+            ModelCheckpoint._save_checkpoint(callback, trainer, path)
+            return
+        trainer.save_checkpoint(path, callback.save_weights_only)
+        callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
+        saves.follow_first("notify", self._number)
+
+    def _link(self, _: pl.Trainer, target: str, path: str) -> None:
+        self._checkpoints.link(target, path)
+
+    def _exists(self, path: str, trainer: pl.Trainer) -> bool:
+        if not self._checkpoints.in_background:
+            return ModelCheckpoint.file_exists(self._callback, path, trainer) or self._checkpoints.is_asked(path)
+        files = self._callback._fs
+        return self._checkpoints.has(path, lambda folder: files.ls(folder, detail=False) if files.isdir(folder) else ())
+
+    def _state_dict(self) -> dict[str, Any]:
+        """The callback's state, as if this step's earlier checkpoints were written."""
+        callback, now = self._callback, _record(self._callback)
+        vars(callback).update(self._checkpoints.changed_record(self._number))
+        try:
+            return type(callback).state_dict(callback)
+        finally:
+            vars(callback).update(now)
+
+
+def _record(callback: ModelCheckpoint) -> dict[str, Any]:
+    record = {name: getattr(callback, name) for name in _RECORD}
+    return {**record, "best_k_models": dict(record["best_k_models"])}  # the callback changes it in place
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if isinstance(value, dict):
+        return value.keys() == before.keys() and all(score is before[path] for path, score in value.items())
+    return value is before
+
+
+# ---------------------------------------------------------------------- averages and finetuning
 
 _METADATA = "internal_optimizer_metadata"
 _REPLACED = (
@@ -44,10 +262,6 @@ _REPLACED = (
 """Methods of the callbacks that others stand for in a run."""
 
 _PURPOSE = 7_308_893_256_327_950_949  # sets the draws of pruning apart from others with the same seed and step
-
-
-def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
 def _averaging(trainer: pl.Trainer) -> list[WeightAveraging | StochasticWeightAveraging]:
@@ -81,7 +295,7 @@ class WeightCallbacks:
     The groups of all stages stay alike, and pruning draws from (``seed``, step).
     """
 
-    def __init__(self, trainer: pl.Trainer, checkpoints: StageStates, seed: int) -> None:
+    def __init__(self, trainer: pl.Trainer, checkpoints: Checkpoints, seed: int) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints
         for average in _averaging(trainer):
             if isinstance(average, WeightAveraging):
@@ -249,51 +463,7 @@ def _swa_state(callback: StochasticWeightAveraging, state_dict: Callable[[], dic
     return state
 
 
-# ---------------------------------------------------------------------- groups of parameters
-
-
-@contextmanager
-def empty_optimizers() -> Iterator[None]:
-    """Allows optimizers without parameters in the block, as on a frozen stage."""
-    make = Optimizer.__init__
-
-    def make_any(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        make(self, list(params) or [{"params": []}], defaults)
-
-    Optimizer.__init__ = make_any  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = make  # type: ignore[method-assign]
-
-
-def has_recipes(module: nn.Module) -> bool:
-    """Whether some layers of this stage are not built yet."""
-    return any(isinstance(layer, AbsentLayer) and not layer.elsewhere for layer in module.modules())
-
-
-def load_parameter_groups(
-    module: nn.Module, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Sequence[str]]]
-) -> None:
-    """Makes groups of these parameters, as callbacks may have changed them.
-
-    Raises ConfigurationError if ``module`` lacks one of them.
-    """
-    parameters = parameters_by_name(module)
-    if missing := [name for of_one in groups for group in of_one for name in group if name not in parameters]:
-        raise ConfigurationError(
-            f"the optimizers have parameters that the {type(module).__name__} lacks: {', '.join(missing)}. Assign them"
-            " to attributes of the module"
-        )
-    for optimizer, wanted in zip(optimizers, groups, strict=True):
-        if group_names(module, optimizer) != wanted:
-            of_groups = ([parameters[name] for name in group] for group in wanted)
-            optimizer.param_groups = [{**optimizer.defaults, "params": params} for params in of_groups]
-
-
 # ---------------------------------------------------------------------- pruning
-
-_ORIGINAL, _MASK = "_orig", "_mask"
 
 
 def check_pruning(trainer: pl.Trainer, stages: int) -> None:
@@ -303,18 +473,6 @@ def check_pruning(trainer: pl.Trainer, stages: int) -> None:
             "strategy='recycle' supports the callback ModelPruning with one stage only: it needs the whole"
             " model. Use pipeline_parallel_size=1, or prune the model before fit, or after it."
         )
-
-
-def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
-    """Masks the parameters that are masked in a state dict with ``names``, only them."""
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        for name in [name for name, value in parameters_of(part).items() if value is not None]:
-            plain = name.removesuffix(_ORIGINAL)
-            if name == plain and f"{prefix}{name}{_ORIGINAL}" in names and f"{prefix}{name}{_MASK}" in names:
-                prune.identity(part, name)
-            elif name != plain and hasattr(part, plain + _MASK) and f"{prefix}{plain}" in names:
-                prune.remove(part, plain)
 
 
 def _seeded(run: Callable[[int], Any], trainer: pl.Trainer, seed: int, current_epoch: int) -> None:

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.runtime.comm.communicator import Communicator, Reduction
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.communicator import Communicator, Reduction
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.tensor_memory import local_part, sharded_like
 from lightning_recycle.torch_internals import foreach_add_, foreach_norm, versions_of
 

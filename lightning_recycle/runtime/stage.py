@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_recycle.devices import default_generator
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.randomness import microbatch_randomness
-from lightning_recycle.runtime.stage.deferred import WeightGradQueue, intercept_linear
+from lightning_recycle.runtime.deferred import WeightGradQueue, intercept_linear
 from lightning_recycle.tensor_memory import whole
 from lightning_recycle.torch_internals import drop_unsharded_gradients, is_fsdp_root
 
@@ -357,14 +357,6 @@ class Stage:
 
     def modules(self) -> Iterator[nn.Module]:
         yield from dict.fromkeys(module for layer in self._layers for module in layer.modules())
-
-    def named_leaves(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules without children in its layers, with names for people."""
-        for index, layer in enumerate(self._layers, self._first_layer):
-            for name, module in layer.named_modules():
-                if not any(module.children()):
-                    path = f"{index}.{name}" if name else str(index)
-                    yield f"layer {path} ({type(module).__name__})", module
 
     def waiting(self, microbatch: int) -> list[Tensor]:
         """Tensors that W of ``microbatch`` needs, between its B and its W."""

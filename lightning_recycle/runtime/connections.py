@@ -1,10 +1,4 @@
-"""TCP connections between workers: reachability checks, and authenticated links.
-
-Unaccepted connections fill the queue of a listening socket, until the kernel answers no more of them. A *filter* in the
-kernel (classic BPF, without privileges) decides before that: :func:`drop_everything` lets nothing in; with
-:func:`answer_only` the kernel answers every dialer and forgets it. A :class:`Doorbell` is a listening socket with such
-a filter: even a busy or stopped process is reachable. :func:`unreachable` returns at once if all workers can be
-reached, else at the end of its time, so that a lost packet does not count, and all get their results at the same time.
+"""Authenticated TCP connections between workers, and sockets of other owners.
 
 A *link* is one TCP connection between two workers, for one group of both. One of them dials the other's :class:`Gate`,
 which is open only while its worker connects, and names the link by a code that needs the key of the run. Then each side
@@ -13,6 +7,9 @@ for this generation, group and pair of ranks. A stranger takes no worker's place
 bytes, and it is dropped. :func:`connect` returns all links of a worker or none. The dialer proves last, so it knows
 that the connection will be used, and the acceptor learns it from that: a slow attempt can be begun anew without the two
 sides holding different connections.
+
+The kernel answers a dialer even for a busy or stopped process. So a worker whose gate does not answer cannot be reached
+(:class:`NoAnswerError`); any other missing link may have been too slow.
 """
 
 from __future__ import annotations
@@ -49,21 +46,7 @@ _T = TypeVar("_T")
 # From asm-generic/socket.h; the socket module does not have it.
 _SO_ATTACH_FILTER = 26
 
-# Classic BPF: (code, jump if true, jump if false, constant). A filter sees a segment from its TCP header on.
-_LOAD_BYTE, _JUMP_IF_ANY_BIT, _JUMP_IF_EQUAL, _AND, _RETURN = 0x30, 0x45, 0x15, 0x54, 0x06
-_EVERYTHING, _NOTHING = 0xFFFF_FFFF, 0  # bytes of a segment that pass
-_FLAGS = 13  # offset of the flags in a TCP header
-_SYN, _RST, _ACK = 0x02, 0x04, 0x10
-
-_DROP_EVERYTHING = ((_RETURN, 0, 0, _NOTHING),)
-_ANSWER_ONLY = (
-    (_LOAD_BYTE, 0, 0, _FLAGS),
-    (_JUMP_IF_ANY_BIT, 2, 0, _RST),
-    (_AND, 0, 0, _SYN | _ACK),
-    (_JUMP_IF_EQUAL, 0, 1, _SYN),
-    (_RETURN, 0, 0, _EVERYTHING),
-    (_RETURN, 0, 0, _NOTHING),
-)
+_DROP_EVERYTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: of each segment 0 bytes pass
 
 
 # ---------------------------------------------------------------------- addresses
@@ -87,20 +70,8 @@ def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket
                 raise
     raise ConfigurationError(
         f"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these {len(ports)} ports is free at {host}. A worker listens at"
-        " two at a time: give three for each worker of a machine, that no other program uses."
+        " one while it connects: give two for each worker of a machine, that no other program uses."
     )
-
-
-class Listener:
-    """A listening socket; ``address``: for other workers."""
-
-    def __init__(self, host: str, backlog: int, ports: range | None) -> None:
-        self.socket = listen(host, backlog, ports)
-        name, self.port, *_ = self.socket.getsockname()
-        self.address = f"{name} {self.port}".encode()
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def _run(main: Coroutine[Any, Any, _T]) -> _T:
@@ -123,7 +94,7 @@ def _run(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _connected(address: bytes) -> socket.socket:
-    """A non-blocking socket, without delay, that is connected to a :class:`Listener`."""
+    """A non-blocking socket, without delay, that is connected to a :class:`Gate`."""
     host, port = address.decode().rsplit(" ", 1)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     with _closed_on_error(sock):
@@ -152,29 +123,13 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# ---------------------------------------------------------------------- filters
+# ---------------------------------------------------------------------- sockets of other owners
 
 
 def drop_everything(sock: socket.socket) -> None:
     """Lets no segment reach ``sock``, nor sockets accepted by it."""
-    _attach(sock, _DROP_EVERYTHING)
-
-
-def answer_only(listener: socket.socket) -> None:
-    """Has the system answer every dialer of ``listener``, and let nothing else in.
-
-    No connection is ever complete. Beyond many incomplete ones Linux answers statelessly (SYN cookies, on by default).
-    """
-    _attach(listener, _ANSWER_ONLY)
-
-
-def _attach(sock: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> None:
-    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    descriptor = struct.pack("HP", len(program), ctypes.addressof(instructions))
-    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, descriptor)
-
-
-# ---------------------------------------------------------------------- sockets of other owners
+    program = ctypes.create_string_buffer(_DROP_EVERYTHING)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 def inode_of(descriptor: int) -> int:
@@ -225,62 +180,9 @@ def _shut_down(sockets: Iterable[tuple[int, int]]) -> None:
             os.close(held)
 
 
-CHECK_SECONDS = 1.4
-"""For one worker; Linux resends the first packet of a connection after one second."""
-
-_BACKLOG = 1024  # dialers that the system remembers; each worker makes one or a few
-_REDIAL_SECONDS = 0.1  # between attempts that fail at once
-_LOOK_SECONDS = 0.02  # between checks for cancellation
-
-
-class Doorbell(Listener):
-    """A listening socket at ``host`` and one of ``ports``, for reachability checks."""
-
-    def __init__(self, host: str, ports: range | None = None) -> None:
-        super().__init__(host, _BACKLOG, ports)
-        with contextlib.suppress(OSError):  # without filters it answers as well, until its queue is full
-            answer_only(self.socket)
-
-
-def unreachable(
-    addresses: Mapping[int, bytes], cancelled: threading.Event, seconds: float = CHECK_SECONDS
-) -> tuple[int, ...]:
-    """The ranks that could not be reached, in order; meaningless if ``cancelled``.
-
-    ``addresses``: the other workers' doorbells, by rank; all are tried at the same time.
-    """
-    missing = set(addresses)
-
-    async def reach(rank: int) -> None:
-        while rank in missing:
-            try:
-                with await _connected(addresses[rank]) as sock:
-                    hang_up(sock)
-                missing.discard(rank)
-            except OSError:
-                await asyncio.sleep(_REDIAL_SECONDS)
-
-    async def reach_all() -> None:
-        tasks = [asyncio.create_task(reach(rank)) for rank in addresses]
-        deadline = time.monotonic() + seconds
-        while missing and not cancelled.is_set():
-            now = time.monotonic()
-            await asyncio.wait(tasks, timeout=_LOOK_SECONDS)
-            if now >= deadline:  # after the check: this process may not have been running until now
-                break
-        await _ended(tasks)
-
-    _run(reach_all())
-    return tuple(sorted(missing))
-
-
-def hang_up(sock: socket.socket) -> None:
-    """Has ``sock``, connected to a doorbell, close without a farewell."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.02  # between checks for cancellation
 _NAME_BYTES = 32
 _GATE_BACKLOG = 4096  # as many as Linux allows by default
 _STRANGERS = 256  # callers without a name that are held at a time; the oldest goes
@@ -316,12 +218,25 @@ class Link(NamedTuple):
 # ---------------------------------------------------------------------- connecting
 
 
-class Gate(Listener):
+class Gate:
     """The port at which a worker is dialed by the others, while it connects."""
 
     def __init__(self, host: str) -> None:
-        super().__init__(host, _GATE_BACKLOG, port_range())
+        self.socket = listen(host, _GATE_BACKLOG, port_range())
         self.socket.setblocking(False)
+        name, port, *_ = self.socket.getsockname()
+        self.address = f"{name} {port}".encode()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class NoAnswerError(TimeoutError):
+    """Links are missing; ``silent``: the ranks whose system has not answered."""
+
+    def __init__(self, reason: str, silent: tuple[int, ...]) -> None:
+        super().__init__(reason)
+        self.silent = silent
 
 
 def connect(
@@ -336,7 +251,7 @@ def connect(
 ) -> dict[Link, socket.socket]:
     """Non-blocking sockets, without delay, for all ``links`` of this worker at once.
 
-    Raises InterruptedError if ``cancelled``, or TimeoutError that names the ranks without connection. ``addresses``:
+    Raises InterruptedError if ``cancelled``, or NoAnswerError that names the ranks without connection. ``addresses``:
     the others' gates.
     """
     return _run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
@@ -374,6 +289,7 @@ class _Connecting:
         self._gate, self._key, self._generation, self._rank = gate, key, generation, rank
         self._addresses, self._missing = addresses, set(links)
         self._awaited = {link.code("name", key, generation): link for link in links if link.acceptor == rank}
+        self._silent = {link.acceptor for link in links if link.dialer == rank}
         self._done: dict[Link, socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
@@ -390,7 +306,10 @@ class _Connecting:
                     raise InterruptedError(f"Connecting generation {self._generation} was cancelled.")
                 if time.monotonic() > deadline:
                     ranks = sorted({link.other(self._rank) for link in self._missing})
-                    raise TimeoutError(f"no connection to rank {', '.join(map(str, ranks))} within {seconds:g} s")
+                    missing = ", ".join(map(str, ranks))
+                    raise NoAnswerError(
+                        f"no connection to rank {missing} within {seconds:g} s", tuple(sorted(self._silent))
+                    )
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._complete.wait(), _LOOK_SECONDS)
             done, self._done = self._done, {}
@@ -432,6 +351,7 @@ class _Connecting:
 
     async def _call(self, link: Link) -> socket.socket:
         sock = await _connected(self._addresses[link.acceptor])
+        self._silent.discard(link.acceptor)
         with _closed_on_error(sock):
             await asyncio.get_running_loop().sock_sendall(sock, link.code("name", self._key, self._generation))
             await _prove(sock, Role.COORDINATOR, link.code("key", self._key, self._generation))

@@ -32,10 +32,10 @@ from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.errors import ReCycleError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, OpKind, Worker, global_index
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, CommitRules, ExecutorCallbacks
-from lightning_recycle.runtime.executor.step_runner import StepRunner
-from lightning_recycle.runtime.stage.stage_bundle import StageBundle
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor_callbacks import CommitPayload, CommitRules, ExecutorCallbacks
+from lightning_recycle.runtime.stage_bundle import StageBundle
+from lightning_recycle.runtime.step_runner import StepRunner
 
 _TOLD = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2

@@ -25,9 +25,9 @@ from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.partition import Transfer, held_ranges, transfers
-from lightning_recycle.runtime.comm.communicator import Communicator, receive_object, send_object
-from lightning_recycle.runtime.stage.gradients import GradientBuffers
-from lightning_recycle.runtime.stage.stage import Stage
+from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
+from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.tensor_memory import is_sharded, local_part
 from lightning_recycle.torch_internals import foreach_copy_
 

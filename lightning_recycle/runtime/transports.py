@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.arguments import BOOLEAN, Check, OptionGroup, choice, is_number, option, suggests_options
-from lightning_recycle.runtime.comm.groups import Group, GroupPlan, Rendezvous
-from lightning_recycle.runtime.comm.wire import Channel, ValueLayout, sum_of_bytes
+from lightning_recycle.runtime.groups import Group, GroupPlan, Rendezvous
+from lightning_recycle.runtime.wire import Channel, ValueLayout, sum_of_bytes
 
 PACKED_BYTES = 4 * 1024 * 1024
 """Above this, copying into one message costs more than a second message."""

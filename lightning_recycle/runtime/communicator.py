@@ -1,6 +1,6 @@
 """Messages between workers: connections, values between stages, sums in a stage.
 
-All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.comm.groups`), without a default
+All groups are raw Gloo objects of their generation (:mod:`~lightning_recycle.runtime.groups`), without a default
 process group, and separate for activations and gradients: with tags instead, Gloo's event loop spins while the main
 thread holds a connection's lock (measured: half of its processor time). Connecting happens in a thread that can be
 abandoned.
@@ -21,7 +21,7 @@ A damaged value ends the attempt at a step, as a broken connection does; after t
 unreachable.
 
 **Sums** of small tensors go without Gloo, some by the transport from device to device
-(:mod:`~lightning_recycle.runtime.comm.transports`), others by Gloo through the host's memory.
+(:mod:`~lightning_recycle.runtime.transports`), others by Gloo through the host's memory.
 
 **Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
 under way at a time. They arrive on the CPU, so neither side needs room on its device.
@@ -48,10 +48,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
 from lightning_recycle.devices import is_accelerator
-from lightning_recycle.engines.worker_environment import port_range
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.comm.connections import Doorbell, OpenSockets
-from lightning_recycle.runtime.comm.groups import (
+from lightning_recycle.runtime.connections import OpenSockets
+from lightning_recycle.runtime.groups import (
     CommunicationError,
     Group,
     GroupFactory,
@@ -59,8 +58,9 @@ from lightning_recycle.runtime.comm.groups import (
     Rendezvous,
     UnreachableError,
 )
-from lightning_recycle.runtime.comm.transports import SmallAllreduce, Transport
-from lightning_recycle.runtime.comm.wire import (
+from lightning_recycle.runtime.machine_errors import is_machine_error
+from lightning_recycle.runtime.transports import SmallAllreduce, Transport
+from lightning_recycle.runtime.wire import (
     MAX_TENSORS,
     Channel,
     HostMemory,
@@ -70,11 +70,10 @@ from lightning_recycle.runtime.comm.wire import (
     Value,
     ValueLayout,
 )
-from lightning_recycle.runtime.machine_errors import is_machine_error
 from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
-    from lightning_recycle.runtime.comm.position_mesh import PositionMesh
+    from lightning_recycle.runtime.position_mesh import PositionMesh
 
 LOOK = timedelta(seconds=0.1)
 """Interval between checks whether the generation was aborted."""
@@ -158,7 +157,7 @@ class Communicator:
         self.translated, self._in_hook = _Translated(self), _Translated(self, in_hook=True)
         self._timeout = timedelta(seconds=timeout)
         self.lose_sibling: Callable[[CommunicationError], None] = lambda _: None
-        self._host, self._rendezvous = host, rendezvous
+        self._rendezvous = rendezvous
         self._factory = GroupFactory(rank, host, rendezvous, key, 2 if mesh is None else 3, self._timeout)
         self._channels: dict[Channel, Group] = {}
         self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
@@ -170,7 +169,6 @@ class Communicator:
         self._sockets, self._position_sockets = OpenSockets(), OpenSockets()
         self._position: frozenset[int] = frozenset()  # the members of this worker's
         self._position_is_cut = False
-        self._doorbell: Doorbell | None = None
         self._is_prepared = False  # for the next generation
         # Memory of sends that may not have arrived, of this step and the previous one.
         self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
@@ -192,16 +190,15 @@ class Communicator:
     ) -> None:
         """Connects this worker with its neighbours and its stage, which do the same.
 
-        ``tie_rosters``: by this worker's stages that hold a tie, their ranks. ``check_links``: all workers, or none,
-        first check whether they reach each other. ``position``: with a mesh, the ranks of its members, in order.
+        ``tie_rosters``: by this worker's stages that hold a tie, their ranks. ``check_links``: name workers that do not
+        answer. ``position``: with a mesh, the ranks of its members, in order.
 
         Raises:
             ConfigurationError: if the transport cannot be used with one of them.
-            UnreachableError: after :data:`~lightning_recycle.runtime.comm.connections.CHECK_SECONDS`.
+            UnreachableError: if ``check_links``, and a worker's system does not answer for some seconds.
             CommunicationError: if a worker is gone or the generation is aborted meanwhile.
         """
         self._end()
-        doorbell = self._doorbell = Doorbell(self._host, port_range()) if check_links else None
         with self._lock:
             cancelled, sockets = self._cancelled, self._sockets = threading.Event(), OpenSockets()
             position_sockets = self._position_sockets = OpenSockets()
@@ -230,7 +227,7 @@ class Communicator:
 
         def connect() -> None:
             try:
-                groups.update(self._factory.create(generation, plans, doorbell, cancelled, sockets_of))
+                groups.update(self._factory.create(generation, plans, check_links, cancelled, sockets_of))
                 begun.append(time.monotonic())
                 self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
@@ -282,9 +279,6 @@ class Communicator:
             self._position_is_cut = True
             self._sockets.cut()
             self._position_sockets.cut()
-        if self._doorbell is not None:
-            self._doorbell.close()
-            self._doorbell = None
         self._is_prepared = False
         self._inboxes, self._outboxes, self._sent, self._sent_before = {}, {}, {}, {}
         self._channels, self._rosters = {}, {}

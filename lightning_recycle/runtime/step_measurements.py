@@ -39,7 +39,7 @@ from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
 from lightning_recycle.planning.splitting import SplitTrial
-from lightning_recycle.runtime.stage.stage import Stage, tensors_in
+from lightning_recycle.runtime.stage import Stage, tensors_in
 from lightning_recycle.tensor_memory import local_part
 
 _SMOOTHING = 0.2  # weight of the newest measurement in the operation times

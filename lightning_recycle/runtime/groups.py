@@ -3,8 +3,7 @@
 A worker connects only with workers that share a group with it, so costs do not grow with the number of workers. A
 *meshed* group connects all of its members, for collectives; any other serves messages between two workers, and each
 member numbers the others by itself. Each connection has proved that it leads to a worker of this run
-(:mod:`~lightning_recycle.runtime.comm.connections`) before it is handed to Gloo. If reachability is in doubt, workers
-check before they connect: connecting takes longer, and only one side may notice.
+(:mod:`~lightning_recycle.runtime.connections`) before it is handed to Gloo.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from typing import Any, Protocol, TypeAlias
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.runtime.comm.connections import (
-    Doorbell,
+from lightning_recycle.runtime.connections import (
     Gate,
     Link,
+    NoAnswerError,
     OpenSockets,
     connect,
     drop_everything,
-    hang_up,
     inode_of,
-    unreachable,
 )
 
 _DOORBELLS = "127.0.0.1"
@@ -61,9 +58,8 @@ class Device:
 
     Gloo's own listening sockets accept anyone who sends the next of some consecutive numbers, and end the process if
     they run out of descriptors (torch 2.13: ``haveConnection`` and ``handleEvents`` in its
-    ``transport/tcp/listener.cc``). So they are *muted*. Gloo connects to ports of its own process where nothing listens
-    (:class:`~lightning_recycle.runtime.comm.connections.Doorbell`), and these connections are exchanged, under the same
-    descriptors, for authenticated ones.
+    ``transport/tcp/listener.cc``). So they are *muted*. Gloo connects to *doorbells*, listening sockets of its own
+    process, and these connections are exchanged, under the same descriptors, for authenticated ones.
 
     How: Gloo's store gives this process's own address with the port of a doorbell per peer. It is lower than that of
     Gloo's device, and the process with the higher address dials. Once the group exists, the events of Gloo's epoll
@@ -115,19 +111,20 @@ class Device:
         with contextlib.ExitStack() as stack:
             for link in links.values():
                 stack.enter_context(link)
-            doorbells = {peer: stack.enter_context(contextlib.closing(Doorbell(_DOORBELLS))) for peer in links}
-            store = _Neighbours(rank, {peer: doorbell.port for peer, doorbell in doorbells.items()})
+            doorbells = {peer: stack.enter_context(socket.create_server((_DOORBELLS, 0))) for peer in links}
+            ports = {peer: int(doorbell.getsockname()[1]) for peer, doorbell in doorbells.items()}
+            store = _Neighbours(rank, ports)
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices, options._threads, options._timeout = [self._device], 1, _LOCAL_CONNECT
             group = ProcessGroupGloo(store, rank, size, options)
-            peers = {doorbell.port: peer for peer, doorbell in doorbells.items()}
+            peers = {port: peer for peer, port in ports.items()}
             sockets = {}
             for descriptor, event in _events(self._epoll).items():
                 with _borrowed(descriptor) as sock:
                     peer = None if sock is None else peers.pop(_dialed_port(sock), None)
                     if sock is None or peer is None:
                         continue  # of Gloo's own, or of another group
-                    hang_up(sock)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no farewell
                     inode = inode_of(links[peer].fileno())
                     _exchange(self._epoll, descriptor, event, links[peer])
                 sockets[descriptor] = inode  # Gloo closes it at once if its peer is gone
@@ -311,37 +308,33 @@ class GroupFactory:
         self,
         generation: int,
         plans: Sequence[GroupPlan],
-        doorbell: Doorbell | None,
+        check_links: bool,
         cancelled: threading.Event,
         sockets: Callable[[GroupPlan], OpenSockets],
     ) -> dict[str, Group]:
         """The groups of ``plans`` that have other members, by name.
 
-        ``doorbell``: for a check of reachability before. ``sockets`` gets each socket of a plan's group once it is
-        Gloo's.
+        ``check_links``: raise UnreachableError for workers that do not answer. ``sockets`` gets each socket of a plan's
+        group once it is Gloo's.
         """
         plans = [plan for plan in plans if len(plan.ranks) > 1]
         others = sorted({rank for plan in plans for rank in plan.ranks} - {self._rank})
         if not others:
             return {}
-        prefix = f"generation{generation}"
+        prefix = f"generation{generation}/gate"
 
-        def exchange(what: str, value: bytes) -> dict[int, bytes]:
-            if cancelled.is_set():
-                raise RuntimeError("The generation is over.")
-            self._rendezvous.publish(f"{prefix}/{what}{self._rank}", value)
-            found = self._rendezvous.lookup([f"{prefix}/{what}{rank}" for rank in others], cancelled)
-            return dict(zip(others, found, strict=True))
-
-        if doorbell is not None:
-            missing = unreachable(exchange("doorbell", doorbell.address), cancelled)
-            if missing and not cancelled.is_set():
-                raise UnreachableError(missing)
         rank = self._rank
         wanted = [Link.between(plan.name, rank, other) for plan in plans for other in plan.ranks if other != rank]
         with contextlib.closing(Gate(self._host)) as gate:
-            addresses = exchange("gate", gate.address)
-            connected = connect(gate, self._key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
+            self._rendezvous.publish(f"{prefix}{rank}", gate.address)
+            found = self._rendezvous.lookup([f"{prefix}{other}" for other in others], cancelled)
+            addresses = dict(zip(others, found, strict=True))
+            try:
+                connected = connect(gate, self._key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
+            except NoAnswerError as error:
+                if check_links and error.silent:
+                    raise UnreachableError(error.silent) from error
+                raise
         groups = {}
         with contextlib.ExitStack() as stack:
             for sock in connected.values():

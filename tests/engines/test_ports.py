@@ -1,4 +1,4 @@
-"""Which address a worker is reached at, by interface or network, and at which ports."""
+"""Ports at which a worker is reached."""
 
 import errno
 import socket
@@ -8,36 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
-from lightning_recycle.control.network.addresses import address_at
-from lightning_recycle.engines.worker_environment import discover, port_range
-from lightning_recycle.runtime.comm.connections import Doorbell, Gate, listen
+from lightning_recycle.engines.worker_environment import port_range
+from lightning_recycle.runtime.connections import Gate, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
-
-
-@pytest.mark.parametrize("interface", ["lo", "127.0.0.0/8", "127.0.0.1/32"])
-def test_an_interface_or_a_network_names_an_address(interface: str) -> None:
-    assert address_at(interface, "RECYCLE_INTERFACE") == "127.0.0.1"
-    found = discover({**WORKER, "RECYCLE_INTERFACE": interface})
-    assert found is not None
-    assert found.host == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"RECYCLE_INTERFACE": "ib7"},
-            r"RECYCLE_INTERFACE='ib7': this machine .* has no such IPv4 address; its interfaces are .*lo",
-        ),
-        ({"RECYCLE_INTERFACE": "198.51.100.0/24"}, "has no such IPv4 address"),
-        ({"RECYCLE_INTERFACE": "10.0.0.0/99"}, "10.1.0.0/16"),
-        ({"RECYCLE_INTERFACE": "lo", "RECYCLE_HOST": "10.0.0.7"}, "give one of them"),
-    ],
-)
-def test_what_is_not_there_is_refused_with_what_is(settings: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        discover({**WORKER, **settings})
 
 
 def test_a_range_of_ports() -> None:
@@ -74,14 +48,12 @@ def free_ports(count: int) -> range:
 def test_whoever_listens_for_others_keeps_to_the_range_and_says_when_it_is_used_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ports = free_ports(3)
+    ports = free_ports(2)
     monkeypatch.setenv("RECYCLE_PORTS", f"{ports[0]}-{ports[-1]}")
     gates = [Gate("127.0.0.1"), Gate("127.0.0.1")]
-    doorbell = Doorbell("127.0.0.1", port_range())
-    used = {int(gate.address.split()[1]) for gate in gates} | {doorbell.port}
-    assert used == set(ports)
+    assert {int(gate.address.split()[1]) for gate in gates} == set(ports)
     with pytest.raises(
-        ConfigurationError, match=rf"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these 3 ports is free"
+        ConfigurationError, match=rf"RECYCLE_PORTS={ports[0]}-{ports[-1]}: none of these 2 ports is free"
     ):
         Gate("127.0.0.1")
     gates[0].close()
@@ -89,4 +61,3 @@ def test_whoever_listens_for_others_keeps_to_the_range_and_says_when_it_is_used_
         assert again.getsockname()[1] in ports
     for gate in gates:
         gate.close()
-    doorbell.close()

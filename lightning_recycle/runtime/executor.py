@@ -1,6 +1,6 @@
 """The executor: a worker's steps, evaluations and recoveries.
 
-:meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.executor.step_runner`) until
+:meth:`Executor.run_step` has the program of a step run (:mod:`~lightning_recycle.runtime.step_runner`) until
 this worker has applied it. A new generation ends the current attempt with :class:`Interrupted` or
 :class:`CommunicationError`. The worker then reports its state, reconnects, brings itself to the committed version, and
 runs its step again or, if its own part is done, serves other workers. None of that shows outside. An exception that a
@@ -23,14 +23,14 @@ from lightning_recycle.data.steps import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import receive_object, send_object
-from lightning_recycle.runtime.comm.groups import CommunicationError, UnreachableError
-from lightning_recycle.runtime.comm.wire import Channel
-from lightning_recycle.runtime.executor.executor_callbacks import CommitPayload, RecordOutput, StepResult
-from lightning_recycle.runtime.executor.step_runner import READING, Step, StepRunner
+from lightning_recycle.runtime.communicator import receive_object, send_object
+from lightning_recycle.runtime.executor_callbacks import CommitPayload, RecordOutput, StepResult
+from lightning_recycle.runtime.gradients import AccumulationPart
+from lightning_recycle.runtime.groups import CommunicationError, UnreachableError
 from lightning_recycle.runtime.machine_errors import is_device_error, place_of, readers_may_die
-from lightning_recycle.runtime.stage.gradients import AccumulationPart
-from lightning_recycle.runtime.stage.stage_bundle import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.stage_bundle import LayerKeeper, LayerMoves
+from lightning_recycle.runtime.step_runner import READING, Step, StepRunner
+from lightning_recycle.runtime.wire import Channel
 
 log = logging.getLogger(__name__)
 

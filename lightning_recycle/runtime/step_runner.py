@@ -8,7 +8,7 @@ depend on the norm of the whole gradient alone, a stage may speculate that it is
 was wrong.
 
 An attempt ends with :class:`Interrupted` or :class:`CommunicationError` when a generation is announced;
-:mod:`~lightning_recycle.runtime.executor.executor` then recovers and repeats it.
+:mod:`~lightning_recycle.runtime.executor` then recovers and repeats it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from lightning_recycle.data.steps import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
-from lightning_recycle.runtime.comm.communicator import Communicator
-from lightning_recycle.runtime.comm.wire import Channel, Incoming
-from lightning_recycle.runtime.executor.executor_callbacks import (
+from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.executor_callbacks import (
     CommitPayload,
     CommitRules,
     ExecutorCallbacks,
@@ -44,10 +43,11 @@ from lightning_recycle.runtime.executor.executor_callbacks import (
     StepResult,
     norm_of,
 )
-from lightning_recycle.runtime.executor.step_measurements import StepMeasurements
-from lightning_recycle.runtime.stage.gradients import AccumulationPart, BucketedReduction
-from lightning_recycle.runtime.stage.stage_bundle import Shadow, StageBundle
+from lightning_recycle.runtime.gradients import AccumulationPart, BucketedReduction
+from lightning_recycle.runtime.stage_bundle import Shadow, StageBundle
+from lightning_recycle.runtime.step_measurements import StepMeasurements
 from lightning_recycle.runtime.verification import Recomputation, Verifier
+from lightning_recycle.runtime.wire import Channel, Incoming
 from lightning_recycle.tensor_memory import pack_tensors, unpack_tensors
 
 log = logging.getLogger(__name__)

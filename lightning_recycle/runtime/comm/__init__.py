@@ -1,1 +1,0 @@
-"""Messages between workers: connections, values as bytes, sums, states."""

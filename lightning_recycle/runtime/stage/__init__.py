@@ -1,1 +1,0 @@
-"""A stage: its layers, their gradients, and their exchange with other stages."""
