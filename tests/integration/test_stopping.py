@@ -165,6 +165,7 @@ def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(see
     assert not happened(run, "disturbance")
 
 
+@pytest.mark.long
 def test_who_joins_after_all_have_agreed_to_stop_stops_with_them() -> None:
     run, _ = train(
         Stops("on_train_batch_end", 2),
