@@ -294,7 +294,6 @@ def test_what_all_micro_batches_leave_alike_counts_once(stages: int, microbatche
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("way", "grid"), itertools.product([*ALIKE, *DIFFERENT], GRIDS))
-@pytest.mark.long
 def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
     def make() -> Net:
         return Net(Keeps(way), Keeps(way))
