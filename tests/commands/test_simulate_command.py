@@ -234,6 +234,13 @@ def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path: Path, sw
     assert not (tmp_path / "mistyped").exists()
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, sweep: list[str]) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    calls = [([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder.")]
+    check_refused("recycle-simulate", tmp_path, calls)
+
+
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "here" / "result.json").mkdir(parents=True)
     ((code, _, err),) = run_all("recycle-simulate", tmp_path, [*SMALL, "policy=fault_free", "output=here"])
