@@ -91,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         http = _shown_at(options.http)
         given = _checked(options)
         address, key = address_from(options.listen, "--listen"), key_from_environment()
+        if http is not None and _are_same(http, address):
+            setting = "RECYCLE_HTTP" if options.http is None else "--http"
+            raise ConfigurationError(f"{setting} and --listen have the same address: give another port.")
         reception = Reception(address, key, _WORKERS)
         journal = _journal(options.state, address, key)
     except ConfigurationError as error:
@@ -161,6 +164,11 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
 def _shown_at(option: str | None) -> tuple[str, int] | None:
     """Address of page and metrics, from the command line or the environment."""
     return http_address_from_environment() if option is None else http_address(option, "--http")
+
+
+def _are_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether nobody can listen at both."""
+    return one[1] == other[1] != 0 and (one[0] == other[0] or not {one[0], other[0]}.isdisjoint({"0.0.0.0", "::"}))
 
 
 def _obey(end_after_this: Callable[[], None]) -> None:
