@@ -103,6 +103,16 @@ def check_parent(setting: str, path: str | PathLike[str]) -> None:
         )
 
 
+def check_ending(setting: str, path: str | PathLike[str], ending: str, otherwise: str) -> None:
+    """Raises ConfigurationError if ``path`` has another ending than ".json", say.
+
+    What is no file (``/dev/stdout``, a pipe) has any name. ``otherwise``: what else may be given, for the error.
+    """
+    path = Path(path)
+    if path.suffix != ending and (path.is_file() or not path.exists()):
+        raise ConfigurationError(f"{setting}={path}: give a name that ends with {ending}, or {otherwise}.")
+
+
 @contextlib.contextmanager
 def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iterator[None]:
     """Turns OSError in the block into ``kind``: "cannot {action}: reason"."""

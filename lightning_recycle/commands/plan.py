@@ -31,7 +31,7 @@ from lightning_recycle import planning
 from lightning_recycle.arguments import integer, is_integer, is_number
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.files import check_parent, refusing
+from lightning_recycle.files import check_ending, check_parent, refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.normalization import contingencies, usual_limit
 from lightning_recycle.visualize import save_gantt
@@ -167,7 +167,7 @@ def plan_and_show(config: DictConfig) -> float:
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     problem = problem_from(settings)
     planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
-    output = _path(settings, "output")
+    output = _path(settings, "output", ".json")
     picture = _picture(settings, output)
     written = []
     console, errors = Output(), Console(stderr=True, soft_wrap=True, highlight=False)
@@ -207,12 +207,14 @@ def _drawn(result: planning.PlanResult, picture: Path | None, automatic: bool, u
     return []
 
 
-def _path(settings: dict[str, Any], name: str) -> Path | None:
+def _path(settings: dict[str, Any], name: str, ending: str | None = None) -> Path | None:
     value = settings[name]
     if value is None:
         return None
     if not isinstance(value, str) or not value:
         raise ConfigurationError(f"{name}={value!r}: give a path, or null.")
+    if ending is not None:
+        check_ending(name, value, ending, "null")
     # Jobs of a sweep would overwrite one another's files; a library is shared.
     if name != "library" and HydraConfig.get().mode is RunMode.MULTIRUN:
         return Path(HydraConfig.get().runtime.output_dir) / value
@@ -223,10 +225,7 @@ def _path(settings: dict[str, Any], name: str) -> Path | None:
 def _picture(settings: dict[str, Any], output: Path | None) -> Path | None:
     if settings["picture"] == "auto":
         return None if output is None else output.with_suffix(".svg")
-    picture = _path(settings, "picture")
-    if picture is not None and picture.suffix != ".svg":
-        raise ConfigurationError(f"picture={settings['picture']!r}: give a name that ends with .svg, or null.")
-    return picture
+    return _path(settings, "picture", ".svg")
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from lightning_recycle.arguments import command_parser
+from lightning_recycle.arguments import command_parser, exit_without_reader
 from lightning_recycle.commands import Output, bad_input_ends
-from lightning_recycle.files import check_parent, refusing, write_atomically
+from lightning_recycle.files import check_ending, check_parent, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
 from lightning_recycle.visualize.records import Record, load_results
 from lightning_recycle.visualize.sections import sections_of
@@ -64,18 +64,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "recycle-report results --title 'Spot instances, July'",
     )
     parser.add_argument("folder", type=Path, help="output folder of a run, or of sweeps")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: %(default)s")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="- for standard output; default: %(default)s"
+    )
     parser.add_argument("--title", default="ReCycle simulation report", help="default: %(default)s")
     chosen = parser.parse_args(arguments)
+    to_stdout = chosen.output == Path("-")
     with bad_input_ends(_NAME):
-        check_parent("--output", chosen.output)
+        if not to_stdout:
+            check_ending("--output", chosen.output, ".html", "- for standard output")
+            check_parent("--output", chosen.output)
         results = load_results(chosen.folder)
         page = render_report(results, chosen.title)
-        with refusing(f"write {chosen.output}"):
-            write_atomically(chosen.output, page)
+        if to_stdout:
+            _print(page)
+        else:
+            with refusing(f"write {chosen.output}"):
+                write_atomically(chosen.output, page)
         size = len(page.encode()) / 1e3
-        text = f"wrote {chosen.output}: {_count(len(results), 'result')}, {size:,.0f} kB"
-        Output(soft_wrap=True).print(text, highlight=False)
+        where = "to standard output" if to_stdout else chosen.output
+        text = f"wrote {where}: {_count(len(results), 'result')}, {size:,.0f} kB"
+        Output(soft_wrap=True, stderr=to_stdout).print(text, highlight=False)
+
+
+def _print(page: str) -> None:
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        exit_without_reader()
 
 
 if __name__ == "__main__":

@@ -233,7 +233,8 @@ BAD = [
     (["output=[]"], "output=[]"),
     (["--output=plan.json"], "--output=plan.json. Settings are NAME=VALUE, without dashes; see recycle-plan --help"),
     (["plan.json"], "cannot read 'plan.json': settings are NAME=VALUE"),
-    (["picture=plan.gif"], "ends with .svg"),
+    (["picture=plan.gif"], "picture=plan.gif: give a name that ends with .svg, or null."),
+    (["output=plan.pdf"], "output=plan.pdf: give a name that ends with .json, or null."),
     (["failures=["], "check its brackets and quotes"),
 ]
 

@@ -351,11 +351,21 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (["broken"], "cannot read broken/result.json"),
         (["new"], "new/result.json is not a result of this version"),
         (["good", "-o", "good/result.json/page.html"], "cannot write good/result.json/page.html"),
+        (["good", "-o", "page.pdf"], "--output=page.pdf: give a name that ends with .html, or - for standard output."),
     ]
     answers = run_all("recycle-report", tmp_path, *(arguments for arguments, _ in bad))
     for (_, message), (code, _, err) in zip(bad, answers, strict=True):
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith(f"recycle-report: {message}"), err
+
+
+def test_a_page_is_written_to_standard_output(tmp_path: Path) -> None:
+    run("recycle-simulate", tmp_path, "model=gpt3_medium", "policy=fault_free", "duration=1h", "output=good")
+    ((code, out, err),) = run_all("recycle-report", tmp_path, ["good", "-o", "-"])
+    assert code == 0
+    assert out.startswith("<!DOCTYPE html>")
+    assert out.endswith("</html>\n")
+    assert err.startswith("wrote to standard output: 1 result, ")
 
 
 @pytest.mark.parametrize(
