@@ -219,6 +219,8 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-run --nproc-per-node 4 python train.py",
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
+        epilog="Exit status: 0 if the run finished; 2 for bad options; 130 or 143 after SIGINT or SIGTERM; otherwise\n"
+        "that of a worker: of an error of the script, 75 if the run ended otherwise, 69 if its coordinator was lost.",
         allow_abbrev=False,
     )
     parser.add_argument(

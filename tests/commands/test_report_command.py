@@ -377,7 +377,7 @@ def test_a_page_is_written_to_standard_output(tmp_path: Path) -> None:
         ("recycle-status", "lightning_recycle.control.monitoring.status_command"),
     ],
 )
-def test_every_command_says_its_version_and_gives_examples(
+def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
     command: str, parser: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = importlib.import_module(parser).main
@@ -390,4 +390,5 @@ def test_every_command_says_its_version_and_gives_examples(
         shown[option] = capsys.readouterr().out
     assert shown["--version"] == f"{command} {__version__}\n"
     assert shown["--help"].startswith(f"usage: {command} ")
+    assert "\nExit status: 0" in shown["--help"]
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2

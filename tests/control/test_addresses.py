@@ -113,6 +113,11 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
         (["--verify", "2"], "--verify 2: give a share between 0 and 1."),
         (["--split-backward", "yes"], "--split-backward yes: use auto, true or false."),
         (["--min-pipelines", "0"], "--min-pipelines 0: give an integer of at least 1, or null for all."),
+        (
+            ["--state", "/nonexistent/a"],
+            "--state=/nonexistent/a: there is no folder /nonexistent: give another path, or make it with"
+            " mkdir -p /nonexistent.",
+        ),
         (["--http", "29400"], "--http and --listen have the same address: give another port."),
         (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
     ],

@@ -396,13 +396,22 @@ def test_the_command_starts_quickly_and_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("address", "reason"),
-    [("nowhere", "no address"), ("127.0.0.1:1", "does not answer"), ("99999999", "no run in process")],
+    [
+        ("127.0.0.1:1", "Connection refused: was it started with --http or RECYCLE_HTTP?"),
+        ("99999999", "no run in process"),
+    ],
 )
 def test_an_address_where_nothing_is_ends_with_1_and_says_so(
     address: str, reason: str, runtime: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_command.main([address]) == 1
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["nowhere", "10.0.0.1:http", "10.0.0.1:99999"])
+def test_what_is_no_address_is_bad_input(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_command.main([address]) == 2
+    assert f"{address!r} is no address: give host:port" in capsys.readouterr().err
 
 
 def test_a_server_of_something_else_is_no_coordinator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,7 @@ from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
 from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.files import check_parent
 from lightning_recycle.planning.grid import Positions
 from lightning_recycle.processes import die_with_parent, has_ended
 
@@ -154,6 +155,8 @@ def _journal(state: str | None, address: tuple[str, int], key: bytes) -> Journal
     if state == "none" or (state is None and not address[1]):
         log.info("This coordinator keeps no state: if it dies, the run ends.")
         return None
+    if state is not None:
+        check_parent("--state", state)
     journal = Journal(default_path(address) if state is None else Path(state), key)
     log.info("Its state is in %s.", journal.path)
     if journal.kept is not None:
@@ -255,6 +258,8 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
+        epilog="Exit status: 0 if every run finished; 1 if one did not; 2 for bad options; 130 or 143 after SIGINT or\n"
+        "SIGTERM before a run has ended.",
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")
     parser.add_argument(

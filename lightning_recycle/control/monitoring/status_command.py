@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_recycle.arguments import command_parser, exit_without_reader
 from lightning_recycle.control.network.addresses import connect_to, sockets
+from lightning_recycle.errors import ConfigurationError
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
@@ -63,7 +64,8 @@ class _Target:
         except FileNotFoundError as error:
             raise NoRun(f"{self}: its run has just ended.") from error
         except (OSError, http.client.HTTPException) as error:
-            raise NoRun(f"{self} does not answer: {error or type(error).__name__}") from error
+            hint = ": was it started with --http or RECYCLE_HTTP?" if self.path is None else ""
+            raise NoRun(f"{self} does not answer: {error or type(error).__name__}{hint}") from error
         finally:
             connection.close()
         if response.status != 200:
@@ -94,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _show_each(targets, options.json)
         sys.stdout.flush()
         return status
-    except NoRun as nothing:
-        print(f"recycle-status: {nothing}", file=sys.stderr)
-        return 1
+    except (NoRun, ConfigurationError) as error:
+        print(f"recycle-status: {error}", file=sys.stderr)
+        return 1 if isinstance(error, NoRun) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-status",
         "recycle-status 10.0.0.1:8080 --watch",
         "recycle-status 10.0.0.1:8080 --json",
+        epilog="Exit status: 0; 1 if there is no such run or it does not answer; 2 for bad options.",
     )
     parser.add_argument(
         "address",
@@ -153,7 +156,7 @@ def _targets(address: str | None) -> list[_Target]:
         return [_Target(Path(address))]
     host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise NoRun(f"{address!r} is no address: give host:port, or the id of a process of this machine.")
+        raise ConfigurationError(f"{address!r} is no address: give host:port, or the id of a process of this machine.")
     return [_Target(address=(host.strip("[]") or "localhost", int(port)))]
 
 
