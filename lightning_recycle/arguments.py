@@ -12,6 +12,7 @@ only a launching process can carry it out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -54,6 +55,18 @@ def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> a
     )
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     return parser
+
+
+def flag_value(flag: str, typed: str | float, check: Check) -> Any:
+    """The number ``typed`` after ``flag``; ConfigurationError if it is none, or not right."""
+    value: Any = typed
+    for kind in (float, int):
+        with contextlib.suppress(ValueError):
+            value = kind(typed)
+    try:
+        return check.checked("", flag, value)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.as_typed(f"{flag} {typed}")) from None
 
 
 def exit_without_reader() -> NoReturn:

@@ -259,11 +259,11 @@ class Journal:
         self._content = _Content(self._proof, os.urandom(8).hex(), statuses)
         self._replace()
 
-    def remove(self) -> None:
-        for path in (self.path, self._lock_path):
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Releases the file, and removes it unless another coordinator has a run to go on with."""
+        if self.kept is None:
+            for path in (self.path, self._lock_path):
+                path.unlink(missing_ok=True)
         os.close(self._lock)
 
     def _take_lock(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_recycle.arguments import command_parser
+from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer
 from lightning_recycle.control.network import addresses
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
@@ -29,6 +30,7 @@ from lightning_recycle.errors import ConfigurationError
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
 
+_PYTHON = re.compile(r"python[0-9.]*")
 _NOT_PASSED_ON = ("RECYCLE_KEY_FILE", "RECYCLE_LISTEN")
 _BAD_OPTIONS = 2
 _HOST = "127.0.0.1"
@@ -50,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        command = _command(options.command)
         _check(options)
+        command = _command(options.command)
         _check_program(command)
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
@@ -193,23 +195,23 @@ def _command(words: Sequence[str]) -> list[str]:
 
 def _check_program(command: Sequence[str]) -> None:
     program, *arguments = command
+    script = next((word for word in arguments if not word.startswith("-")), "")
     if shutil.which(program, path=_search_path(os.environ)) is None:
         raise ConfigurationError(f"There is no program {program!r}.")
-    if program == sys.executable and arguments[0].endswith(".py") and not os.path.isfile(arguments[0]):
-        raise ConfigurationError(f"There is no file {arguments[0]!r} in {os.getcwd()}.")
+    if _PYTHON.fullmatch(os.path.basename(program)) and script.endswith(".py") and not os.path.isfile(script):
+        raise ConfigurationError(f"There is no file {script!r} in {os.getcwd()}.")
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.nproc_per_node is not None and options.nproc_per_node < 1:
-        raise ConfigurationError(f"--nproc-per-node {options.nproc_per_node}: give a number of at least 1.")
-    if options.max_restarts < 0:
-        raise ConfigurationError(f"--max-restarts {options.max_restarts}: give a number of at least 0.")
+    """Checks the options, and makes numbers of them."""
+    if options.nproc_per_node is not None:
+        options.nproc_per_node = flag_value("--nproc-per-node", options.nproc_per_node, integer(1))
+    options.max_restarts = flag_value("--max-restarts", options.max_restarts, integer(0))
+    options.grace = flag_value("--grace", options.grace, SECONDS)
     if options.join is not None and task_of(os.environ) is None:
         raise ConfigurationError(
             f"--join {options.join}: that is for tasks of srun: set RECYCLE_COORDINATOR and RECYCLE_KEY elsewhere."
         )
-    if not 0 < options.grace < float("inf"):
-        raise ConfigurationError(f"--grace {options.grace:g}: give a number of seconds, more than 0.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,16 +225,11 @@ def _parser() -> argparse.ArgumentParser:
         "that of a worker: of an error of the script, 75 if the run ended otherwise, 69 if its coordinator was lost.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="workers on this machine (default 1)"
-    )
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")
-    parser.add_argument(
-        "--max-restarts", type=int, default=100, metavar="K", help="restarts of each worker (default 100)"
-    )
+    parser.add_argument("--max-restarts", default=100, metavar="K", help="restarts of each worker (default 100)")
     parser.add_argument(
         "--grace",
-        type=float,
         default=60.0,
         metavar="SECONDS",
         help="time for workers to end after a signal (default 60)",

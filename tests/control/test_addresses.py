@@ -118,6 +118,7 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
             "--state=/nonexistent/a: there is no folder /nonexistent: give another path, or make it with"
             " mkdir -p /nonexistent.",
         ),
+        (["--runs", "few"], "--runs few: give an integer of at least 1."),
         (["--http", "29400"], "--http and --listen have the same address: give another port."),
         (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
     ],

@@ -104,7 +104,9 @@ def test_after_an_exception_of_one_worker_the_others_are_ended() -> None:
         ([], "Which program"),
         (["no-such-program"], "There is no program 'no-such-program'"),
         (["no-such-script.py"], "There is no file 'no-such-script.py' in"),
-        (["--nproc-per-node", "0", "x"], "--nproc-per-node 0"),
+        (["python", "-u", "no-such-script.py", "x.py"], "There is no file 'no-such-script.py' in"),
+        (["--nproc-per-node", "0", "x"], "--nproc-per-node 0: give an integer of at least 1."),
+        (["--nproc-per-node", "x"], "--nproc-per-node x: give an integer of at least 1."),
         (["--max-restarts", "-1", "x"], "--max-restarts -1"),
         (["--grace", "0", "x"], "--grace 0"),
         (["--coordinator", "0.0.0.0:1", "true"], "need a single address"),
@@ -116,6 +118,14 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
     assert done.stderr.startswith("recycle-run: ")
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0
+    assert "Its state is in" in done.stderr
+    assert list((tmp_path / "lightning_recycle").iterdir()) == []
 
 
 # ---------------------------------------------------------------------- signals

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_recycle.arguments import Check, command_parser, shared_options
+from lightning_recycle.arguments import Check, command_parser, flag_value, integer, shared_options
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, default_path
@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
         given = _checked(options)
+        most = None if options.runs is None else flag_value("--runs", options.runs, integer(1))
         address, key = address_from(options.listen, "--listen"), key_from_environment()
         if http is not None and _are_same(http, address):
             setting = "RECYCLE_HTTP" if options.http is None else "--http"
@@ -122,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         die_with_parent()
         _obey(end_after_this)
     with contextlib.ExitStack() as stack:
+        if journal is not None:
+            stack.callback(journal.leave)
         stack.enter_context(contextlib.closing(reception))
         try:
             stack.enter_context(served(monitor, http))
@@ -129,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"recycle-coordinator: {error}", file=sys.stderr)
             return 2
         print(f"listening on {shown(reception.listener.address)}", flush=True)
-        while options.runs is None or len(finished) < options.runs:
+        while most is None or len(finished) < most:
             if not (finished and options.obey):  # then its parent is about to end it
                 log.info("Waiting for workers at %s.", shown(reception.listener.address))
             try:
@@ -144,9 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _tell(*ended)
                 settle_end()
             serving.begin_next()
-    if journal is not None:
-        journal.remove()
-        journal.close()
     return max(finished, default=0)
 
 
@@ -271,9 +271,7 @@ def _parser() -> argparse.ArgumentParser:
             _UNITS.get(item.name, "SECONDS") if check is None or not check.values else "|".join(check.values).lower()
         )
         parser.add_argument(_flag(name), dest=name, metavar=values, help=item.metadata["shared"])
-    parser.add_argument(
-        "--runs", type=int, metavar="N", default=None, help="end after this many runs; by default never"
-    )
+    parser.add_argument("--runs", metavar="N", help="end after this many runs; by default never")
     parser.add_argument(
         "--state",
         metavar="FILE",
