@@ -119,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settle_end()
 
     signal.signal(signal.SIGUSR1, end_after_this)
-    if options.obey:
-        die_with_parent()
-        _obey(end_after_this)
     with contextlib.ExitStack() as stack:
         if journal is not None:
             stack.callback(journal.leave)
         stack.enter_context(contextlib.closing(reception))
+        if options.obey:
+            die_with_parent()
+            _obey(end_after_this)
         try:
             stack.enter_context(served(monitor, http))
         except ConfigurationError as error:
