@@ -321,6 +321,36 @@ def test_who_does_not_start_in_time_is_late(now: float, joined: frozenset[int], 
     assert found == dict.fromkeys(late, "it did not start within 100 s")
 
 
+@pytest.mark.parametrize(
+    ("connected", "launched", "reported", "words"),
+    [
+        ({0, 1}, True, set(), "workers (1, 0), (1, 1): importing"),
+        ({0, 1, 3}, False, {0}, "worker (1, 0): not connected"),
+        (ALL, True, {0, 1, 2}, "worker (1, 1): setting up"),
+    ],
+)
+def test_a_long_start_names_every_20_s_the_workers_that_it_waits_for(
+    connected: set[int], launched: bool, reported: set[int], words: str
+) -> None:
+    watch = FailureDetector(Positions(GRID), OPTIONS)
+    watch.begin_start(100.0)
+    for rank in reported:
+        watch.reported(rank)
+    beginning = state(number=-1, joined=frozenset(connected))
+    said = {now: watch.start_notice(now, beginning, connected, launched) for now in (119.0, 121.0, 130.0, 142.0)}
+    assert said == {
+        119.0: None,
+        121.0: f"Waiting for {words}, 21 s.",
+        130.0: None,
+        142.0: f"Waiting for {words}, 42 s.",
+    }
+    for rank in ALL:
+        watch.reported(rank)
+    assert watch.start_notice(170.0, beginning, ALL, launched) is None
+    watch.forget(0)
+    assert watch.start_notice(200.0, beginning, ALL, launched) is None, "a lost worker is another matter"
+
+
 @pytest.mark.parametrize(("now", "late"), [(49.0, set()), (51.0, {1, 2})])
 def test_who_does_not_stop_for_a_regroup_in_time_is_late(watch: FailureDetector, now: float, late: set[int]) -> None:
     watch.begin_regroup(0.0)

@@ -322,6 +322,7 @@ class Coordinator:
         if now >= self._next_review:  # not after every message: it looks at all workers
             self._next_review = now + self._review_seconds
             self._give_up_late(now)
+            self._log_start(now)
             self._review(now)
             self._filled = None
             if self._state.generation.number < 0 and (self._started or now > self._last_call):
@@ -368,6 +369,11 @@ class Coordinator:
         """Evicts workers that are not where they should be by now."""
         for rank, cause in (self._watch.late(now, self._state) | self._watch.late_candidates(now)).items():
             self._evict(rank, cause)
+
+    def _log_start(self, now: float) -> None:
+        notice = self._watch.start_notice(now, self._state, self._workers.connections, bool(self._started))
+        if notice is not None:
+            log.warning("%s", notice)
 
     def _review(self, now: float) -> None:
         """Reviews which workers are silent or make no progress, and acts on it."""

@@ -343,6 +343,8 @@ def _limit(kind: str, usual: float | None, timeout: float, patience: float) -> f
 
 
 _LEAST_START_TIMEOUT = 10.0  # seconds of silence
+_NOTICE_SECONDS = 20.0  # of a start, between lines about it
+_MOST_NAMES = 8  # of workers in such a line
 _LEAST_DEAF_SECONDS = 5.0
 _LEAST_STALL_SECONDS = 1.0
 _BUSY_SHARE = 0.8  # of the newest looks at a silent process that computes; the rest is for its first heartbeat to come
@@ -365,6 +367,8 @@ class FailureDetector:
         self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
         self._deadline: float | None = None
         self._regroup_began = 0.0
+        self._start_began = 0.0
+        self._next_notice = math.inf  # until the run starts, and when all have reported
         self._candidates: dict[int, float] = {}
         self._memory = DetectionState()
 
@@ -421,6 +425,7 @@ class FailureDetector:
         """The first worker is expected, or has come."""
         if self._deadline is None:
             self._deadline = now + self._options.recovery.start_timeout
+            self._start_began, self._next_notice = now, now + _NOTICE_SECONDS
 
     def begin_regroup(self, now: float) -> None:
         self._deadline = now + self._options.report_timeout
@@ -475,6 +480,26 @@ class FailureDetector:
         return everybody_waits(
             observations, lambda rank, kind: self._usual(rank, kind, seconds), self._options.heartbeat.timeout
         )
+
+    def start_notice(
+        self, now: float, state: MembershipState, connected: Collection[int], launched: bool
+    ) -> str | None:
+        """Every 20 s until all have set up: the workers that the run waits for.
+
+        ``launched``: whether their processes were started here.
+        """
+        if now < self._next_notice:
+            return None
+        absent = state.roster.live.difference(connected)
+        missing = sorted(absent or state.roster.live - self._have_reported)
+        self._next_notice = now + _NOTICE_SECONDS if missing else math.inf
+        if not missing:
+            return None
+        names = ", ".join(map(state.name, missing[:_MOST_NAMES]))
+        more = f" and {len(missing) - _MOST_NAMES} more" if len(missing) > _MOST_NAMES else ""
+        workers = "worker" if len(missing) == 1 else "workers"
+        doing = "setting up" if not absent else "importing" if launched else "not connected"
+        return f"Waiting for {workers} {names}{more}: {doing}, {now - self._start_began:.0f} s."
 
     def late_candidates(self, now: float) -> dict[int, str]:
         """The replacements that are not ready in time."""
