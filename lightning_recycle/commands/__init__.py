@@ -11,6 +11,8 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -134,7 +136,8 @@ def _line(error: BaseException, config: DictConfig | None) -> str:
         place, dot, name = str(cause.full_key).rpartition(".")
         near = difflib.get_close_matches(name, known, n=1)
         meant = f"did you mean '{place}{dot}{near[0]}'? C" if near else "c"
-        return f"unknown setting {cause.full_key!r}: {meant}hoose one of {', '.join(known)}."
+        choices = ", ".join(known) + _elsewhere(place, name, known)
+        return f"unknown setting {cause.full_key!r}: {meant}hoose one of {choices}."
     if isinstance(error, OverrideParseException):
         if "=" not in str(error.override):
             return f"cannot read {error.override!r}: settings are NAME=VALUE; see --help."
@@ -143,6 +146,23 @@ def _line(error: BaseException, config: DictConfig | None) -> str:
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"
     return text
+
+
+def _elsewhere(group: str, name: str, known: list[str]) -> str:
+    """The other options of a configuration group that have the setting ``name``, in words.
+
+    ``known``: the settings of the chosen one.
+    """
+    root = Path(str(resources.files("lightning_recycle.conf")))
+    for folder in (root / group, root / "simulation" / group) if group else ():
+        options = {path.stem: {*OmegaConf.load(path)} for path in sorted(folder.glob("*.yaml"))}
+        chosen = [option for option, settings in options.items() if settings - {"_target_"} == {*known}]
+        if having := [option for option, settings in options.items() if name in settings and chosen]:
+            *others, last = having
+            listed = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+            of = f"of {group}={chosen[0]}; " if len(chosen) == 1 else ""
+            return f" ({of}{listed} {name})"
+    return ""
 
 
 def _typed(option: str, config: DictConfig) -> str:

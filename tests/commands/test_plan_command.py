@@ -225,6 +225,11 @@ BAD = [
     (["planner=magic"], "unknown planner 'magic': choose one of cbc, gurobi, heuristic, highs"),
     (["planner=highs", "planner.time_limit=-1"], "planner.time_limit=-1: give"),
     (["grid.stages=four"], "grid.stages=four: give an integer of at least 1."),
+    (
+        ["planner.time_limit=5"],
+        "choose one of compact_from, effort (of planner=heuristic; cbc, gurobi and highs have time_limit).",
+    ),
+    (["costs.path=profile.json"], "reduce (of costs=uniform; profile has path)."),
     (["grid.pipeline=3"], "grid.pipeline"),
     (["technique.staggered=maybe"], "technique.staggered=maybe: give true or false"),
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
