@@ -242,13 +242,10 @@ class Promises:
                 raise Violation(f"{worker} is told {message}, and {other} was told {heard}")
         self._heard[what].append((worker, message))
 
-    def _known(self, kind: str) -> set[int]:
-        """The numbers of what some live member has heard."""
-        return {
-            number
-            for (what, number), who in self._heard.items()
-            if what == kind and any(self.members.get(worker.rank) is worker for worker, _ in who)
-        }
+    def _heard_by(self, workers: Collection[SimulatedWorker], kind: str) -> set[int]:
+        """The numbers of what some of ``workers`` have heard."""
+        heard = ((number, who) for (what, number), who in self._heard.items() if what == kind)
+        return {number for number, who in heard if any(worker in workers for worker, _ in who)}
 
     # ------------------------------------------------------------------ what the coordinator says
 
@@ -258,16 +255,17 @@ class Promises:
         self._is_revived = True
 
     def on_all_returned(self, state: MembershipState) -> None:
-        """All have returned: what none of them has heard is as if it had not been said."""
-        losses, answers = self._known("loss"), self._known("answer")
-        losses |= {worker.version - 1 for worker in self.members.values() if worker.has_state}
+        """All have returned: what no member has heard is as if it had not been said.
+
+        Siblings of one that did not return may still be connected, but are members no more.
+        """
+        there = {worker for rank, worker in self.members.items() if rank in state.roster.live}
+        losses, answers = self._heard_by(there, "loss"), self._heard_by(there, "answer")
+        losses |= {worker.version - 1 for worker in there if worker.has_state}
         self._summed = [step for step in self._summed if step <= max(losses, default=-1)]
         self._answered = {number for number in self._answered if number <= max(answers, default=-1)}
-        waiting = {
-            (raised.rank, raised.generation)
-            for worker in self.members.values()
-            if worker.rank in state.roster.live and (raised := worker.member.returned(**NOBODY).raised) is not None
-        }
+        unjudged = (worker.member.returned(**NOBODY).raised for worker in there)
+        waiting = {(raised.rank, raised.generation) for raised in unjudged if raised is not None}
         self._raised = [one for one in self._raised if one[4] not in waiting]
         self._judged -= waiting
 

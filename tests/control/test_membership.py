@@ -12,6 +12,7 @@ from membership_feed import (
     commits,
     dummy,
     feed,
+    given,
     messages,
     records,
     report,
@@ -20,10 +21,12 @@ from membership_feed import (
     running_without_3,
 )
 
+from lightning_recycle.control.journal import journal_entry, revived_state
 from lightning_recycle.control.protocol import messages as m
 from lightning_recycle.control.protocol import state as s
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import with_leader
+from lightning_recycle.planning.grid import Grid
 
 # ---------------------------------------------------------------------- what is over
 
@@ -162,6 +165,21 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
     assert isinstance(failed, s.Failed)
     assert state.outcome == failed
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
+
+
+def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator() -> None:
+    """As if it had been lost itself, like its sibling, which did not return."""
+    grid, parts = Grid(2, 1, 1), {0: 5, 2: 7, 3: 8}  # ranks 0 and 1 are one position
+    begun = s.initial_state(grid, members=2).with_generation(number=0)
+    arrived = [m.Arrive(rank, 0, "barrier", part) for rank, part in parts.items()]
+    heard = m.Answer(0, {**parts, 1: 6}, 0)
+    scene = given(
+        revived_state(grid, journal_entry(begun), members=2),
+        dummy(m.Returned, rank=0, generation=0, next_collective=1, answer=heard),
+        *(dummy(m.Returned, rank=one.rank, generation=0, arrival=one) for one in arrived[1:]),
+    )
+    scene.when(s.Lost(1, "it did not return")).then(m.Answer(0, {2: 7, 3: 8}, 2, m.SaveStatus((2, 3), 0)), no=s.Resend)
+    assert [record.rank for record in records(scene.commands, "released")] == [0]
 
 
 def beat(rank: int, begun: int) -> m.Heartbeat:
