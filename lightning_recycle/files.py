@@ -95,7 +95,7 @@ def write_json(path: str | PathLike[str], data: Any) -> None:
 
 
 def check_parent(setting: str, path: str | PathLike[str]) -> None:
-    """Raises ConfigurationError if the folder in which ``path`` is to be does not exist."""
+    """Raises ConfigurationError if the parent folder of ``path`` does not exist."""
     folder = Path(path).parent
     if not folder.exists():
         raise ConfigurationError(

@@ -75,7 +75,7 @@ def run_application(name: str, application: Callable[[], object]) -> None:
 
 
 def _check_arguments(name: str) -> None:
-    """Raises ConfigurationError for command-line options that Hydra's parser does not know."""
+    """Raises ConfigurationError for options that Hydra's parser does not know."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigurationError(f"{message}. Settings are NAME=VALUE, without dashes; see {name} --help.")

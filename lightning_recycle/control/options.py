@@ -265,7 +265,7 @@ class RunConfig:
 
 
 def settle(given: Settings, wants: RunRequest | None) -> RunConfig:
-    """Configuration of a run whose first worker asks for ``wants``; ``given``: the command line's settings.
+    """Configuration of a run: its first worker's ``wants``, overruled by ``given``.
 
     Raises ConfigurationError if they cannot work.
     """

@@ -404,7 +404,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bytes | None:
-    """A digest of a large tensor, array or list of plain values; None for any other value."""
+    """A digest of a large tensor, array or list of plain values, else None."""
     if isinstance(value, list):
         is_wanted = 8 * len(value) > _LARGE and all(type(item) in _PLAIN for item in value)
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).digest() if is_wanted else None

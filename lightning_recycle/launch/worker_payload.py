@@ -42,6 +42,7 @@ from lightning_recycle.errors import (
 )
 from lightning_recycle.lightning_names import name_here
 from lightning_recycle.pickling import MainModule, MainPickler, dumps, enter_main
+from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.lightning_internals import GlobalStateSnapshot, default_profiler_schedule
 from lightning_recycle.session.object_attributes import slots_of
 
@@ -416,7 +417,7 @@ def _can_be_sent(value: Any) -> bool:
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _PACKAGES = (lightning.fabric, lightning.pytorch, torch)
 _LIBRARIES = [f"{Path(str(package.__file__)).parent}{os.sep}" for package in _PACKAGES]
-_STAGE = f"{_PACKAGE}{os.sep.join(('runtime', 'stage', 'stage.py'))}"
+_STAGE = Stage.forward.__code__.co_filename
 _FILES = re.compile(r'^  File "(.+?)", line', re.MULTILINE)
 _INTERNAL = (_PACKAGE, *_LIBRARIES, str(contextlib.__file__))
 

@@ -75,7 +75,7 @@ def listen(host: str, backlog: int, ports: range | None = None) -> socket.socket
 
 
 def _run(main: Coroutine[Any, Any, _T]) -> _T:
-    """Runs ``main`` in an event loop of its own, whatever loop the user's code has or runs in this thread.
+    """Runs ``main`` in an event loop of its own, beside any loop of the user's code.
 
     ``asyncio.run()`` would take away the first, and refuse the second.
     """

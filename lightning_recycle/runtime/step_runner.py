@@ -456,7 +456,7 @@ class StepRunner:
             self.apply(speculation.await_reports(step))
 
     def confirm(self, waits: bool = True) -> None:
-        """Confirms the newest step, if speculative; without ``waits`` only if that is known.
+        """Confirms a newest step that is speculative; without ``waits`` if that is known.
 
         No consequence of a speculative step may be reduced, or leave the executor. Raises Interrupted when a generation
         was announced, in which a wrong speculation is corrected.

@@ -1,4 +1,4 @@
-"""Lightning's callbacks on a worker: ModelCheckpoint, averages, finetuning, pruning.
+"""Lightning's callbacks that save: ModelCheckpoint, averages, finetuning, pruning.
 
 **ModelCheckpoint** records a new checkpoint before it is written, and then deletes the one that it replaces. Here it
 asks for the checkpoint, and record and deletion follow when that is complete, on all workers, which all know the
@@ -66,7 +66,7 @@ def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]
 
 
 class CallbackCheckpoints(Checkpoints):
-    """:class:`Checkpoints` with the Trainer's callbacks, some of whose methods are replaced.
+    """:class:`Checkpoints` with the Trainer's callbacks, some methods of them replaced.
 
     Attributes:
         weights: the callbacks that change weights.

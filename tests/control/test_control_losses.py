@@ -5,17 +5,19 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import wait
+from typing import Any
 
 import pytest
-from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_plane import GRID, PATIENCE, SILENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
 from control_worker import Member
 from support.forked import ForkedProcess
 from support.waiting import next_line
 
 from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
-from lightning_recycle.control.protocol.messages import Alive, Crash, Hello, Regroup, Stop
+from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
@@ -31,6 +33,34 @@ def test_a_process_exit_is_a_loss_with_its_cause(plane: ControlPlane) -> None:
     assert all(m.resumes[-1].roster == (0, 1, 2) for m in members[:3])
     programs = Programs(fake_schedule(frozenset({Worker(1, 1)})))
     assert [m.resumes[-1].program for m in members[:3]] == [programs.of(GRID.worker(rank)) for rank in range(3)]
+
+
+def arrive_and_step(member: Member) -> Mapping[int, Any]:
+    answer = member.client.arrive("barrier", member.client.rank)
+    member.step()
+    return answer
+
+
+def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
+    members = plane.members()
+    waiting = [in_thread(arrive_and_step, m) for m in members[:3]]
+    plane.until(lambda: len(plane.coordinator._state.collectives.open.get(0, ())) == 3)
+    die(plane, members[3])
+    assert [future.result(PATIENCE) for future in waiting] == [{0: 0, 1: 1, 2: 2}] * 3
+    assert all(member.client.generation == 1 for member in members[:3])
+
+
+def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: ControlPlane) -> None:
+    members = plane.members()
+    waiting = [in_thread(member.step) for member in members[:3]]
+    plane.until(lambda: len(plane.coordinator._state.generation.commits) == 3)
+    die(plane, members[3])
+    for future in waiting:
+        future.result(PATIENCE)
+    assert [member.version for member in members[:3]] == [1, 1, 1]
+    plane.until(lambda: plane.events("step"))
+    assert [event.step for event in plane.events("step")] == [0]
+    assert [member.resumes[-1].decision.version for member in members[:3]] == [1, 1, 1]
 
 
 def test_an_exception_of_the_users_ends_the_run_even_if_its_process_is_already_gone(plane: ControlPlane) -> None:
@@ -61,6 +91,28 @@ def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
         outcome = plane.coordinator.wait(PATIENCE)
         assert isinstance(outcome, Failed)
         assert "no plan for this" in outcome.reason
+
+
+def test_live_workers_whose_connection_broke_regroup_and_one_that_another_still_cannot_reach_is_evicted(
+    plane: ControlPlane,
+) -> None:
+    members = plane.members()
+    members[0].client.send(Broken(0, 0, "connection reset"))
+    plane.until(lambda: all(member.client.interrupted for member in members))
+    together(*(member.step for member in members))
+    (disturbance,) = plane.events("disturbance")
+    assert disturbance.details["cause"] == "worker (0, 0): connection reset"
+    assert plane.events("failure") == []
+    assert all(member.client.member.roster == (0, 1, 2, 3) for member in members)
+    members[0].client.send(Broken(0, 1, "no connection", (2,)))
+    plane.until(lambda: all(members[rank].client.interrupted for rank in (0, 1, 3)))
+    together(*(members[rank].step for rank in (0, 1, 3)))
+    assert plane.processes[2].killed.is_set()
+    assert all(members[rank].client.member.roster == (0, 1, 3) for rank in (0, 1, 3))
+    cause = "it and worker (0, 0) cannot reach each other"
+    for kind in ("suspected", "evicted", "failure"):
+        (event,) = plane.events(kind)
+        assert (event.worker, event.details["cause"]) == ((1, 0), cause)
 
 
 def test_a_worker_that_does_not_start_is_given_up_and_killed() -> None:
@@ -108,6 +160,41 @@ def test_a_silent_worker_is_evicted_and_killed(strict: ControlPlane, beats: int)
         silent.receive()
 
 
+def test_replicas_that_are_all_silent_are_waited_for_until_their_bound_and_the_record_says_why() -> None:
+    with ControlPlane(heartbeat=HeartbeatTimeouts(SILENCE, 3 * SILENCE)) as plane:
+        members = plane.members()
+        silent = [members[rank].client for rank in (1, 3)]
+        for client in silent:
+            client.heartbeat_interval = 1000.0
+        plane.until(lambda: len(plane.events("suspected")) == 2)
+        for client in silent:
+            beat(client, client.rank)
+        plane.until(lambda: len(plane.events("cleared")) == 2)
+        why = "no other worker that holds stage 1 is well"
+        for suspected, cleared in zip(plane.events("suspected"), plane.events("cleared"), strict=True):
+            assert suspected.details["cause"] == "it was silent for more than 1 s"
+            assert (suspected.details["waits"], suspected.details["limit"]) == (why, 3 * SILENCE)
+            assert cleared.worker == suspected.worker
+            assert cleared.seconds > SILENCE
+        assert plane.events("evicted") == plane.events("failure") == []
+        outcome = plane.coordinator.wait(PATIENCE)
+        cause = f"it was silent for more than 1 s; it was given 3 s because {why}"
+        assert outcome == StageLost(1, {1: cause, 3: cause})
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_evicted_and_the_others_go_on(strict: ControlPlane) -> None:
+    """As a worker under SIGSTOP (or behind a dead link) that was sending its part of a checkpoint."""
+    connection = strict.connection()
+    connection.send(Hello(3, os.getpid()))
+    beat(connection, 3)
+    os.write(connection.fileno(), (5_000_000).to_bytes(4, "big") + b"x" * 1000)
+    try:
+        members = strict.members(0, 1, 2)
+        assert members[0].client.member.roster == (0, 1, 2)
+    finally:
+        connection.close()  # lets a coordinator that is stuck go on
+
+
 # ---------------------------------------------------------------------- processes
 
 
@@ -119,6 +206,22 @@ def forks() -> None:
 
 def line(child: ForkedProcess) -> str:
     return str(next_line(child).strip())
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_killed_process_is_noticed_by_its_connection_and_the_others_finish(plane: ControlPlane) -> None:
+    children = [plane.child(rank, steps=30, pause=0.02) for rank in range(4)]
+    assert line(children[1]) == "hello"
+    assert line(children[1]) == "step 1"
+    children[1].send_signal(signal.SIGKILL)
+    children[1].wait(10)
+    for rank in (0, 2, 3):
+        lines = [line(children[rank]) for _ in range(32)]
+        assert lines == ["hello", *(f"step {n}" for n in range(1, 31)), "answer [0, 2, 3]"]
+    (failure,) = plane.events("failure")
+    assert (failure.worker, failure.details["cause"]) == ((0, 1), CONNECTION_BROKE)
+    steps = [event.step for event in plane.events("step")]
+    assert steps == list(range(30)), "every step once, in order"
 
 
 @pytest.mark.usefixtures("forks")

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 from control_plane import GRID, PATIENCE, ControlPlane, beat, die, fake_schedule, in_thread, together
+from control_worker import Payload
 
 from lightning_recycle.control.client import Interrupted, unpack
 from lightning_recycle.control.network.connection import Refused, connect
-from lightning_recycle.control.protocol.messages import Broken, FaultInjected
+from lightning_recycle.control.protocol.messages import Broken, FaultInjected, Losses
 from lightning_recycle.control.protocol.state import RESULT, Finished
 from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
@@ -27,6 +28,23 @@ def test_workers_that_joined_get_the_same_roster_and_each_its_program(plane: Con
     assert [resume.program for resume in resumes] == [programs.of(worker) for worker in GRID.workers()]
     assert plane.coordinator.roster == (0, 1, 2, 3)
     assert plane.coordinator.schedules == [fake_schedule()]
+
+
+def test_commits_wait_for_everybody_and_bring_one_payload_of_each_stage(plane: ControlPlane) -> None:
+    members = plane.members()
+    early = [in_thread(m.client.commit, 0, Payload(m.client.rank)) for m in members[:3]]
+    with pytest.raises(TimeoutError):
+        early[0].result(0.2)
+    last = members[3].client.commit(0, Payload(3))
+    assert last == {0: Payload(0), 1: Payload(1)}
+    assert all(future.result(PATIENCE) == last for future in early)
+
+
+def test_collectives_answer_everybody_with_the_payloads_of_all(plane: ControlPlane) -> None:
+    members = plane.members()
+    for number in range(20):
+        answers = together(*(partial(m.client.arrive, f"round {number}", (number, m.client.rank)) for m in members))
+        assert all(answer == {rank: (number, rank) for rank in range(4)} for answer in answers)
 
 
 def test_payloads_of_5_megabytes_reach_everybody(plane: ControlPlane) -> None:
@@ -123,6 +141,14 @@ def test_waiting_for_what_nobody_publishes_is_interrupted_by_a_loss(plane: Contr
     die(plane, members[3])
     with pytest.raises(Interrupted):
         waiting.result(PATIENCE)
+
+
+def test_the_mean_loss_of_a_step_is_known_to_all_when_all_its_parts_are(plane: ControlPlane) -> None:
+    members = plane.members()
+    waiting = [in_thread(member.client.await_loss, 0) for member in members]
+    members[1].client.send(Losses(1, 0, {0: 1.0}))
+    members[3].client.send(Losses(3, 0, {1: 4.0}))
+    assert [future.result(PATIENCE).loss for future in waiting] == [2.5] * 4
 
 
 def test_closing_before_the_start_is_harmless() -> None:

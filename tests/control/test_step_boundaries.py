@@ -7,6 +7,7 @@ from membership_feed import (
     all_losses,
     applied,
     feed,
+    given,
     messages,
     report,
     reports,
@@ -68,6 +69,27 @@ def joining_3(step: int = 2) -> s.MembershipState:
 
 def rejoined_3(step: int = 2) -> s.MembershipState:
     return feed(joining_3(step), entered(3, 2))[0]
+
+
+# ---------------------------------------------------------------------- losses meanwhile
+
+
+STAGES_OF_A_PAUSE: dict[str, list[s.MembershipEvent]] = {
+    "when it is asked for": [],
+    "while some have answered": paused((0, 1), 1, 0),
+    "when the boundary is known": paused(THREE, 1, 0),
+    "while some are at the boundary": [*paused(THREE, 1, 0), *applied((0, 1), 0), *arrived((0, 1), 1, 1)],
+}
+
+
+@pytest.mark.parametrize("events", STAGES_OF_A_PAUSE.values(), ids=STAGES_OF_A_PAUSE)
+def test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again_after_the_next_resume(
+    events: list[s.MembershipEvent],
+) -> None:
+    state, commands = feed(running_without_3(), m.Ready(3), *events, s.Lost(2, "gone"))
+    assert messages(commands, m.Regroup)[-1] == m.Regroup(2, (0, 1), 1), "worker 3 enters at a boundary only"
+    assert state.generation.pause is None
+    given(state).when(*reports((0, 1), 2)).then(m.Pause(2))
 
 
 # ---------------------------------------------------------------------- late and twice

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from saving import EVERY, FILE, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
-from support.growth import happened
+from saving import EVERY, FILE, FOLDER, FORMATS, LENGTH, CompleteOnly, checkpoints, listed, saves, wait_until_written
+from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression
 from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, samples_for, trainer
@@ -93,6 +94,48 @@ def test_one_that_was_lost_with_its_writer_is_asked_for_again_after_the_next_ste
     assert [event.step for event in happened(run, "saved")] == [5, 8]
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=5.ckpt", "step=8.ckpt"]
     assert damage(tmp_path / "step=5.ckpt") is None
+
+
+@pytest.mark.long
+def test_one_that_is_lost_at_the_end_is_written_again_while_all_wait(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=LENGTH)
+    saves((2, 2), [saving], [replace(WRITER_DIES, step=LENGTH)])
+    assert os.listdir(tmp_path) == [f"step={LENGTH}.ckpt"]
+    assert damage(tmp_path / f"step={LENGTH}.ckpt") is None
+
+
+@pytest.mark.long
+@FOLDER
+def test_one_for_which_all_wait_is_begun_again_when_its_writer_dies(sharded: bool, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    run = saves((2, 2), [saving, CompleteOnly()], [WRITER_DIES], sharded, background=False)
+    assert [event.step for event in happened(run, "checkpoint_given_up")] == [4]
+    assert [event.step for event in happened(run, "saved")] == [4, 8]
+    for step in (4, 8):
+        assert damage(tmp_path / f"step={step}.ckpt") is None
+    saves((2, 1), [], sharded=sharded, ckpt_path=tmp_path / "step=4.ckpt")
+
+
+class SavesAtStart(L.Callback):
+    """Saves before the first step, in each process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
+def test_a_replacement_leaves_alone_what_the_others_have_saved_before_it_came(
+    grid: tuple[int, int], tmp_path: Path
+) -> None:
+    callbacks = [SavesAtStart(tmp_path / "start.ckpt"), AwaitReplacement((LENGTH - 1,))]
+    run = saves(grid, callbacks, [Fault("kill", 0, 0, step=2)], strategy={"max_restarts": 2}, default_root_dir=tmp_path)
+    assert rejoined(run) == [(0, 0)]
+    assert [event.step for event in happened(run, "saved")] == [0, LENGTH]
+    assert torch.load(tmp_path / "start.ckpt", weights_only=False)["global_step"] == 0
 
 
 # ---------------------------------------------------------------------- memory, and hooks that see checkpoints

@@ -4,6 +4,7 @@ Workers that are stuck are found; most places where they can be are in test_faul
 tests/control, and that no hook is judged by a usual duration in test_hooks_take_their_time.py.
 """
 
+import ctypes
 import sys
 import time
 from typing import Any
@@ -42,6 +43,11 @@ def slow(model: Regression, *faults: Fault, **arguments: Any) -> L.Trainer:
     return run
 
 
+def hold_gil(seconds: float) -> None:
+    """Sleeps without letting another thread run, the heartbeat's for example, as some libraries do."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
 def compute_with_gil(seconds: float) -> None:
     """Computes without letting another thread run, as a long regular expression or collection of garbage does."""
     before, deadline = sys.getswitchinterval(), time.monotonic() + seconds
@@ -57,7 +63,44 @@ def test_two_workers_that_are_stuck_at_once_are_found() -> None:
     assert sorted(failures(run)) == [(0, 1), (1, 0)]
 
 
+@pytest.mark.long
+def test_a_worker_that_is_stuck_in_an_operation_that_is_new_to_the_plan_is_found() -> None:
+    """With 1F1B the backward is fused; the plan for a failure splits it, and nobody has measured a W before."""
+    faults = [Fault("kill", 0, 0, 4), Fault("deadlock", 0, 1, 4, "backward_weight")]
+    run = watched(Regression().double(), *faults, strategy={"planner": FusedAtFirst()})
+    assert failures(run) == [(0, 0), (0, 1)]
+
+
+class FusedAtFirst:
+    """A planner that fuses the backward while nothing has failed."""
+
+    def plan(self, problem: Any) -> Any:
+        from lightning_recycle.planning import one_f_one_b, plan
+
+        return plan(problem) if problem.failed else one_f_one_b(problem)
+
+
 # ---------------------------------------------------------------------- what is no fault
+
+
+class LongFirstForward(nn.Tanh):
+    """As when a model is compiled in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1 and x.requires_grad:
+            time.sleep(LONG)
+        return super().forward(x)
+
+
+class LongFirstStep(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        layers = super().configure_pipeline()
+        return [LongFirstForward() if isinstance(layer, nn.Tanh) else layer for layer in layers]
 
 
 class SlowHook(L.Callback):
@@ -93,6 +136,11 @@ class LongEvaluation(Regression):
     def on_validation_output(self, output: Any, target: Any) -> None:
         time.sleep(LONG / 4)
         super().on_validation_output(output, target)
+
+
+@pytest.mark.long
+def test_a_slow_first_step_is_no_fault() -> None:
+    assert undisturbed(slow(LongFirstStep().double()))
 
 
 @pytest.mark.parametrize("pause", sampled(["hook", "data", "checkpoint", "validation"], 1))
@@ -135,6 +183,20 @@ def test_an_operation_that_begins_after_a_long_wait_is_no_fault() -> None:
         "max_steps": 7,
     }
     assert undisturbed(exact_fit(LongLastStage().double(), 2, 2, **options, strategy={"num_microbatches": 1}))
+
+
+# ---------------------------------------------------------------------- all at once
+
+
+class AllStall(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == STEP:
+            hold_gil(LONG)
+
+
+@pytest.mark.long
+def test_a_stall_of_all_workers_at_once_is_waited_out() -> None:
+    assert failures(slow(Regression().double(), callbacks=[AllStall()])) == []
 
 
 # ---------------------------------------------------------------------- one alone

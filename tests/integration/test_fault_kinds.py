@@ -76,6 +76,12 @@ def test_a_slow_worker_is_no_failed_worker(when: str) -> None:
     assert undisturbed(run)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", sampled(["kill", "hang"], 1, rest=pytest.mark.long))
+def test_a_whole_node_may_fail_at_once(kind: str) -> None:
+    assert sorted(failures(train(*(Fault(kind, 1, stage, 4) for stage in (0, 1))))) == [(1, 0), (1, 1)]
+
+
 # ---------------------------------------------------------------------- points of the run
 
 

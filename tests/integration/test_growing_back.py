@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.growth import AwaitReplacement, happened, rejoined
-from support.models import GLOBAL_BATCH, Regression, dataset
+from support.growth import AwaitReplacement, Marks, Meanwhile, happened, kill, mark_of, rejoined
+from support.models import GLOBAL_BATCH, Noisy, Regression, dataset
 from support.sampling import sampled
 from support.training import TOLERANCE, committed_steps, difference, exact_fit, failures, fit
 from support.waiting import wait_for
@@ -79,6 +79,24 @@ def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> Non
     assert [event.step for event in happened(run, "redone")] == [2]
 
 
+@pytest.mark.long
+def test_the_leader_comes_back_and_does_not_take_the_lead_again() -> None:
+    run = grow([Fault("kill", 0, 1, step=2), Fault("kill", 1, 0, step=LENGTH - 1)])
+    assert rejoined(run)[0] == (0, 1)
+    assert "train_loss" in run.callback_metrics
+
+
+@pytest.mark.long
+def test_clipping_dropout_and_augmentation_are_the_same_with_a_replacement() -> None:
+    reference, model = (Regression(dropout=0.5, clip_scale=100.0).double() for _ in range(2))
+    arguments: dict[str, Any] = {"gradient_clip_val": 0.5, "data": Noisy()}
+    fit(reference, 1, 1, strategy={"seed": 7}, **arguments)
+    strategy, callbacks = {"seed": 7, "max_restarts": 10}, [AwaitReplacement([6, 7])]
+    run = fit(model, 2, 2, [Fault("kill", 1, 1, step=2)], callbacks=callbacks, strategy=strategy, **arguments)
+    assert rejoined(run) == [(1, 1)]
+    assert difference(model.state_dict(), reference.state_dict()) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("grid", "lost"),
     sampled(
@@ -89,6 +107,17 @@ def test_the_survivors_train_while_the_replacement_starts(tmp_path: Path) -> Non
 def test_several_workers_lost_at_once_all_come_back(grid: tuple[int, int], lost: list[tuple[int, int]]) -> None:
     run = grow([Fault("kill", *worker, step=2) for worker in lost], grid, strategy=ONE_PLAN)
     assert sorted(failures(run)) == sorted(rejoined(run)) == lost
+    check_complete(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", sampled(["setup", "recovery"], 1, rest=pytest.mark.long))
+def test_a_replacement_killed_before_it_has_its_state_is_replaced_again(point: str, tmp_path: Path) -> None:
+    with Meanwhile(lambda: mark_of(tmp_path, 2, 1), kill):
+        run = grow([Fault("kill", 1, 0, step=2)], callbacks=[Marks(tmp_path, at=point)], strategy=ONE_PLAN)
+    assert len(happened(run, "restarting")) == 2
+    assert rejoined(run) == [(1, 0)]
+    assert len(failures(run)) == (1 if point == "setup" else 2)  # who has not entered is no member that can fail
     check_complete(run)
 
 
@@ -140,3 +169,11 @@ def test_a_worker_told_to_end_leaves_between_two_steps_and_nothing_is_redone(wor
     assert not happened(run, "redone")
     assert not failures(run)
     assert committed_steps(run) == list(range(10))
+
+
+@pytest.mark.long
+def test_a_worker_told_to_end_is_replaced() -> None:
+    run = grow([Fault("preempt", 1, 1, step=2)], strategy=ONE_PLAN)
+    assert rejoined(run) == [(1, 1)]
+    assert not happened(run, "redone")
+    check_complete(run)

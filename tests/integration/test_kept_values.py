@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -289,6 +290,20 @@ def test_what_all_micro_batches_leave_alike_counts_once(stages: int, microbatche
     assert difference(train(all_alike, stages, microbatches), expected) < 1e-10
     kill = Fault("kill", 1, stages - 1, step=5, at="reduce")
     assert difference(train(all_alike, stages, microbatches, kill), expected) < 1e-10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("way", "grid"), itertools.product([*ALIKE, *DIFFERENT], GRIDS))
+def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
+    def make() -> Net:
+        return Net(Keeps(way), Keeps(way))
+
+    calm = train(make, *grid)
+    if way in ALIKE:
+        assert difference(calm, alone(make)) < 1e-10
+    kill = Fault("kill", 1, 0, step=3)
+    assert difference(train(make, *grid, kill), calm) < 1e-10
+    assert difference(train(make, *grid, kill, replaces=True), calm) < 1e-10
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))

@@ -13,7 +13,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from support.growth import causes, happened
+from support.growth import AwaitReplacement, causes, happened, rejoined
 from support.models import GLOBAL_BATCH, STEPS, Regression, dataset
 from support.sampling import sampled
 from support.streams import Stream
@@ -188,6 +188,15 @@ def test_a_killed_dataloader_process_costs_its_worker(rank: int) -> None:
     assert "it raised " in causes(run)[0]  # RuntimeError by the signal; or first OSError, of a pipe or socket
 
 
+@pytest.mark.long
+def test_a_worker_whose_dataloader_process_was_killed_is_replaced() -> None:
+    callbacks = [KillReaders(2), AwaitReplacement([8])]
+    strategy = {"max_restarts": 10}
+    model = Regression().double()
+    run = exact_fit(model, 2, 2, callbacks=callbacks, strategy=strategy, loader={"num_workers": 1})
+    assert failures(run) == rejoined(run) == [(1, 0)]
+
+
 class FewDescriptors(L.Callback):
     """From step 3 on one worker can open nothing more."""
 
@@ -222,6 +231,20 @@ def test_the_only_replica_does_the_work_again_itself(tmp_path: Path, place: str)
     assert failures(run) == []
     (event,) = happened(run, "retried")
     assert "OSError" in event.details["cause"]
+
+
+@pytest.mark.parametrize("processes", sampled([0, 1], 1))
+def test_the_only_replica_reads_again_itself(tmp_path: Path, processes: int) -> None:
+    data = Files(Trouble(tmp_path, eio()))
+    run = exact_fit(Regression().double(), 1, 2, data=data, loader={"num_workers": processes})
+    assert (failures(run), len(happened(run, "retried"))) == ([], 1)
+
+
+@pytest.mark.long
+def test_the_only_replica_survives_the_death_of_its_dataloader_process() -> None:
+    run = exact_fit(Regression().double(), 1, 2, callbacks=[KillReaders(0)], loader={"num_workers": 2})
+    assert failures(run) == []
+    assert 1 <= len(happened(run, "retried")) <= 2
 
 
 @pytest.mark.parametrize(
@@ -319,6 +342,13 @@ def test_the_user_says_which_errors_are_a_machines(tmp_path: Path, machine_error
             fit(model, 2, 2, strategy=strategy)
 
 
+@pytest.mark.long
+def test_without_retries_the_first_exception_ends_the_run(tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path, eio())
+    with pytest.raises(OSError, match="shard"):
+        fit(Troubled(trouble, "loss").double(), 2, 2, strategy={"machine_error_retries": 0})
+
+
 # ---------------------------------------------------------------------- streams
 
 
@@ -342,3 +372,9 @@ def test_a_worker_that_cannot_read_on_in_a_stream_is_evicted(tmp_path: Path) -> 
     run = fit(model, 3, 2, data=FailingStream(Trouble(tmp_path, eio())))
     assert len(failures(run)) == 1
     assert difference(model.state_dict(), expected) < TOLERANCE
+
+
+@pytest.mark.long
+def test_the_only_replica_cannot_read_a_stream_again(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="shard"):
+        fit(Regression().double(), 1, 2, data=FailingStream(Trouble(tmp_path, eio())))

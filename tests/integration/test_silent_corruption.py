@@ -16,7 +16,7 @@ from support.sampling import sampled
 from support.training import TOLERANCE, difference, exact_fit, fit, plain_loop
 from torch import Tensor, nn
 
-from lightning_recycle import ReCycleError
+from lightning_recycle import ReCycleError, StageLostError
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.monitoring.history import Event
 
@@ -45,6 +45,13 @@ def test_with_raise_the_run_ends_and_names_the_worker() -> None:
     fault = Fault("bitflip", 1, 0, step=3, target="parameter")
     with pytest.raises(ReCycleError, match=r"Worker \(1, 0\) holds wrong bits.*parameters"):
         fit(Regression().double(), 3, 1, [fault], strategy={"checksum_every": 1, "on_corruption": "raise"})
+
+
+@pytest.mark.long
+def test_of_two_that_differ_nobody_knows_who_is_right() -> None:
+    fault = Fault("bitflip", 1, 0, step=3, target="parameter")
+    with pytest.raises(StageLostError, match="it is unknown whose are right"):
+        fit(Regression().double(), 2, 1, [fault], strategy={"checksum_every": 1})
 
 
 def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong() -> None:
@@ -102,6 +109,14 @@ def test_a_device_that_errs_elsewhere_each_time_is_not_taken_for_layers_that_do(
     assert [(event.worker, event.details["proof"]) for event in corruptions(run)] == [((1, 0), "computation")]
     assert evicted(run) == [(1, 0)]
     assert not happened(run, "incomparable")
+
+
+@pytest.mark.long
+def test_of_two_the_one_that_does_not_get_its_own_result_again_was_wrong() -> None:
+    fault = Fault("bitflip", 0, 0, step=3, microbatch=CHECKED[2], target="activation", bit=20)
+    run = exact_fit(Regression().double(), 2, 1, [fault], strategy=VERIFY)
+    assert [(event.worker, event.step) for event in corruptions(run)] == [((0, 0), 3)]
+    assert evicted(run) == [(0, 0)]
 
 
 class Hesitating(nn.Module):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Collection
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from support.growth import happened
+from support.growth import AwaitReplacement, happened, rejoined
 from support.models import GLOBAL_BATCH, Regression, dataset
-from support.training import difference, fit, on_one_device, plain_loop
+from support.sampling import sampled
+from support.training import difference, failures, fit, on_one_device, plain_loop
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recycle.callbacks import Fault
 
 EPOCH = 4  # steps
 EPOCHS = 4
@@ -128,3 +136,42 @@ def test_where_only_some_ask_all_stop_together_after_one_of_the_next_steps(
     assert run.should_stop
     assert len(happened(run, "stop_requested")) == 1
     assert not happened(run, "disturbance")
+
+
+class OwnClock(L.Callback):
+    """One worker asks to stop after a while of its own, in any hook of a step; then it may die."""
+
+    def __init__(self, rank: int, seconds: float, dies: bool) -> None:
+        self._rank, self._seconds, self._dies = rank, seconds, dies
+        self._begun = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        time.sleep(0.02)
+        if getattr(trainer.strategy, "grid_rank", 0) == self._rank and time.monotonic() - self._begun > self._seconds:
+            trainer.should_stop = True
+            if self._dies:
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+@pytest.mark.parametrize("seed", sampled(range(2), 1, rest=pytest.mark.long))
+def test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the_others_well(seed: int) -> None:
+    draw = random.Random(seed)
+    clock = OwnClock(draw.randrange(6), draw.uniform(0.05, 0.3), dies=True)
+    run, _ = train(clock, grid=(3, 2))
+    assert len(failures(run)) <= 1  # it dies while it waits for the answer, or after the run
+    assert not happened(run, "disturbance")
+
+
+@pytest.mark.long
+def test_who_joins_after_all_have_agreed_to_stop_stops_with_them() -> None:
+    run, _ = train(
+        Stops("on_train_batch_end", 2),
+        AwaitReplacement([5]),
+        faults=[Fault("kill", 1, 0, step=3)],
+        strategy={"max_restarts": 10},
+        min_steps=10,
+    )
+    assert (run.global_step, rejoined(run), happened(run, "stop_requested")) == (10, [(1, 0)], [])

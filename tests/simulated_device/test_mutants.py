@@ -14,7 +14,7 @@ from support.training import exact_fit
 from torch import Tensor
 
 from lightning_recycle import devices, randomness, strategy, tensor_memory
-from lightning_recycle.runtime.stage import stage
+from lightning_recycle.runtime import stage
 from lightning_recycle.runtime.wire import HostMemory
 from simulated_device.test_training import drawn, monitored, sent_apart, written_without_copies
 

@@ -284,7 +284,7 @@ def on_commit(state: MembershipState, event: messages.Commit) -> Next:
 
 
 def on_undo(state: MembershipState, event: messages.Undo) -> Next:
-    """A speculation was wrong: all drop what was computed with it; its worker corrects it."""
+    """A speculation was wrong: all drop its consequences, and its worker corrects it."""
     if not state.generation.runs(event.generation):
         return state, ()
     return after((Record("undone", event.step),), begin_generation(state))
