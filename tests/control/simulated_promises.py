@@ -5,7 +5,7 @@
 - All workers of a generation run a step under the same schedule, which is made for them and is the newest one.
 - All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
 - A worker that is ready is let in, at a step that nobody has begun; nothing is redone, and no stage loses its last one.
-- The leader is a live worker, and stays the leader as long as it lives.
+- The leader is a live worker with a state, and stays the leader as long as it lives.
 - If some cannot reach each other, the fewest are evicted so that the rest all can, and every stage keeps a holder.
 - For an exception that a machine may explain, a worker is evicted only if a peer holds its stage, and in a step one of
   each stage (or those that lost their device). It does the work again only if that is exact. It is the user's own when
@@ -330,7 +330,7 @@ class Promises:
             raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
         old = self._acting.get((newest, self._leader))
         lives = old is not None and self.members.get(old.rank) is old and old.rank in message.roster
-        if old is not None and lives and message.leader != old.rank:
+        if old is not None and lives and old.has_state and message.leader != old.rank:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
 
@@ -338,6 +338,8 @@ class Promises:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
+        if self._leader in message.donors:
+            raise Violation(f"rank {self._leader} leads generation {message.generation} without a state")
         if message.commits:
             self._committed.add(message.decision.version - 1)
         self._expected.append((message.generation, 0, message.program))

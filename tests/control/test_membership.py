@@ -263,3 +263,20 @@ def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
     state = s.initial_state(GRID).with_roster(live=frozenset(live))
     assert with_leader(state).roster.leader == leader
     assert state.positions.column_leaders(live) == of_columns
+
+
+def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has() -> None:
+    """Worker 2 had got its state from 0, which is lost before that is known."""
+
+    def at(rank: int, generation: int, version: int) -> m.Report:
+        return m.Report(rank, generation, m.WorkerStatus(0, version, False), None)
+
+    joining = s.Roster(frozenset({0, 1, 2}), leader=0, joining=frozenset({1, 2}), newcomers={1: 0, 2: 0})
+    state = s.initial_state(Grid(3, 1, 1)).updated(roster=joining, has_resumed=True).with_generation(number=1)
+    scene = given(state, s.Lost(0, "gone")).then(m.Regroup(2, (1, 2), 1, False))
+    scene.when(m.Reached(2, 1, m.Milestone.ENTERED), at(1, 2, -1), at(2, 2, 0)).then(
+        m.Regroup(3, (1, 2), 2, False), no=m.Resume
+    )
+    scene.when(at(1, 3, -1), at(2, 3, 0))
+    (resume,) = messages(scene.commands, m.Resume)
+    assert resume.donors == {1: 2}
