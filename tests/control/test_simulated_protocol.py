@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections import Counter
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -255,6 +256,24 @@ def test_every_promise_holds_in_100_000_histories(tens_of_thousands: int, option
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_step_that_was_confirmed_before_a_loss_is_not_speculative_again(ends: bool) -> None:
     assert check_histories([11_670], ends=ends)["Ended" if ends else "Finished"]
+
+
+@pytest.mark.parametrize("listener", [0, 2], ids=["released", "member"])
+def test_an_answer_is_given_once_unless_only_those_have_heard_it_that_are_no_members_any_more(listener: int) -> None:
+    """Rank 1 does not return to the next coordinator, which releases its sibling 0 as all others are there."""
+    run = Run(0, members=2)
+    promises, before, after = run.promises, run.state, run.state.without({1})
+
+    def answer(ranks: tuple[int, ...]) -> messages.Answer:
+        return messages.Answer(0, dict.fromkeys(ranks), ranks[-1])
+
+    for rank, worker in run._connections.items():
+        promises.on_arrival(worker, messages.Arrive(rank, 0, "barrier", None))
+    promises.on_message(before.roster.ranks, answer(before.roster.ranks), before)
+    promises.on_heard(run._connections[listener], answer(before.roster.ranks))
+    promises.on_all_returned(after)
+    with pytest.raises(Violation, match="collective 0 is answered twice") if listener else nullcontext():
+        promises.on_message(after.roster.ranks, answer(after.roster.ranks), after)
 
 
 def test_a_history_is_reproduced_by_its_number() -> None:

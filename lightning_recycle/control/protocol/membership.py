@@ -190,6 +190,8 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     for column in range(state.columns):
         if not state.holders(column):
             return _lose_stage(state, column // state.members)
+    if state.roster.leader in joining:  # chosen when nobody was known to have a state; whoever has one leads
+        return recovery.begin_generation(state)
     return _decide(state, statuses)
 
 
