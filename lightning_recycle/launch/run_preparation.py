@@ -147,6 +147,7 @@ class PreparedRun:
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
         if not path.exists():
+            log.info("There is no profile %s yet: the first steps are measured, and it is written there.", path)
             return path, None
         profile = load_profile(path)
         if len(profile.stages) != grid.stages:
