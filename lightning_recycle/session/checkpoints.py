@@ -33,6 +33,14 @@ from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_batches import (
+    Action,
+    CheckpointBatch,
+    CheckpointBatches,
+    SaveRequest,
+    StateCopies,
+    settle_files,
+)
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
@@ -52,14 +60,6 @@ from lightning_recycle.session.optimizer_states import (
     parameters_by_name,
     sharded_optimizer_state,
     stage_optimizer_state,
-)
-from lightning_recycle.session.save_batches import (
-    Action,
-    Batch,
-    SaveBatches,
-    SaveRequest,
-    StateCopies,
-    settle_files,
 )
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
@@ -189,7 +189,7 @@ class Checkpoints(StageStates):
             "remove": lambda failure, path: None if failure else self.remove(path),
             **self.actions_of_callbacks(),
         }
-        self.saves = SaveBatches(
+        self.saves = CheckpointBatches(
             context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
@@ -198,7 +198,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ for callbacks that save
 
     def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
-        """Consequences of checkpoints but links and deletions; see :class:`SaveBatches`."""
+        """Consequences of checkpoints but links and deletions; see :class:`CheckpointBatches`."""
         return {}
 
     def ask_again(self) -> None:
@@ -566,7 +566,9 @@ class Checkpoints(StageStates):
         finally:
             self._unwinding = before
 
-    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch) -> None:
+    def _save_file(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: CheckpointBatch
+    ) -> None:
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
         self.reach("checkpoint", batch.version)
         group.confirm()
@@ -595,7 +597,7 @@ class Checkpoints(StageStates):
         with self._stalling():
             return self._begun() is not None
 
-    def _begun(self) -> Batch | None:
+    def _begun(self) -> CheckpointBatch | None:
         version = self.executor.version
         batch = self.saves.begin(version, waits=not self.in_background)
         if batch is None:
@@ -604,7 +606,7 @@ class Checkpoints(StageStates):
         return batch
 
     def take_up(self) -> None:
-        """Called after a step; see :meth:`SaveBatches.take_up`."""
+        """Called after a step; see :meth:`CheckpointBatches.take_up`."""
         with self._stalling():
             self.saves.take_up()
 
@@ -647,7 +649,7 @@ class Checkpoints(StageStates):
             self.ask_again()
         self.is_training = False
 
-    def _request(self, batch: Batch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
+    def _request(self, batch: CheckpointBatch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
         """Has this worker's thread write its part of ``asked``, if it has one."""
         objects: list[Any] | None = None
         for one in asked:
@@ -679,7 +681,7 @@ class Checkpoints(StageStates):
                 *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
             )
 
-    def _part(self, checkpoint: dict[str, Any], batch: Batch) -> _StagePart:
+    def _part(self, checkpoint: dict[str, Any], batch: CheckpointBatch) -> _StagePart:
         """This stage's part, taken out of ``checkpoint``; copied unless all wait."""
         kinds, copies = [kind for kind in _WEIGHTS if kind in checkpoint], batch.copies
         weights = {kind: checkpoint[kind] for kind in kinds}
@@ -698,7 +700,12 @@ class Checkpoints(StageStates):
         )
 
     def _written_by_leader(
-        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
+        self,
+        batch: CheckpointBatch,
+        part: _StagePart,
+        content: Callable[[], dict[str, Any]],
+        path: Any,
+        storage_options: Any,
     ) -> SaveFailure | None:
         group = batch.group
         if not group.is_leader:
@@ -734,7 +741,7 @@ class Checkpoints(StageStates):
         return failure
 
     def _written_by_stage(
-        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
+        self, batch: CheckpointBatch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
     ) -> SaveFailure | None:
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
         group, checkpoint = batch.group, content()

@@ -31,6 +31,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import take_pruned_form, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_batches import CommonState
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import (
@@ -43,7 +44,6 @@ from lightning_recycle.session.object_graph import (
 )
 from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.save_batches import CommonState
 from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext

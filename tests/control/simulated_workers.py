@@ -210,7 +210,7 @@ class SimulatedWorker:
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
         self.position = 0  # in the script
-        # SaveBatches
+        # CheckpointBatches
         self.batches = 0
         self.pending = -1  # the batch that has begun and whose outcome it does not know
         self.given_up = False  # whether one is to be asked for again
@@ -448,10 +448,10 @@ class SimulatedWorker:
         self.hear_of_saves()
         self.begin_saves()
 
-    # ------------------------------------------------------------------ SaveBatches
+    # ------------------------------------------------------------------ CheckpointBatches
 
     def begin_saves(self) -> None:
-        """SaveBatches.seal, where two checkpoints are asked for after each step unless a batch is pending."""
+        """CheckpointBatches.seal, where two checkpoints are asked for after each step unless a batch is pending."""
         status = self.member.saves
         if not self.network.saves or self.pending >= 0 or not status.holders:
             return
@@ -467,7 +467,7 @@ class SimulatedWorker:
             self.network.writes(self, self.pending, 0)
 
     def hear_of_saves(self) -> None:
-        """SaveBatches.take_up."""
+        """CheckpointBatches.take_up."""
         status = self.member.saves
         if self.pending < 0 or status.batch != self.pending:
             return
@@ -478,14 +478,14 @@ class SimulatedWorker:
         self.name_files()
 
     def name_files(self) -> None:
-        """SaveBatches.name_files; when it takes up the outcome, and when it becomes the leader."""
+        """CheckpointBatches.name_files; when it takes up the outcome, and when it becomes the leader."""
         if self.member.leader == self.rank:
             for file in self.unnamed:
                 self.network.names(self, *file)
             self.unnamed = ()
 
     def complete_saves(self) -> Waits:
-        """SaveBatches.complete."""
+        """CheckpointBatches.complete."""
         if self.pending >= 0:
             yield from self.wait(lambda: not self.is_writing, interruptible=False)
             yield from self.arrive("checkpoint", None)

@@ -11,15 +11,15 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.configuration import CheckpointOptions, Options
-from lightning_recycle.session.save_batches import (
-    Batch,
+from lightning_recycle.session.checkpoint_batches import (
+    CheckpointBatch,
+    CheckpointBatches,
     GivenUp,
     HolderGroup,
-    SaveBatches,
     SaveRequest,
     StateCopies,
 )
+from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
 
 
 class Worker:
-    """A worker's :class:`SaveBatches`, and what followed from its batches."""
+    """A worker's :class:`CheckpointBatches`, and what followed from its batches."""
 
     def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
         self.sent: list[Any] = []
@@ -140,7 +140,7 @@ class Worker:
         self.discarded: list[str] = []
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
-        self.saves = SaveBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
+        self.saves = CheckpointBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
@@ -241,7 +241,7 @@ def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> 
         whole.write_text("whole")
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, str(path))
         worker.hear((None,), {0: str(whole)})
         assert path.exists() == (rank == 1)
@@ -253,7 +253,7 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, "a.ckpt")
         worker.hear((SaveFailure("its writer was lost"),))
         assert worker.discarded == discarded

@@ -363,7 +363,7 @@ def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., No
 
 
 @dataclass
-class Batch:
+class CheckpointBatch:
     """The checkpoints of one step boundary.
 
     ``waits``: whether all workers wait for it. ``ended``: called in the writer's thread after each checkpoint with its
@@ -435,7 +435,7 @@ def _given_up(path: str, why: str) -> SaveFailure:
 
 
 @dataclass
-class PendingBatch:
+class PendingCheckpoints:
     """A batch without known outcome yet; ``new``: its paths that replace nothing."""
 
     number: int
@@ -454,13 +454,13 @@ class CommonState:
 
     status: SaveStatus
     batches: int
-    pending: PendingBatch | None
+    pending: PendingCheckpoints | None
     given_up: tuple[Any, ...]
     unnamed: tuple[tuple[str, str], ...]
     names: Mapping[str, set[str]]
 
 
-class SaveBatches:
+class CheckpointBatches:
     """This worker's part in the checkpoints of a run, batch by batch.
 
     ``actions``: consequences of checkpoints, by name; called on all workers with why a checkpoint is not complete, or
@@ -487,8 +487,8 @@ class SaveBatches:
         self._stalled, self._failed, self._discard = stalled, failed, discard
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
-        self.batch: Batch | None = None
-        self.pending: PendingBatch | None = None
+        self.batch: CheckpointBatch | None = None
+        self.pending: PendingCheckpoints | None = None
         self.given_up: tuple[Any, ...] = ()
         self.names: dict[str, set[str]] = {}
         self._batches = 0
@@ -538,7 +538,7 @@ class SaveBatches:
 
     # ------------------------------------------------------------------ the next batch
 
-    def begin(self, version: int, waits: bool) -> Batch | None:
+    def begin(self, version: int, waits: bool) -> CheckpointBatch | None:
         """The batch of the boundary after ``version`` steps, which :meth:`seal` completes.
 
         None if the one before is not over in time. All call it; ``waits``: whether all wait for the new one.
@@ -549,7 +549,7 @@ class SaveBatches:
         if self.pending is not None:
             return None
         copies = StateCopies.none() if waits else StateCopies(self._old_copies)
-        self.batch = Batch(version, self._new_group(version, waits), copies, waits, self._ended)
+        self.batch = CheckpointBatch(version, self._new_group(version, waits), copies, waits, self._ended)
         if not waits:
             self._old_copies = None
         return self.batch
@@ -581,17 +581,17 @@ class SaveBatches:
         if batch.waits:
             self._agree(None)
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: CheckpointBatch) -> None:
         paths = tuple(request.path for request in batch.requests)
         new = frozenset(request.path for request in batch.requests if request.is_new)
-        self.pending = PendingBatch(batch.group.number, paths, new, tuple(batch.actions))
+        self.pending = PendingCheckpoints(batch.group.number, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
         facts = (batch.version, batch.group.writer, paths, weights_only, batch.mid_step, not batch.waits)
         self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts, self._stalled()))
         batch.start()
 
-    def _use_memory_of(self, batch: Batch) -> None:
+    def _use_memory_of(self, batch: CheckpointBatch) -> None:
         if not batch.waits:
             self._old_copies = batch.copies
 
@@ -705,7 +705,7 @@ class SaveBatches:
         if failed:
             self._failed(failed.values())
 
-    def _begin_again(self, batch: Batch, failed: Mapping[str, SaveFailure]) -> bool:
+    def _begin_again(self, batch: CheckpointBatch, failed: Mapping[str, SaveFailure]) -> bool:
         """Begins with checkpoints given up for lost workers, if there are any."""
         batch.refusals |= {path: why for path, why in failed.items() if why.is_refusal}
         requests = [request for request in batch.requests if request.path in failed.keys() - batch.refusals.keys()]
