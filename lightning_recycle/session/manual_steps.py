@@ -50,7 +50,7 @@ from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MOD
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.slot_values import ValueTree
+from lightning_recycle.session.value_tree import ValueTree
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import tree_map_only
 
