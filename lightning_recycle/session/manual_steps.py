@@ -353,7 +353,7 @@ class ManualSteps:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._recorder.slot_changes.slot = microbatch.index
+            self._recorder.microbatch_changes.next_microbatch = microbatch.index
             output = self._step(*microbatch.inputs)
         with self._context.forward_context():
             return _loss_in(output), self._parts.record_training(self._recorder, output, None, microbatch.samples)

@@ -24,6 +24,7 @@ from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, 
 from lightning_recycle.session.gradient_clipping import complete_norms
 from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
 from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
+from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
@@ -36,7 +37,6 @@ from lightning_recycle.session.reporting import (
     show_progress_bar,
     show_whole_run,
 )
-from lightning_recycle.session.slot_changes import SlotChanges
 from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
@@ -179,9 +179,9 @@ class Session:
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches
-        slot_changes = SlotChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
+        microbatch_changes = MicrobatchChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
         relay = LogRelay(context, module, lambda: self.executor.version)
-        recorder = OutputRecorder(module, slot_changes, self.grid.num_workers > 1, relay.on_call)
+        recorder = OutputRecorder(module, microbatch_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
         self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
         self._whole_forward = WholeForward(self.steps, self.collectives)
@@ -217,7 +217,7 @@ class Session:
         """Stops reading data and drops references to weights, which may then move."""
         self.loaders.close()
         if self._steps is not None:
-            self._steps.recorder.slot_changes.forget_values()
+            self._steps.recorder.microbatch_changes.forget_values()
             if self._steps.manual is not None:
                 self._steps.manual.state.forget_values()
 
@@ -225,9 +225,9 @@ class Session:
         """The workers of a pipeline take over the attributes of its last stage."""
         if self.grid.stages == 1:
             return
-        last, slot_changes = self.worker.stage == self.grid.stages - 1, self.steps.recorder.slot_changes
+        last, microbatch_changes = self.worker.stage == self.grid.stages - 1, self.steps.recorder.microbatch_changes
         sums = {} if self.mesh is not None else sums_of_copies(self.steps.ties, parameters_by_name(self.module))
-        answers = self.collectives.gather("attributes", (slot_changes.shares() if last else None, sums))
+        answers = self.collectives.gather("attributes", (microbatch_changes.shares() if last else None, sums))
         found = {rank: share for rank, (share, _) in answers.items()}
         stage = self.collectives.positions.stage
         text = copies_differ((stage(rank), sums) for rank, (_, sums) in answers.items())
@@ -237,13 +237,13 @@ class Session:
         grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
         shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:
-            slot_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
+            microbatch_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
         shares = lists = False
         if self._steps is not None:
-            slot_changes = self._steps.recorder.slot_changes
-            shares, lists = slot_changes.keeps_shares, bool(slot_changes.names)
+            microbatch_changes = self._steps.recorder.microbatch_changes
+            shares, lists = microbatch_changes.keeps_shares, bool(microbatch_changes.names)
         return self.collectives.reduce(tensor, reduce_op, shares, lists)
 
     # ------------------------------------------------------------------ evaluation
@@ -256,7 +256,7 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
-        self.steps.recorder.slot_changes.begin_step()
+        self.steps.recorder.microbatch_changes.begin_step()
         with self.module.logging_allowed(False):
             records = self.executor.evaluate(handle, split, partial(self.steps.record, record))
         with self._context.forward_context():
@@ -314,13 +314,13 @@ class WholeForward:
         self._refuse_here()
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        slot_changes = self._recorder.slot_changes
-        keeps_shares = slot_changes.keeps_shares
+        microbatch_changes = self._recorder.microbatch_changes
+        keeps_shares = microbatch_changes.keeps_shares
         with torch.no_grad():
             done = self._steps.executor.forward_whole(
                 value, -1 - number, partial(self._parts.record_forward, self._recorder)
             )
-        slot_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
+        microbatch_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
 

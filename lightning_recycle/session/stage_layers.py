@@ -158,7 +158,7 @@ class StageBuilder:
         buckets = context.options.communication.bucket_bytes
         # Of a layer that two stages share neither sums all micro-batches.
         has_room = context.fitting and not self._by_itself and are_whole(cuts)
-        statistics = self._recorder.slot_changes.statistics if has_room else tuple
+        statistics = self._recorder.microbatch_changes.statistics if has_room else tuple
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
         return StageBundle(runs, parameters, gradients, ties, left, replicated)

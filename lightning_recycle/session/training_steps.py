@@ -51,10 +51,10 @@ from lightning_recycle.session.lightning_internals import (
     saves_on_exception,
 )
 from lightning_recycle.session.manual_steps import ManualSteps
+from lightning_recycle.session.microbatch_changes import MicrobatchEffects
 from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
-from lightning_recycle.session.slot_changes import MicrobatchEffects
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext
@@ -197,7 +197,7 @@ class TrainingSteps:
 
         def apply_with_hooks(result: StepResult) -> None:
             self.checkpoints.saves.finish_copies()
-            self.recorder.slot_changes.ends_step(self.executor.runner.gradients.statistics(number))
+            self.recorder.microbatch_changes.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self.recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
@@ -211,7 +211,7 @@ class TrainingSteps:
         number = self.executor.version
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
         self._progress[number] = ProgressSnapshot.of(self._trainer)
-        self.recorder.slot_changes.begin_step(number)
+        self.recorder.microbatch_changes.begin_step(number)
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
@@ -313,10 +313,10 @@ class TrainingSteps:
         return self.parts.split(data, index)
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
-        return self.recorder.slot_changes.microbatch(index, statistics)
+        return self.recorder.microbatch_changes.microbatch(index, statistics)
 
     def computing_again(self, index: int) -> AbstractContextManager[None]:
-        return self.recorder.slot_changes.again(index)
+        return self.recorder.microbatch_changes.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self.record(self.parts.record_training, output, target, samples)
@@ -337,7 +337,7 @@ class TrainingSteps:
         self._client.on_leader()
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        self.recorder.slot_changes.run_again()
+        self.recorder.microbatch_changes.run_again()
         self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
@@ -345,7 +345,7 @@ class TrainingSteps:
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
-        with self.recorder.slot_changes.as_in_step(step), self._progress[step].again(self._trainer):
+        with self.recorder.microbatch_changes.as_in_step(step), self._progress[step].again(self._trainer):
             yield
 
     def describe_step(self, step: int) -> Facts:
