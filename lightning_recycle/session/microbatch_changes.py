@@ -1,6 +1,6 @@
 """Values that steps and hooks change in the module, per micro-batch, on all workers.
 
-Concept: a micro-batch has a global index, the same in each step. What a training step or forward changes in the module's tree
+Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
 (:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
 taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
 micro-batch. After the step, on every worker,
@@ -96,8 +96,8 @@ class _MicrobatchValue:
 ByMicrobatch: TypeAlias = dict[Place, dict[int, _MicrobatchValue]]
 
 MicrobatchChangesState: TypeAlias = tuple[list[str], list[str], ByMicrobatch, set[Place]]
-"""Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by micro-batch;
-the places that micro-batches left alike.
+"""Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by
+micro-batch; the places that micro-batches left alike.
 """
 
 
@@ -160,7 +160,7 @@ class MicrobatchChanges:
         keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
         changed: the attributes that they have changed.
         by_microbatch: the values of places, by the index of their micro-batch.
-        next_microbatch: the index of the micro-batch whose training step is about to run as a whole; None for other code.
+        next_microbatch: index of the micro-batch whose training step is about to run as a whole; None for other code.
     """
 
     def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
@@ -262,7 +262,7 @@ class MicrobatchChanges:
         effects: list[Effect] = []
         values: list[tuple[MicrobatchChange, Any]] = []
         for one in found:
-            # Another list than before is meant for the next step of the micro-batch, unless it begins with the old items.
+            # Another list than before is meant for the micro-batch's next step, unless it begins with the old items.
             is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
             if is_append and one.place not in self.by_microbatch:
                 effects.append(self._append(one, tree))
