@@ -19,7 +19,7 @@ from lightning_recycle.control.client import unpack_all
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import OUTSIDE
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task

@@ -30,7 +30,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.recovery import part_of
-from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.data.step_sources import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.control.protocol.state import ENDED
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
