@@ -1,7 +1,7 @@
 """Manual optimization: the training step of several micro-batches as one.
 
 A worker runs the user's ``training_step`` for each of its micro-batches, in turns
-(:mod:`~lightning_recycle.runtime.whole_steps`), each in a state of its own. They meet at each backward pass,
+(:mod:`~lightning_recycle.runtime.manual_step_runner`), each in a state of its own. They meet at each backward pass,
 whose gradients are averaged over all micro-batches of all workers, as under DDP, and at each step of an optimizer or
 scheduler, which is done once.
 
@@ -43,7 +43,7 @@ from lightning_recycle.randomness import (
     seeded_everything,
     set_generator_states,
 )
-from lightning_recycle.runtime.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
+from lightning_recycle.runtime.manual_step_runner import Lockstep, ManualStepMicrobatch, ManualStepRunner, StepPath
 from lightning_recycle.session.gradient_clipping import called_once, restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps, lightning_optimizers
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
@@ -306,7 +306,7 @@ class ManualSteps:
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self.state = state
-        self._exchange: WholeStepRunner
+        self._exchange: ManualStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
@@ -315,7 +315,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: StepPath
+        self, step: int, microbatches: Sequence[ManualStepMicrobatch], exchange: ManualStepRunner, way: StepPath
     ) -> list[tuple[float, bytes]]:
         """Runs the step for the micro-batches of this worker.
 
@@ -345,7 +345,7 @@ class ManualSteps:
         self._turns, self._states = Lockstep(), []
         return done
 
-    def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
+    def _one(self, step: int, microbatch: ManualStepMicrobatch) -> tuple[float, bytes]:
         """The step on one micro-batch; state of its thread is entered here."""
         device = self._context.device
         enter_device(device)

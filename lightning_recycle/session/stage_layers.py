@@ -49,12 +49,12 @@ from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.executor_callbacks import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.manual_step_runner import ManualStepRunner
 from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.step_measurements import StepMeasurements
 from lightning_recycle.runtime.step_runner import StepRunner
-from lightning_recycle.runtime.whole_steps import WholeStepRunner
 from lightning_recycle.session.checkpoint_callbacks import enter_stage
 from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
@@ -234,7 +234,7 @@ class StageBuilder:
         bundle = self._first_bundle(ties)
         state = ManualStepState(context.trainer)
         manual = ManualSteps(context, bundle.stage.layers[0], self._parts, self._recorder, state)
-        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
+        return Executor(ManualStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
         return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)

@@ -720,7 +720,7 @@ class SimulatedWorker:
             case recovery.Confirm():
                 self.payloads = resume.commits
                 self.confirm_step(action.step)
-            case recovery.Adopt() if self.network.whole:  # WholeStepRunner.adopt
+            case recovery.Adopt() if self.network.whole:  # ManualStepRunner.adopt
                 assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
                 step = action.step
@@ -915,7 +915,7 @@ class SimulatedWorker:
                 yield from self.regroup()
 
     def whole_step(self, step: int, plan: Plan) -> Waits:
-        """WholeStepRunner.run_program: reductions in the middle of the step, and a last one when it is done."""
+        """ManualStepRunner.run_program: reductions in the middle of the step, and a last one when it is done."""
         self.reduced, self.payload = False, None
         assert self.version == step, f"it does step {step} on the parameters of version {self.version}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"
