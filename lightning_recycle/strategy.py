@@ -57,8 +57,8 @@ from lightning_recycle.session.lightning_internals import (
     set_device_mesh,
 )
 from lightning_recycle.session.optimizer_states import stepping_on_shards
-from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.trainer_checks import check_shards, plans_checked
 
 
 @suggests_options

@@ -66,7 +66,7 @@ from lightning_recycle.session.optimizer_states import (
     trained_by_name,
 )
 from lightning_recycle.session.output_recorder import OutputRecorder
-from lightning_recycle.session.requirements import (
+from lightning_recycle.session.trainer_checks import (
     check_graphs,
     check_optimizers,
     check_sharded_layers,
