@@ -24,7 +24,7 @@ from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.partition import Transfer, held_ranges, transfers
+from lightning_recycle.planning.layer_cuts import Transfer, held_ranges, transfers
 from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage import Stage

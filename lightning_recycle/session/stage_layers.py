@@ -35,7 +35,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import has_recipes
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.partition import (
+from lightning_recycle.planning.layer_cuts import (
     are_whole,
     bounds_of,
     has_ties,

@@ -22,7 +22,7 @@ from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import OUTSIDE, AfterStep
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.planning.partition import transfers
+from lightning_recycle.planning.layer_cuts import transfers
 
 if TYPE_CHECKING:
     from simulated_run import Run
