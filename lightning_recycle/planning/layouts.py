@@ -5,8 +5,8 @@ the next change exceed the stall for it:
 
     (1 - period / period of re-routing) x seconds until the next change  >  stall
 
-Cuts are found exactly by the load of the slowest stage (:mod:`~lightning_recycle.planning.layer_cuts`). A load is only a
-bound, so the cuts with the least lower bounds are planned, and the period of the real schedule decides. The result is
+Cuts are found exactly by the load of the slowest stage (:mod:`~lightning_recycle.planning.layer_cuts`). A load is only
+a bound, so the cuts with the least lower bounds are planned, and the period of the real schedule decides. The result is
 never worse than re-routing by its own figures.
 
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,

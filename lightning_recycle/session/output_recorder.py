@@ -309,8 +309,8 @@ class StepOutputs:
 
         Numbers averaged over the samples, tensors and lists one after another, mappings and tuples item by item,
         anything else as a list of all. A micro-batch that returned None has no part in it. ``divisions``: of the batch
-        by its loaders (:meth:`~lightning_recycle.data.step_sources.StepSource.divisions`): rows of tensors and items of lists
-        that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
+        by its loaders (:meth:`~lightning_recycle.data.step_sources.StepSource.divisions`): rows of tensors and items of
+        lists that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
         """
         some = [index for index, value in enumerate(self.values) if value is not None]
         samples = [self.samples[index] for index in some]
