@@ -160,7 +160,7 @@ class Executor:
         coordinator decides if a fault of the machine may explain the error.
         """
         if not self._has_own_exception:
-            self._has_own_exception = not self._callbacks.is_suspect(error) or self.client.is_own(
+            self._has_own_exception = not self._callbacks.is_suspect(error) or self.client.await_verdict(
                 *place, error, exact=exact, sticky=is_device_error(error)
             )
         return self._has_own_exception
@@ -290,7 +290,7 @@ class Executor:
         )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
-        resume = self.client.report(status, runner.payload, self._moving.cuts)
+        resume = self.client.report_and_wait(status, runner.payload, self._moving.cuts)
         if resume.generation > 0:
             self._callbacks.on_recovery(resume.decision.version, bool(resume.decision.ahead))
         if not self._joining and (bundle := self._moving.decided(resume.cuts)) is not None:

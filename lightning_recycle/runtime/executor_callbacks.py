@@ -175,7 +175,7 @@ class SpeculativeCommits:
         """Reports ``step`` once in a generation; ``speculative``: without waiting."""
         if self._reported_in != (self._client.generation, step):
             self._reported_in = (self._client.generation, step)
-            self._client.tell(step, own, speculative)
+            self._client.send_commit(step, own, speculative)
 
     def is_reported(self, step: int) -> bool:
         return self._client.committed(step) is not None

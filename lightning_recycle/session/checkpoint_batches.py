@@ -247,7 +247,7 @@ class HolderGroup(StageGroup):
         """Lets all other holders know that this one has given up."""
         for rank in self.ranks:
             if rank != self.rank:
-                self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
+                self.client.send_parcel(rank, self.number, f"{self.request} {_FAILED}", why)
 
     def confirm(self, temporary: Path | None = None) -> None:
         """Returns if this worker may go on; raises GivenUp if it is not wanted any more.
@@ -256,9 +256,9 @@ class HolderGroup(StageGroup):
         """
         self._check()
         if temporary is None:
-            self.client.confirm()
+            self.client.await_membership()
         else:
-            self.client.announce(self.number, self.request, os.path.abspath(temporary))
+            self.client.await_naming(self.number, self.request, os.path.abspath(temporary))
 
     def _check(self) -> None:
         if not self.is_wanted:
@@ -270,11 +270,11 @@ class HolderGroup(StageGroup):
 
     def _give(self, rank: int, key: str, value: Any) -> None:
         self._check()  # after ``value`` was made
-        self.client.give(rank, self.number, f"{self.request} {key}", value)
+        self.client.send_parcel(rank, self.number, f"{self.request} {key}", value)
 
     def _take(self, rank: int, key: str) -> Any:
         try:
-            return self.client.take(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
+            return self.client.receive_parcel(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
         except Interrupted:
             raise GivenUp(self._why(rank)) from None
 
@@ -288,7 +288,9 @@ class HolderGroup(StageGroup):
     def _why(self, rank: int) -> str:
         failed = self._failed()
         if failed is not None:
-            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True))
+            return str(
+                self.client.receive_parcel(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True)
+            )
         if self.client.returns != self._returns:
             return "the coordinator was started again, and parts of it were under way"
         return f"the worker of rank {rank} was lost, which had a part of it"

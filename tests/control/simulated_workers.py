@@ -418,12 +418,12 @@ class SimulatedWorker:
                     self.stop_agreed = yield from self.request_stop(point)
                     self.is_told_to_wait = not self.stop_agreed
                 if not self.stop_agreed:
-                    for reply in self.member.go_on(point):
+                    for reply in self.member.pass_stop_point(point):
                         self.send(reply)
         return self.stop_agreed and self.network.may_stop(self, point)
 
     def request_stop(self, point: int) -> Generator[Any, None, bool]:
-        """ControlClient.request_stop."""
+        """ControlClient.request_stop_and_wait."""
         self.send(self.member.request_stop(point))
         while True:
             try:

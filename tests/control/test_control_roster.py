@@ -190,7 +190,7 @@ def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlan
 
 def test_only_a_member_is_told_that_it_is_one(plane: ControlPlane) -> None:
     members = plane.members()
-    together(*(partial(member.client.confirm) for member in members))
+    together(*(partial(member.client.await_membership) for member in members))
     joiner = plane.client(3, joining=True)  # the position is taken
     confirming = in_thread(joiner.confirm)
     assert joiner.exited.wait(PATIENCE)

@@ -24,12 +24,12 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py begin_step": ("all, to stop", "test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again"
                                      "_after_the_next_resume"),
     "control/client.py wait_to_enter": COORDINATOR,
-    "control/client.py _confirm": COORDINATOR,
+    "control/client.py _await_confirmation": COORDINATOR,
     "control/client.py await_assignment": COORDINATOR,
     "control/client.py await_announcement": ("a generation", "test_an_announcement_that_does_not_come_is_an_error_after"
                                              "_its_time"),
-    "control/client.py is_own": COORDINATOR,
-    "control/client.py report": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is_evicted"),
+    "control/client.py await_verdict": COORDINATOR,
+    "control/client.py report_and_wait": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is_evicted"),
     "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
                                           "_step"),
     "control/client.py await_loss": ("those that compute", "test_a_killed_process_is_noticed_by_its_connection_and_the"
@@ -39,10 +39,10 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py enter_hook": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py wait": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py _await_answer": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
-    "control/client.py take": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
+    "control/client.py receive_parcel": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
     "control/client.py await_thread": ("its own thread, or the end of the run", "test_files_are_those_that_callbacks"
                                        "_remember_whenever_a_writer_dies"),
-    "control/client.py request_stop": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the"
+    "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the"
                                        "_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
