@@ -29,7 +29,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py await_announcement": ("a generation", "test_an_announcement_that_does_not_come_is_an_error_after"
                                              "_its_time"),
     "control/client.py await_verdict": COORDINATOR,
-    "control/client.py report_and_wait": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is_evicted"),
+    "control/client.py report_and_wait": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is"
+                                          "_evicted"),
     "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
                                           "_step"),
     "control/client.py await_loss": ("those that compute", "test_a_killed_process_is_noticed_by_its_connection_and_the"
@@ -42,8 +43,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py receive_parcel": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
     "control/client.py await_thread": ("its own thread, or the end of the run", "test_files_are_those_that_callbacks"
                                        "_remember_whenever_a_writer_dies"),
-    "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the"
-                                       "_others_well"),
+    "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies"
+                                                "_leaves_the_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
     "launch/worker_group.py _watch_fork_server": BOUNDED,
