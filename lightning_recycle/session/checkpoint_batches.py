@@ -249,8 +249,8 @@ class HolderGroup(StageGroup):
             if rank != self.rank:
                 self.client.send_parcel(rank, self.number, f"{self.request} {_FAILED}", why)
 
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may go on; raises GivenUp if it is not wanted any more.
+    def await_permission(self, temporary: Path | None = None) -> None:
+        """Waits until this worker may write on; raises GivenUp if its part is not wanted.
 
         ``temporary``: the path of the whole file, which is announced: from then on it counts.
         """
@@ -265,6 +265,7 @@ class HolderGroup(StageGroup):
             raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
 
     def end(self) -> None:
+        """Makes this worker's thread give up its part, and drops parcels of the batch."""
         self.is_wanted = False
         self.client.forget_parcels(self.number)
 
@@ -522,15 +523,16 @@ class CheckpointBatches:
             self.noted.extend(Action(name, tuple(paths), arguments) for name, arguments in actions)
 
     def asked(self, path: str) -> None:
+        """Makes actions noted in the open blocks depend on the checkpoint ``path``."""
         for paths, _ in self._deferred:
             paths.append(path)
 
-    def follow(self, name: str, *arguments: Any) -> None:
-        """Calls action ``name`` when the outcome of the checkpoints is known."""
+    def call_when_known(self, name: str, *arguments: Any) -> None:
+        """Calls action ``name`` once the outcome of the checkpoints is known."""
         self._deferred[-1][1].append((name, arguments))
 
-    def follow_first(self, name: str, *arguments: Any) -> None:
-        """As :meth:`follow`, before all that was noted in the block."""
+    def call_first_when_known(self, name: str, *arguments: Any) -> None:
+        """As :meth:`call_when_known`, before all that was noted in the block."""
         self._deferred[-1][1].insert(0, (name, arguments))
 
     def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, SaveFailure]) -> None:
@@ -547,7 +549,7 @@ class CheckpointBatches:
         """
         if self.batch is not None and not self.batch.is_sealed:
             return self.batch
-        self._agree(None if waits else self._patience)
+        self._await_outcome(None if waits else self._patience)
         if self.pending is not None:
             return None
         copies = StateCopies.none() if waits else StateCopies(self._old_copies)
@@ -581,7 +583,7 @@ class CheckpointBatches:
         batch.mid_step = mid_step
         self._start(batch)
         if batch.waits:
-            self._agree(None)
+            self._await_outcome(None)
 
     def _start(self, batch: CheckpointBatch) -> None:
         paths = tuple(request.path for request in batch.requests)
@@ -609,11 +611,11 @@ class CheckpointBatches:
         if self.batch is not None:
             self.batch.copies.finish()
 
-    def take_up(self) -> None:
+    def apply_outcome(self) -> None:
         """Carries out a batch's actions after the step that came with its outcome."""
         if self.batch is not None:
             self.batch.raise_error()
-        self._hear()
+        self._apply_outcome()
 
     def state(self) -> CommonState:
         pending, status = self.pending, self._client.member.saves
@@ -629,8 +631,8 @@ class CheckpointBatches:
         self._unnamed, self.names = state.unnamed, dict(state.names)
 
     def complete(self) -> None:
-        """Waits for the batch, and takes up its consequences; all workers call it."""
-        self._agree(None)
+        """Waits for the batch and carries out its actions; all workers call it."""
+        self._await_outcome(None)
 
     def await_originals(self) -> None:
         """Waits until the thread has written tensors of which there are no copies.
@@ -668,7 +670,7 @@ class CheckpointBatches:
             except OSError as error:
                 log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
 
-    def _agree(self, patience: float | None) -> None:
+    def _await_outcome(self, patience: float | None) -> None:
         """Waits for the pending batch, for ``patience`` seconds or without limit."""
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:
@@ -679,12 +681,12 @@ class CheckpointBatches:
                 )
                 batch.raise_error()
             self._collectives.barrier("checkpoint")
-            self._hear()
+            self._apply_outcome()
             if patience is not None:
                 return
 
-    def _hear(self) -> None:
-        """Takes up the batch's consequences, if the newest status has its outcome."""
+    def _apply_outcome(self) -> None:
+        """Carries out the batch's actions, if the newest status has its outcome."""
         status, pending = self._client.member.saves, self.pending
         if pending is None or status.batch != pending.number:
             return

@@ -22,8 +22,8 @@ from lightning_recycle.model.recording import CallResult, RecordedModule, record
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
-from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
-from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
+from lightning_recycle.session.lightning_internals import prepare_data_within, skip_needless_moves
+from lightning_recycle.session.loops import PipelineFitLoop, patch_logger_connector
 from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
@@ -113,6 +113,7 @@ class Session:
         restore_class(self.module)
 
     def reach(self, point: str, step: int) -> None:
+        """Calls hooks of fault injection at ``point`` of the run, before ``step``."""
         for hook in self.at_point:
             hook(point, step)
 
@@ -174,8 +175,8 @@ class Session:
         parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, parts, self.collectives)
-        adapt_connector(trainer, self._share_attributes)
-        spare_moves()
+        patch_logger_connector(trainer, self._share_attributes)
+        skip_needless_moves()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches
@@ -185,7 +186,7 @@ class Session:
         self.loaders.setup(module)
         self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
         self._whole_forward = WholeForward(self.steps, self.collectives)
-        self.client.on_leader = partial(self._lead, relay)
+        self.client.on_leader = partial(self._take_leadership, relay)
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
@@ -240,6 +241,7 @@ class Session:
             microbatch_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
+        """Combines ``tensor`` of all workers; shares in attributes of steps are added."""
         shares = lists = False
         if self._steps is not None:
             microbatch_changes = self._steps.recorder.microbatch_changes
@@ -265,6 +267,7 @@ class Session:
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
+        """Runs ``self(x)`` outside of steps through all stages; all workers call it."""
         if self._whole_forward is None:
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
@@ -275,7 +278,7 @@ class Session:
 
     # ------------------------------------------------------------------ leadership
 
-    def _lead(self, relay: LogRelay) -> None:
+    def _take_leadership(self, relay: LogRelay) -> None:
         """Takes over leadership if a new generation has made this worker the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()

@@ -215,7 +215,7 @@ class TrainingSteps:
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
-        self.checkpoints.take_up()
+        self.checkpoints.apply_outcome()
         self._after_step = result.after_step
         if self.layers is not None:
             self.layers.applied()
@@ -271,7 +271,7 @@ class TrainingSteps:
         """Saves, and ends this worker with all others, after a step that is the last."""
         trainer, collectives, options = self._trainer, self._context.collectives, self._context.options.checkpoints
         # There is no later step after which a checkpoint that is lost could be asked for again.
-        with self.checkpoints.waited_for():
+        with self.checkpoints.in_foreground():
             self.checkpoints.ask_again()
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if saves_on_exception(callback):

@@ -150,7 +150,7 @@ class StateTransfer:
         if boundary is not None:
             restored.load_progress(trainer)
             loop: Any = trainer.fit_loop  # of this package, which runs the steps that use this module
-            loop.go_on(boundary, partial(set_generators, state["generators"]))
+            loop.resume_after(boundary, partial(set_generators, state["generators"]))
 
     def pack_objects(self) -> ObjectPack:
         """The users' objects, for a checkpoint from which the run can begin again."""

@@ -467,7 +467,7 @@ class SimulatedWorker:
             self.network.writes(self, self.pending, 0)
 
     def hear_of_saves(self) -> None:
-        """CheckpointBatches.take_up."""
+        """CheckpointBatches.apply_outcome."""
         status = self.member.saves
         if self.pending < 0 or status.batch != self.pending:
             return

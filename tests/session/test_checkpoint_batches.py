@@ -149,14 +149,14 @@ class Worker:
             for path in paths:
                 self.saves.asked(path)
                 batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
-            self.saves.follow("record", paths)
+            self.saves.call_when_known("record", paths)
         self.saves.seal(mid_step=False)
 
     def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
         assert self.saves.pending is not None
         status = SaveStatus((2, 1), 7, self.saves.pending.number, failures, unnamed or {})
         self.client.member.saves = status
-        self.saves.take_up()
+        self.saves.apply_outcome()
 
 
 def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
@@ -177,7 +177,7 @@ def test_an_outcome_of_another_batch_changes_nothing() -> None:
     worker = Worker()
     worker.ask(4, "a.ckpt")
     worker.client.member.saves = SaveStatus((2, 1), 7, 1 << 40, (None,))
-    worker.saves.take_up()
+    worker.saves.apply_outcome()
     assert worker.saves.pending is not None
     assert worker.followed == []
 
@@ -187,7 +187,7 @@ def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
     with worker.saves.deferring():
         worker.saves.begin(4, waits=False)
         worker.saves.asked("older.ckpt")
-        worker.saves.follow("record", "link")
+        worker.saves.call_when_known("record", "link")
     worker.saves.seal(mid_step=False)
     assert worker.followed == [("link", None)]
     assert worker.saves.pending is None
