@@ -113,7 +113,7 @@ class ManualStepRunner(StepRunner):
     def run_program(self, step: int) -> None:
         self._rewind()
         self._broken, self._waited = None, 0.0
-        self.forget()
+        self.forget_gradient()
         microbatches = self._read(step)
         self.client.doing(step, "keeping the state")
         self._state.keep()

@@ -526,9 +526,9 @@ class StageLayers:
             whole=self._parts.whole,
         )
 
-    # ------------------------------------------------------------------ giving
+    # ------------------------------------------------------------------ packing
 
-    def give(self, layers: Iterable[int]) -> _Given:
+    def pack_layers(self, layers: Iterable[int]) -> _Given:
         layers = tuple(layers)
         self._end_measuring()  # what it does to the layers is not the user's to pickle
         prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
@@ -558,9 +558,9 @@ class StageLayers:
             for optimizer in self._trainer.optimizers
         ]
 
-    # ------------------------------------------------------------------ taking up
+    # ------------------------------------------------------------------ installing
 
-    def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
+    def install_layers(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
         stages = held_ranges(cuts)
         names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
         layers: dict[int, nn.Module] = {}

@@ -52,7 +52,7 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.manual_steps import ManualSteps
 from lightning_recycle.session.microbatch_changes import MicrobatchEffects
-from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
+from lightning_recycle.session.optimizer_states import parameters_by_name, trained_by_name, unoptimized_parameters
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
@@ -100,14 +100,14 @@ class TrainingSteps:
         double = any(p.dtype is torch.float64 for p in self.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
         self.ties = StageTies(parts.ties(context.run.parts), context.worker.stage, parameters_by_name(self.module))
-        self._name_norms()
+        self._show_whole_norms()
         self.layers: StageLayers | None = None
         self.manual: ManualSteps | None = None
         builder = StageBuilder(context, parts, recorder)
         if context.fitting and parts.optimizes_itself:
             self.executor, self.manual = builder.manual_executor(self.ties, self)
         else:
-            self.layers = builder.layers(self.left_gradients, self._has_other_layers)
+            self.layers = builder.layers(self.left_gradients, self._on_new_layers)
             self.executor = builder.executor(
                 self.ties, self, self.layers, self.leaves_gradients_alone, self.held_tensors
             )
@@ -122,8 +122,8 @@ class TrainingSteps:
         copies = self.ties.copies
         self.checkpoints = CallbackCheckpoints(context, parts, self.executor, copies, reach, self.transfer)
 
-    def _name_norms(self) -> None:
-        """Lets hooks see norms of gradients over all stages."""
+    def _show_whole_norms(self) -> None:
+        """Makes ``grad_norm`` in hooks cover the gradients of all stages."""
         context = self._context
         if context.mesh is not None:
             complete_norms(_refuse_norms)
@@ -133,10 +133,10 @@ class TrainingSteps:
                 names[id(p)] = self.ties.copies.get((context.worker.stage, name), names[id(p)])
             complete_norms(context.collectives.gather_stages, names)
 
-    def _has_other_layers(self, bundle: StageBundle) -> None:
-        """The layers of this worker have changed: no optimizer steps again."""
+    def _on_new_layers(self, bundle: StageBundle) -> None:
+        """Called when this worker's layers have changed: no optimizer step is redone."""
         self.ties = bundle.ties
-        self._name_norms()
+        self._show_whole_norms()
         self.checkpoints.copies = bundle.ties.copies
         self._newest_step = OptimizerStep()
 
@@ -315,7 +315,7 @@ class TrainingSteps:
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
         return self.recorder.microbatch_changes.microbatch(index, statistics)
 
-    def computing_again(self, index: int) -> AbstractContextManager[None]:
+    def recomputing(self, index: int) -> AbstractContextManager[None]:
         return self.recorder.microbatch_changes.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
@@ -381,13 +381,13 @@ class TrainingSteps:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
 
-    def not_optimized(self) -> list[nn.Parameter]:
-        return not_optimized(self.module, self._optimizers)
+    def unoptimized_parameters(self) -> list[nn.Parameter]:
+        return unoptimized_parameters(self.module, self._optimizers)
 
-    def must_know(self, step: int) -> bool:
+    def forbids_speculation(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
 
-    def keep_optimizer(self) -> None:
+    def keep_optimizer_state(self) -> None:
         self._newest_step.keep(self._optimizers)
 
     def step_again(self, norm: float) -> None:

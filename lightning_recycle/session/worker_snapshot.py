@@ -43,7 +43,7 @@ from lightning_recycle.session.object_graph import (
     weights_by_name,
     weights_for,
 )
-from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
+from lightning_recycle.session.optimizer_states import group_names, trained_by_name, unoptimized_parameters
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext
@@ -169,7 +169,7 @@ class StateTransfer:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
-        beside = {p: p.grad for p in not_optimized(module, trainer.optimizers) if p.grad is not None}
+        beside = {p: p.grad for p in unoptimized_parameters(module, trainer.optimizers) if p.grad is not None}
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),

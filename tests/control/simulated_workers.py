@@ -656,7 +656,7 @@ class SimulatedWorker:
         return frozenset(rank for pair in pairs if self.rank in pair for rank in pair)
 
     def get_ready(self, resume: messages.Resume) -> Waits:
-        """Executor._get_ready."""
+        """Executor._exchange_layers."""
         assert not self.speculative, "it gives layers of a speculative step"
         assert self.version == resume.decision.version, "it gives layers of another step"
         before = self.layout(resume.cuts)
