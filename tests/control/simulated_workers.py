@@ -313,7 +313,7 @@ class SimulatedWorker:
             yield from self.settle((OUTSIDE, f"hook at {self.position}"), error, exact=False)
 
     def settle(self, place: tuple[int, str], error: Mishap, exact: bool) -> Waits:
-        """Returns if it is to do the same again: ControlClient.is_own, and what follows."""
+        """Returns if it is to do the same again: ControlClient.await_verdict, and what follows."""
         self.network.send(self, self.member.raised(*place, "OSError", "", exact, error.sticky))
         yield from self.wait(lambda: self.member.judged() is not None, interruptible=False)
         judged = self.member.judged()

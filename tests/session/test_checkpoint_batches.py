@@ -75,7 +75,7 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
             raise Interrupted
 
     client: Any = SimpleNamespace(
-        rank=0, generation=0, returns=0, give=lambda *_: None, take=take, has_parcel=lambda *_: False
+        rank=0, generation=0, returns=0, send_parcel=lambda *_: None, receive_parcel=take, has_parcel=lambda *_: False
     )
     group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
