@@ -261,7 +261,9 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
 
 def test_a_part_of_another_step_is_refused() -> None:
     parts = {0: (5, "of step 5"), 3: None}
-    client: Any = SimpleNamespace(rank=3, returns=0, give=lambda *_: None, take=lambda rank, *_: parts[rank])
+    client: Any = SimpleNamespace(
+        rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
+    )
     group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(GivenUp, match="after 5 steps, and it is to hold 4"):
         group.gather_all("names", None)
