@@ -446,9 +446,9 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
      "(state, ())"),
     ("the dead arrive where nobody else does", control_collectives, "forget_retracted",
      " and rank in live", ""),
-    ("a worker does not say that it went on", Member, "_receive", "return self._say_that_it_goes_on()", "pass"),
-    ("a worker that was asked says nothing when it goes on", Member, "go_on",
-     "return self._say_that_it_goes_on()", "return ()"),
+    ("a worker does not say that it went on", Member, "_receive", "return self._answer_stop_request()", "pass"),
+    ("a worker that was asked says nothing when it goes on", Member, "pass_stop_point",
+     "return self._answer_stop_request()", "return ()"),
     ("a joiner does not know that a stop is agreed", SimulatedWorker, "carry_out",
      "self.version, self.stop_agreed, saves)\n", "self.version, False, saves)\n"),
 ]
@@ -489,18 +489,21 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "if member.arrival is not None:", "if False:"),
     ("exceptions wait for a verdict forever", membership, "_go_on_with_returned",
      "member.raised is not None", "False"),
-    ("a worker forgets its part of a collective", MessageRecord, "said", "self.arrival = message", "pass"),
-    ("a worker forgets the answer", MessageRecord, "heard", "self.answer, self._answered_at = message, begun", "pass"),
-    ("a worker forgets the answer too soon", MessageRecord, "began", "step >= self._answered_at +", "True or"),
-    ("a worker forgets the loss", MessageRecord, "heard", "self._step_losses[message.step] = message", "pass"),
-    ("a worker forgets a commit", MessageRecord, "heard", "self.known = message\n", "pass\n"),
-    ("a worker forgets what a recovery told of a commit", MessageRecord, "heard", "if message.commits:", "if False:"),
-    ("a worker does not say what it applied", MessageRecord, "said", "self.applied = message.step", "pass"),
-    ("a worker does not say where it got its state", MessageRecord, "said",
+    ("a worker forgets its part of a collective", MessageRecord, "record_sent", "self.arrival = message", "pass"),
+    ("a worker forgets the answer", MessageRecord, "record_received",
+     "self.answer, self._answered_at = message, begun", "pass"),
+    ("a worker forgets the answer too soon", MessageRecord, "record_begun", "step >= self._answered_at +", "True or"),
+    ("a worker forgets the loss", MessageRecord, "record_received",
+     "self._step_losses[message.step] = message", "pass"),
+    ("a worker forgets a commit", MessageRecord, "record_received", "self.known = message\n", "pass\n"),
+    ("a worker forgets what a recovery told of a commit", MessageRecord, "record_received",
+     "if message.commits:", "if False:"),
+    ("a worker does not say what it applied", MessageRecord, "record_sent", "self.applied = message.step", "pass"),
+    ("a worker does not say where it got its state", MessageRecord, "record_sent",
      "self.applied = self.joins_after", "pass"),
     ("what was on its way to the last holder is forgotten", membership, "rebuilt", "default=members[rank].joins_after",
      "default=-1"),
-    ("a worker forgets its exception", MessageRecord, "said", "self.raised = message", "pass"),
+    ("a worker forgets its exception", MessageRecord, "record_sent", "self.raised = message", "pass"),
 ]
 """As above, in histories in which the coordinator is killed. Who may return to it: see test_admission.py."""
 
@@ -613,11 +616,11 @@ SAVES_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a batch that only lost workers have begun hides the one before", control_collectives, "batch_begun_by",
      "== begun >= 0", "is ..."),
     ("announcements are not written down", journal, "journal_entry", "state.saves,", "SaveState(),"),
-    ("a worker forgets the batch that it has begun", MessageRecord, "said",
+    ("a worker forgets the batch that it has begun", MessageRecord, "record_sent",
      "self.save, self.announced, self.saves_ended = message, (), ()", "pass"),
-    ("a writer forgets its announcement", MessageRecord, "said",
+    ("a writer forgets its announcement", MessageRecord, "record_sent",
      "self.announced = (*self.announced, message)", "pass"),
-    ("a writer forgets that it is done", MessageRecord, "said",
+    ("a writer forgets that it is done", MessageRecord, "record_sent",
      "self.saves_ended = (*self.saves_ended, message)", "pass"),
 ]
 """As above, and the coordinator is killed."""
@@ -628,7 +631,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 """As above, and the coordinator is killed."""
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("a worker forgets its wish to stop", MessageRecord, "said", "self.request = message", "pass"),
+    ("a worker forgets its wish to stop", MessageRecord, "record_sent", "self.request = message", "pass"),
     ("nobody is told again that all stop", membership, "_repeated",
      "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", membership, "_repeated", "stop.agreed", "True"),
