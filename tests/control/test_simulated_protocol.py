@@ -647,7 +647,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", MessageRecord, "said", "self.request = message", "pass"),
     ("nobody is told again that all stop", membership, "_repeated",
-     "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
+     "yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", membership, "_repeated", "stop.agreed", "True"),
     ("a stop after the next step is forgotten", journal, "revived_state",
      "Steps(after_step=written.after_step)", "Steps()"),
