@@ -110,7 +110,7 @@ class Promises:
         """``worker`` comes to the boundary of a batch."""
         mine = (worker.version, holders, again)
         first, known = self._batches.get(worker.pending, (worker, mine))
-        if not first.alive:  # an earlier coordinator may have told it what no other has heard
+        if self._is_gone(first):  # an earlier coordinator may have told it what no other has heard
             known = mine
         self._batches[worker.pending] = (worker, mine)
         if known != mine:
@@ -135,6 +135,11 @@ class Promises:
         over = self._batches_over.get(batch)
         if over is not None and over[1][index] is not None:
             raise Violation(f"{worker} names file {index} of batch {batch}, which was given up")
+
+    def _is_gone(self, worker: SimulatedWorker) -> bool:
+        """Whether ``worker`` is dead, or no member any more, which it may have yet to learn."""
+        is_replaced = self.members.get(worker.rank, worker) is not worker
+        return not worker.alive or is_replaced or worker.rank not in self._rosters[max(self._rosters)]
 
     # ------------------------------------------------------------------ what workers do
 

@@ -211,6 +211,15 @@ def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_ne
     assert [record.rank for record in records(scene.commands, "released")] == [0]
 
 
+def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before() -> None:
+    """Nobody answers it when it asks: the round is over."""
+    begun = s.initial_state(Grid(2, 1, 1)).with_generation(number=0)
+    over = begun.with_collectives(stop_round=s.StopRound(6, is_over=True)).with_steps(after_step=m.AfterStep.END)
+    revived = revived_state(Grid(2, 1, 1), journal_entry(over))
+    scene = given(revived, *(dummy(m.Returned, rank=rank, generation=0) for rank in (0, 1)))
+    scene.then(s.Resend((0, 1), m.StopVerdict(6, False)))
+
+
 def beat(rank: int, begun: int) -> m.Heartbeat:
     return dummy(m.Heartbeat, rank=rank, begun=begun)
 

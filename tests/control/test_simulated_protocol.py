@@ -276,6 +276,23 @@ def test_an_answer_is_given_once_unless_only_those_have_heard_it_that_are_no_mem
         promises.on_message(after.roster.ranks, answer(after.roster.ranks), after)
 
 
+@pytest.mark.parametrize("is_member", [False, True], ids=["released", "member"])
+def test_all_begin_a_batch_with_the_same_holders_but_those_that_are_no_members_any_more(is_member: bool) -> None:
+    """A released worker may have heard of other holders, and lives until it hears that it is released."""
+    run = Run(0, members=2)
+    promises, workers = run.promises, run._connections
+
+    def begin_generation(number: int, of: state.MembershipState) -> None:
+        ranks = of.roster.ranks
+        promises.on_message(ranks, messages.Regroup(number, ranks, max(ranks)), of)
+
+    begin_generation(0, run.state)
+    promises.on_saves_begun(workers[0], (0, 1), False)
+    begin_generation(1, run.state if is_member else run.state.without({1}))
+    with pytest.raises(Violation, match="begins batch") if is_member else nullcontext():
+        promises.on_saves_begun(workers[max(workers)], (2, 3), False)
+
+
 def test_a_history_is_reproduced_by_its_number() -> None:
     def lines(seed: int) -> list[str]:
         told: list[str] = []
@@ -633,7 +650,7 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", MessageRecord, "record_sent", "self.request = message", "pass"),
     ("nobody is told again that all stop", membership, "_repeated",
-     "yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))", "pass"),
+     "yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))", "pass"),
     ("all are told again that they stop", membership, "_repeated", "stop.agreed", "True"),
     ("a stop after the next step is forgotten", journal, "revived_state",
      "Steps(after_step=written.after_step)", "Steps()"),
