@@ -53,7 +53,7 @@ _CLASSES: dict[type[Any], tuple[str, str]] = {
     lightning_recycle.RayEngine: ("[Ray](ray.md)", "engine"),
     HeartbeatCallback: ("[Detection](faults.md#detection)", "callbacks"),
     PlanMonitor: ("[When times drift](layouts.md#when-times-drift)", "callbacks"),
-    FaultInjectionCallback: ("[Fault injection](faults.md#fault-injection)", "callbacks"),
+    FaultInjectionCallback: ("[Fault injection](fault_injection.md)", "callbacks"),
 }
 """The page on the options of a class, and the argument of the strategy or the Trainer that takes it."""
 

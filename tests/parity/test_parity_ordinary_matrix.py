@@ -36,6 +36,11 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.startswith("| ") and not line.startswith(("| flag", "| callback", "| feature"))
 ]
+ROWS += [
+    [name, "supported"]
+    for names in re.findall(r"^As on one device: (.*?)\.$", PAGE, re.M | re.S)
+    for name in " ".join(names.split()).split("; ")
+]
 NO_CALLBACKS_OF_A_RUN = {"Callback", "Checkpoint", "ProgressBar", "SpikeDetection", "BackboneFinetuning"}
 
 

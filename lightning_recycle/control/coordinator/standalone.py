@@ -37,9 +37,9 @@ from lightning_recycle.control.network.addresses import (
     address_from,
     http_address,
     http_address_from_environment,
-    key_from_environment,
     shown,
 )
+from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.control.options import (
     GROUPS,
     RunConfig,
