@@ -131,7 +131,7 @@ class _Host:
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[Any]:
         return nullcontext(_NoValues())
 
-    def computing_again(self, index: int) -> AbstractContextManager[None]:
+    def recomputing(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_suspect(self, error: Exception) -> bool:

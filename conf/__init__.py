@@ -14,7 +14,7 @@ Importing this package, which Hydra does for ``pkg://``, registers what they are
 And for the commands, that write nothing unless they are asked to, and show the comments of their files in ``--help``:
 
 - ``${recycle.folder:FOLDER,...}``: the folder, or a temporary one while all that follows is null or "auto"; where it is
-  one of these, its parent must exist;
+  one of these, its parent must exist, and it must be no file;
 - ``${recycle.settings:FILE,GROUP,...}``: the groups with their options, and the settings with their comments.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import check_parent
 
 _HERE = Path(__file__).parent
@@ -67,6 +68,8 @@ def _folder(folder: Any, *wanted: Any) -> str:
         return _scratch().name
     if folder in wanted:
         check_parent("output", folder)
+        if Path(folder).is_file():
+            raise ConfigurationError(f"output={folder} is a file: give a folder.")
     return str(folder)
 
 

@@ -112,8 +112,7 @@ class Check:
     def checked(self, owner: str, name: str, value: Any) -> Any:
         """``value``; ConfigurationError for ``owner(name=value)`` if it is not right."""
         if not self.accepts(value):
-            given = f"{name}={value!r}"
-            raise ConfigurationError(f"{f'{owner}({given})' if owner else given}: {self.remedy}.")
+            raise ConfigurationError.for_option(owner, name, value, self.remedy)
         return value
 
 
@@ -193,7 +192,7 @@ class OptionGroup:
     _owner = ""  # of the arguments, where it is not the dataclass
 
     def _refuse(self, name: str, remedy: str) -> None:
-        raise ConfigurationError(f"{self._owner or type(self).__name__}({name}={getattr(self, name)!r}): {remedy}.")
+        raise ConfigurationError.for_option(self._owner or type(self).__name__, name, getattr(self, name), remedy)
 
 
 def shared_options(group: type[Any]) -> tuple[Field[Any], ...]:

@@ -3,6 +3,10 @@
 Standard library only: ``lightning_recycle.planning`` must load without torch.
 """
 
+from __future__ import annotations
+
+import re
+
 OTHER_LIGHTNING = (
     "This Trainer is of the package pytorch_lightning; the strategy uses lightning.pytorch, the same code under another"
     " name. Both are one if the installed versions agree (pip list) and lightning_recycle is imported before the second"
@@ -16,7 +20,29 @@ class ReCycleError(Exception):
 
 
 class ConfigurationError(ReCycleError, ValueError):
-    """A user's value that cannot work; the message names the value and the remedy."""
+    """A user's value that cannot work; the message names the value and the remedy.
+
+    Attributes:
+        option: the name of the argument with that value; "" where there is no single one.
+        remedy: what to give instead. Commands, whose users typed a setting or a flag, show both in their words.
+    """
+
+    option = remedy = ""
+
+    @classmethod
+    def for_option(cls, owner: str, option: str, value: object, remedy: str) -> ConfigurationError:
+        """The error "owner(option=value): remedy."; without an owner, "option=value: remedy."."""
+        given = f"{option}={value!r}"
+        error = cls(f"{f'{owner}({given})' if owner else given}: {remedy}.")
+        error.option, error.remedy = option, remedy
+        return error
+
+    def as_typed(self, typed: str) -> str:
+        """The message of a command whose user typed ``typed``, with values as in YAML."""
+        remedy = re.sub(r"'([\w.-]+)'", r"\1", self.remedy)
+        for word, in_yaml in (("True", "true"), ("False", "false"), ("None", "null")):
+            remedy = re.sub(rf"\b{word}\b", in_yaml, remedy)
+        return f"{typed}: {remedy}."
 
 
 class UnsupportedFeatureError(ConfigurationError):

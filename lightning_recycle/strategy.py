@@ -29,7 +29,7 @@ from lightning_recycle.arguments import shown_options, suggests_options
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.step_sources import StepHandle, StepLoader
 from lightning_recycle.devices import moved_in_place
 from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.launch.launcher import SupervisorLauncher
@@ -57,8 +57,8 @@ from lightning_recycle.session.lightning_internals import (
     set_device_mesh,
 )
 from lightning_recycle.session.optimizer_states import stepping_on_shards
-from lightning_recycle.session.requirements import check_shards, plans_checked
 from lightning_recycle.session.session import Session
+from lightning_recycle.session.trainer_checks import check_shards, plans_checked
 
 
 @suggests_options

@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import (
     HydraException,
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
@@ -39,17 +40,18 @@ class Output(Console):
 
 
 @contextlib.contextmanager
-def bad_input_ends(name: str) -> Iterator[None]:
+def bad_input_ends(name: str, config: DictConfig | None = None) -> Iterator[None]:
     """Within the block, bad input prints one line and exits with code 2.
 
-    Use it inside the job too: for an exception that leaves the job, Hydra prints a line of its own.
+    Use it inside the job too, with the job's ``config``: for an exception that leaves the job, Hydra prints a line of
+    its own.
     """
     try:
         yield
     except (ReCycleError, HydraException, OmegaConfBaseException) as error:
         if os.environ.get(_SHOW_ALL) == "1":
             raise
-        print(f"{name}: {_line(error)}", file=sys.stderr)
+        print(f"{name}: {_line(error, config)}", file=sys.stderr)
         sys.exit(_EXIT_BAD_INPUT)
 
 
@@ -99,7 +101,7 @@ def run_command(
 
     @hydra.main(version_base=None, config_path=config_path, config_name=config_name)
     def application(config: DictConfig) -> float:
-        with bad_input_ends(name):
+        with bad_input_ends(name, config):
             return job(config)
 
     try:
@@ -112,13 +114,15 @@ def run_command(
 def switch(name: str, value: Any) -> bool:
     """``value`` of the setting ``name``, which is true or false."""
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r}: give true or false.")
+        raise ConfigurationError.for_option("", name, value, "give true or false")
     return value
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException, config: DictConfig | None) -> str:
     cause = error.__cause__
     if (own := _own_error(error)) is not None:
+        if isinstance(own, ConfigurationError) and config is not None and (typed := _typed(own.option, config)):
+            return _flat(own.as_typed(typed))
         return _flat(str(own))
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
@@ -139,6 +143,24 @@ def _line(error: BaseException) -> str:
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"
     return text
+
+
+def _typed(option: str, config: DictConfig) -> str:
+    """The setting of ``option`` in words that its user typed, or else as in ``config``."""
+    given = [f"{name}={value}" for name, value in _settings(OmegaConf.to_container(config))]
+    for setting in reversed([*given, *HydraConfig.get().overrides.task]):
+        name = setting.lstrip("+~").partition("=")[0]
+        if option and f".{name}".endswith(f".{option}"):
+            return setting
+    return ""
+
+
+def _settings(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield path, "null" if node is None else node
+        return
+    for name, value in node.items():
+        yield from _settings(value, f"{path}.{name}" if path else str(name))
 
 
 def _own_error(error: BaseException | None) -> ReCycleError | None:

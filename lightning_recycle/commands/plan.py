@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle import planning
-from lightning_recycle.arguments import is_integer, is_number
+from lightning_recycle.arguments import integer, is_integer, is_number
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import check_parent, refusing
@@ -93,6 +93,8 @@ def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
     limit, memory = config["memory"]["in_flight"], _bytes(config["memory"], profile)
     if limit is not None:
         limit = _per_stage("memory.in_flight", limit, grid)
+        for most in limit:
+            integer(1, otherwise="for no limit").checked("", "memory.in_flight", most)
     checkpoint = config["memory"].get("checkpoint")
     if checkpoint is not None:
         if (limit is None and memory is None) or not is_number(checkpoint, 0):

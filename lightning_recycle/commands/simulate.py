@@ -29,11 +29,12 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from lightning_recycle import simulation
-from lightning_recycle.arguments import whole
+from lightning_recycle.arguments import choice, whole
 from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import refusing, write_json
 from lightning_recycle.simulation.results import FIGURES
+from lightning_recycle.simulation.training_model import GPUS
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize import records
 
@@ -85,6 +86,7 @@ def model_from(settings: Mapping[str, Any]) -> simulation.TrainingModel:
     """
     changes = {name: value for name, value in settings.items() if value is not None}
     name = changes.pop("name")
+    choice(*GPUS).checked("", "model.gpu", settings["gpu"])
     changes["transformer"] = simulation.Transformer(**settings["transformer"])
     if "efficiency" in changes:
         changes["throughput"] = None  # a known efficiency needs no calibration

@@ -229,7 +229,7 @@ class ControlClient(ActivityRecorder):
         with self._changed:
             if self._completes:
                 return  # nobody listens any more
-            self.member.said(message)
+            self.member.record_sent(message)
             connection = self._connection
         try:
             connection.send(message)
@@ -286,18 +286,21 @@ class ControlClient(ActivityRecorder):
         self._requests.append(messages.EndRun(self.rank))
         self._wake_heartbeat.set()
 
-    def confirm(self) -> None:
-        """Returns if this worker is still a member, and ends the process otherwise.
+    def await_membership(self) -> None:
+        """Waits for word that this worker is a member; ends the process if it is none.
 
         Called, beside the training thread, before anything that only a member may do.
         """
-        self._confirm(lambda number: messages.Confirm(self.rank, number))
+        self._await_confirmation(lambda number: messages.Confirm(self.rank, number))
 
-    def announce(self, batch: int, index: int, temporary: str) -> None:
-        """As :meth:`confirm`: this worker may name a checkpoint (:class:`.SaveAnnounced`)."""
-        self._confirm(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary))
+    def await_naming(self, batch: int, index: int, temporary: str) -> None:
+        """Announces a whole checkpoint file; waits until this member may give it its name.
 
-    def _confirm(self, question: Callable[[int], Any]) -> None:
+        Ends the process otherwise, like :meth:`await_membership`. Arguments as of :class:`.SaveAnnounced`.
+        """
+        self._await_confirmation(lambda number: messages.SaveAnnounced(self.rank, number, batch, index, temporary))
+
+    def _await_confirmation(self, question: Callable[[int], Any]) -> None:
         with self._changed:
             self._questions = number = max(self._questions, self.member.confirmed) + 1
         self.send(question(number))
@@ -323,8 +326,8 @@ class ControlClient(ActivityRecorder):
         """Waits for a newer generation; raises ControlPlaneError after ``timeout`` s."""
         self._wait(lambda: self.interrupted or None, "a new generation", timeout=timeout)
 
-    def is_own(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
-        """Whether a suspected exception is the user's own.
+    def await_verdict(self, step: int, operation: str, error: Exception, exact: bool, sticky: bool) -> bool:
+        """Reports a suspected exception and waits; whether it is the user's own.
 
         If not, this worker repeats the work in a newer generation. Does not return if this worker is evicted. Arguments
         as in :class:`~lightning_recycle.control.protocol.messages.Raised`.
@@ -333,8 +336,8 @@ class ControlClient(ActivityRecorder):
         self.send(self.member.raised(step, operation, summary, text, exact, sticky))
         return self._wait(self.member.judged, "a verdict on its exception").own
 
-    def report(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
-        """Reports for the entered generation and waits for all others.
+    def report_and_wait(self, status: WorkerStatus, payload: Any = None, cuts: messages.Cuts = ()) -> messages.Resume:
+        """Reports for the entered generation; waits for the decision on how all go on.
 
         ``payload``: the contribution to the commit of its step, if REDUCED. ``cuts``: its layout. Raises Interrupted
         when a newer generation was announced meanwhile.
@@ -347,11 +350,11 @@ class ControlClient(ActivityRecorder):
 
         Raises Interrupted when a generation was announced before that.
         """
-        self.tell(step, payload, speculative=False)
+        self.send_commit(step, payload, speculative=False)
         return unpack_all(self.await_committed(step).payloads)
 
-    def tell(self, step: int, payload: Any, speculative: bool) -> None:
-        """:meth:`commit` without waiting; ``speculative``: nor in :meth:`await_committed`."""
+    def send_commit(self, step: int, payload: Any, speculative: bool) -> None:
+        """As :meth:`commit`, without waiting; ``speculative``: does not wait later either."""
         self.send(self.member.commit(step, pack(payload), speculative))
 
     def committed(self, step: int) -> messages.Committed | None:
@@ -369,6 +372,7 @@ class ControlClient(ActivityRecorder):
         raise Interrupted
 
     def knows_loss(self, step: int) -> bool:
+        """Whether :meth:`await_loss` would return at once; equal on all workers."""
         with self._changed:
             return self.member.knows_loss(step)
 
@@ -475,12 +479,12 @@ class ControlClient(ActivityRecorder):
 
     # ------------------------------------------------------------------ beside the training
 
-    def give(self, to: int, batch: int, key: str, value: Any) -> None:
-        """Sends ``value`` of save batch ``batch`` to worker ``to``, under ``key``."""
+    def send_parcel(self, to: int, batch: int, key: str, value: Any) -> None:
+        """Sends ``value`` to worker ``to`` under ``key``, for checkpoint batch ``batch``."""
         self.send(messages.Parcel(self.rank, to, batch, key, pack((value,))))
 
-    def take(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:
-        """Waits beside the training for the value of ``sender`` under ``key``.
+    def receive_parcel(self, sender: int, batch: int, key: str, since: int, is_wanted: Callable[[], bool]) -> Any:
+        """Waits, beside the training, for the parcel of ``sender`` under ``key``.
 
         Raises Interrupted when ``sender`` was lost after generation ``since``, or ``is_wanted`` has become false.
         """
@@ -494,7 +498,7 @@ class ControlClient(ActivityRecorder):
         return unpack(payload)[0]
 
     def has_parcel(self, sender: int, batch: int, key: str) -> bool:
-        """Whether :meth:`take` would return at once."""
+        """Whether :meth:`receive_parcel` would return at once."""
         return (batch, sender, key) in self._parcels
 
     def forget_parcels(self, batch: int) -> None:
@@ -518,15 +522,15 @@ class ControlClient(ActivityRecorder):
                         self._changed.wait(_LOOKUP_SECONDS)
         return is_done()
 
-    def go_on(self, point: int) -> None:
-        """Answers others' requests to stop: this worker goes on at stop point ``point``."""
+    def pass_stop_point(self, point: int) -> None:
+        """Records that this worker trains on at ``point``; answers requests to stop there."""
         with self._changed:
-            replies = self.member.go_on(point)
+            replies = self.member.pass_stop_point(point)
         for reply in replies:
             self.send(reply)
 
-    def request_stop(self, point: int) -> bool:
-        """Waits until all have reached stop point ``point``; returns whether they stop.
+    def request_stop_and_wait(self, point: int) -> bool:
+        """Asks all to stop at stop point ``point``; waits, and returns whether they do.
 
         Hides failures of others, like :meth:`arrive`.
         """
@@ -538,7 +542,7 @@ class ControlClient(ActivityRecorder):
         return verdict.agreed
 
     def leave(self, status: int = 0) -> None:
-        """From now on a closed connection is no failure, and the heartbeat ends.
+        """Ends the heartbeat; from now on a closed connection is no failure.
 
         ``status``: the exit status of this process if one of these threads ends it.
         """

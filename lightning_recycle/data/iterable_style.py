@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_recycle.data.dataloaders import add_sample, drops_last, is_stateful
 from lightning_recycle.data.map_style import identity_collate, process_settings
-from lightning_recycle.data.steps import SampleLoader, StepHandle, StepLoader
+from lightning_recycle.data.step_sources import SampleLoader, StepHandle, StepLoader
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import derive_seed, seeded_everything

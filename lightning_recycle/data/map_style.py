@@ -28,7 +28,7 @@ from lightning_recycle.data.dataloaders import (
     drops_last,
     seeded_for,
 )
-from lightning_recycle.data.steps import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
+from lightning_recycle.data.step_sources import Address, AddressedSample, SampleLoader, StepHandle, numbers_of
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.processes import die_with_parent, end_with

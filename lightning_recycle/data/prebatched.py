@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_recycle.data.dataloaders import as_index, is_sequence, samples_in
 from lightning_recycle.data.iterable_style import END, ForwardLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.steps import Address, Collate, StepHandle
+from lightning_recycle.data.step_sources import Address, Collate, StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from lightning_recycle.arguments import command_parser
 from lightning_recycle.control.network import addresses
+from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
 from lightning_recycle.errors import ConfigurationError
@@ -69,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
         address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
-        return _RunAddress(address, addresses.key_from_environment(environ).decode(), hosts_it=False)
+        return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
-    key = addresses.key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
+    key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
     return _RunAddress(_own_address(options.coordinator), key, hosts_it=True)
 
 

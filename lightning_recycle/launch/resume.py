@@ -1,8 +1,8 @@
 """Checkpoint from which a run starts, and restarts after the loss of a stage.
 
 The checkpoint is chosen and checked once, so that all workers read the same file. "last" and "hpc" mean the newest
-undamaged one; if the user named it, or it is the best one, damage is an error. Paths outside this machine's file
-systems, and files of the user's own CheckpointIO, are taken unchecked.
+undamaged one; if the user named it, or it is the best one, damage is an error. Outside this machine's file systems, it
+must exist; files of the user's own CheckpointIO are taken unchecked.
 
 A restart starts a process on every device that the engine has; where devices are missing, positions are vacant.
 Restarts without a newer checkpoint in between are bounded, the more so if they all end in the same step.
@@ -46,7 +46,8 @@ _HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 def settle_checkpoint(call: TrainerCall) -> TrainerCall:
     """The call with a ``ckpt_path`` that needs no search any more.
 
-    Raises CheckpointError if the checkpoint is damaged; for "last" and "hpc", if all older ones are damaged too.
+    Raises CheckpointError if the checkpoint does not exist, or is damaged; for "last" and "hpc", if all older ones are
+    damaged too.
     """
     trainer, given = call.trainer, call.arguments
     wanted = given.get("ckpt_path")
@@ -197,9 +198,10 @@ def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
     Raises CheckpointError if there is none.
     """
     local = local_path(path)
-    found = None if local is None else restored(local)
-    if local is None or found is None:
-        return path  # Lightning says so if it does not exist
+    if local is None or (found := restored(local)) is None:
+        if isinstance(checkpoint_io, TorchCheckpointIO) and not get_filesystem(path).exists(path):
+            raise CheckpointError(_missing(path, local))
+        return path
     reason = _damage(found, checkpoint_io)
     if reason is None:
         return path if found == local else found
@@ -211,6 +213,16 @@ def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
         return whole
     remedy = "there is no other whole one beside it" if whole is None else f"the newest whole one beside it is {whole}"
     raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
+
+
+def _missing(path: Any, local: Path | None) -> str:
+    """The error for a checkpoint that does not exist."""
+    text = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder"
+    if local is None:
+        return f"{text}."
+    beside = _newest_first(_beside(local)) if local.parent.is_dir() else []
+    found = f"; the newest checkpoint there: {beside[0]}" if beside else ""
+    return f"{text} in {local.parent.absolute()}{found}."
 
 
 def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:

@@ -23,6 +23,7 @@ from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.monitoring.monitor import Monitor, served
 from lightning_recycle.control.network import addresses
+from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.control.options import CoordinatorOptions, WorkerProcess, other_device
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
@@ -185,7 +186,7 @@ class RunAttempt:
             self._coordinator_options(),
             host=host,
             port=port,
-            authkey=addresses.key_from_environment() if listens else None,
+            authkey=key_from_environment() if listens else None,
             on_profile=partial(_write_profile, self._profile_path),
             start_worker=self._start_worker,
             setup=pack(self._setup),

@@ -30,7 +30,7 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session import requirements
+from lightning_recycle.session import trainer_checks
 from lightning_recycle.session.checkpoint_callbacks import check_pruning, check_weight_averaging
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
 from lightning_recycle.session.gradient_clipping import steps_alone
@@ -132,7 +132,7 @@ class PreparedRun:
         """Samples of a step; None if unknown before the data is loaded."""
         if not self.call.fits or self.call.trainer.accumulate_grad_batches != 1:
             return None
-        sizes = [batch_size_of(loader) for loader in requirements.loaders_in(self.call.loaders)]
+        sizes = [batch_size_of(loader) for loader in trainer_checks.loaders_in(self.call.loaders)]
         return sizes[0] * self.setup.batch_pipelines if len(sizes) == 1 and sizes[0] is not None else None
 
     def find_profile(self) -> tuple[Path | None, Profile | None]:
@@ -147,6 +147,7 @@ class PreparedRun:
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
         if not path.exists():
+            log.info("There is no profile %s yet: the first steps are measured, and it is written there.", path)
             return path, None
         profile = load_profile(path)
         if len(profile.stages) != grid.stages:
@@ -168,8 +169,8 @@ def prepare(
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
     assert trainer.state.fn is not None
-    requirements.check_trainer(trainer, outside, options.is_remote)
-    sizes = [size for loader in requirements.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
+    trainer_checks.check_trainer(trainer, outside, options.is_remote)
+    sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
     grid = options.choose_grid(strategy.num_positions, batch_size, can_be_cut=is_cut)
@@ -179,21 +180,21 @@ def prepare(
     check_weight_averaging(trainer, parts)
     check_pruning(trainer, grid.stages)
     if options.members > 1:
-        requirements.check_members(trainer, options)
+        trainer_checks.check_members(trainer, options)
     options.recovery.check_start(grid.pipelines)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
-    requirements.check_loaders(call.loaders, grid.microbatches if call.fits else None)
+    trainer_checks.check_loaders(call.loaders, grid.microbatches if call.fits else None)
     if call.fits:
-        requirements.check_loss(module)
-        requirements.check_loaders(call.arguments.get("val_dataloaders"), None)
+        trainer_checks.check_loss(module)
+        trainer_checks.check_loaders(call.arguments.get("val_dataloaders"), None)
     stages = parts.cut(grid.stages, options.planning.partition)
     if options.members > 1 and parts.ties(stages):
         raise UnsupportedFeatureError(
             "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
             " position. Use pipeline_parallel_size=1, or do not tie them."
         )
-    requirements.warn_of_lost_compilation(module)
+    trainer_checks.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
         _ = logger.version  # chosen here; otherwise every new leader would choose a new one

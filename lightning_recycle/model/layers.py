@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
-from lightning_recycle.planning.partition import even_cuts, held_ranges
+from lightning_recycle.planning.layer_cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planner import Partition
 from lightning_recycle.randomness import derive_seed
 from lightning_recycle.tensor_memory import part_like

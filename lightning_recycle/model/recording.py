@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_recycle.data.steps import StepHandle, as_one_step
+from lightning_recycle.data.step_sources import StepHandle, as_one_step
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import is_cache, is_tracing
 from lightning_recycle.randomness import step_randomness

@@ -17,6 +17,7 @@ from lightning_recycle.planning.costs import (
 from lightning_recycle.planning.exact_planner import ExactPlanner
 from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
+from lightning_recycle.planning.layer_cuts import LayerCosts, even_cuts
 from lightning_recycle.planning.layouts import FailureRecord, LayoutPlan, plan_layout
 from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.normalization import (
@@ -26,7 +27,6 @@ from lightning_recycle.planning.normalization import (
     normalized_problem,
     roles,
 )
-from lightning_recycle.planning.partition import LayerCosts, even_cuts
 from lightning_recycle.planning.plan_library import (
     PlanLibrary,
     load_plan,

@@ -83,7 +83,9 @@ class ExactPlanner:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigurationError(f"ExactPlanner(backend={self.backend!r}): give one of {', '.join(BACKENDS)}.")
+            raise ConfigurationError.for_option(
+                "ExactPlanner", "backend", self.backend, f"give one of {', '.join(BACKENDS)}"
+            )
         require("milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)
         whole("ExactPlanner", "threads", self.threads, 1)

@@ -5,8 +5,8 @@ the next change exceed the stall for it:
 
     (1 - period / period of re-routing) x seconds until the next change  >  stall
 
-Cuts are found exactly by the load of the slowest stage (:mod:`~lightning_recycle.planning.partition`). A load is only a
-bound, so the cuts with the least lower bounds are planned, and the period of the real schedule decides. The result is
+Cuts are found exactly by the load of the slowest stage (:mod:`~lightning_recycle.planning.layer_cuts`). A load is only
+a bound, so the cuts with the least lower bounds are planned, and the period of the real schedule decides. The result is
 never worse than re-routing by its own figures.
 
 *Next change*: failures come at an unknown rate per worker and second. With a Gamma prior of shape a and exposure b,
@@ -29,7 +29,7 @@ from lightning_recycle.arguments import at_least, whole
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.heuristic_planner import DEFAULT_EFFORT, heuristic, heuristic_with_variation
-from lightning_recycle.planning.partition import (
+from lightning_recycle.planning.layer_cuts import (
     Bounds,
     LayerCosts,
     Stages,

@@ -5,7 +5,7 @@ also determine the smallest period: the largest mean weight of a cycle "stage s 
 iteration", found by policy iteration (Howard). Work is done on integers, ``code = (kind * S + stage) * N + microbatch``
 with N = D * M, so that a 600,000-operation schedule takes seconds.
 
-Where stages share layers (:mod:`~lightning_recycle.planning.partition`), each micro-batch has costs of its own. The
+Where stages share layers (:mod:`~lightning_recycle.planning.layer_cuts`), each micro-batch has costs of its own. The
 gradients of a shared layer are summed over the workers of both stages, and neither steps before the other has all
 weight gradients of the layer.
 """

@@ -19,7 +19,7 @@ from lightning_recycle.control.client import unpack_all
 from lightning_recycle.control.protocol import messages, recovery
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.messages import OUTSIDE
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Microbatch, OpKind
 from lightning_recycle.planning.program import Program, Task
@@ -60,7 +60,7 @@ class Executor:
         self.client.regroup = self.regroup
         self.communicator.lose_sibling = self._lose_sibling
         if self.communicator.mesh is not None:
-            self.communicator.mesh.report_hooks_to(self._enters_hook)
+            self.communicator.mesh.set_hook_detector(self._enters_hook)
 
     @property
     def version(self) -> int:
@@ -160,7 +160,7 @@ class Executor:
         coordinator decides if a fault of the machine may explain the error.
         """
         if not self._has_own_exception:
-            self._has_own_exception = not self._callbacks.is_suspect(error) or self.client.is_own(
+            self._has_own_exception = not self._callbacks.is_suspect(error) or self.client.await_verdict(
                 *place, error, exact=exact, sticky=is_device_error(error)
             )
         return self._has_own_exception
@@ -284,16 +284,16 @@ class Executor:
         announced = self.client.enter_generation()
         version = -1 if self._joining else self.version
         if runner.reduced and (runner.verifier.leaves_open(self.version) or announced.unproven == self.version):
-            runner.forget()
+            runner.forget_gradient()
         status = messages.WorkerStatus(
             self._column, version, runner.reduced, not self.runner.is_confirmed, runner.has_shadow
         )
         self.client.doing(self.version, "recovery", _RECOVER)
         runner.attempt.place = (self.version, "recovery")
-        resume = self.client.report(status, runner.payload, self._moving.cuts)
+        resume = self.client.report_and_wait(status, runner.payload, self._moving.cuts)
         if resume.generation > 0:
             self._callbacks.on_recovery(resume.decision.version, bool(resume.decision.ahead))
-        if not self._joining and (bundle := self._moving.decided(resume.cuts)) is not None:
+        if not self._joining and (bundle := self._moving.install_layout(resume.cuts)) is not None:
             runner.replace_layers(bundle)
         self._connect(resume, announced)
         with self.client.busy("taking over from the last leader"):  # loggers and progress bars are the user's
@@ -321,7 +321,7 @@ class Executor:
         if runner.speculation is not None and runner.speculation.speculative:  # the others have yet to report the step
             runner.speculation.report(self.version - 1, runner.payload, speculative=True)
         if resume.becomes:
-            self._get_ready(resume)
+            self._exchange_layers(resume)
 
     @property
     def _column(self) -> int:
@@ -340,7 +340,7 @@ class Executor:
             return program
         return program.renamed(lambda place: positions.rank(self.grid.worker(place), plane), *self.communicator.parts)
 
-    def _get_ready(self, resume: messages.Resume) -> None:
+    def _exchange_layers(self, resume: messages.Resume) -> None:
         """Exchanges layers with other stages, and waits for the generation that uses them."""
         self.client.doing(self.version, "layers", _RECOVER)
         self._moving.exchange(resume)
@@ -394,11 +394,11 @@ class Executor:
                 with self.client.waiting("the transfer of state"):
                     for rank in action.ranks:
                         if rank in resume.strangers:
-                            self._moving.give_all(rank)
+                            self._moving.send_all_layers(rank)
                         send_object(self.communicator, snapshot, rank)
             case recovery.Take():
                 if self.client.rank in resume.strangers:
-                    self.runner.replace_layers(self._moving.take_all(action.donor, resume.cuts))
+                    self.runner.replace_layers(self._moving.receive_all_layers(action.donor, resume.cuts))
                 with self.client.waiting("the transfer of state"):
                     snapshot = receive_object(self.communicator, action.donor)
                 with self.client.busy("taking over the state"):
@@ -417,7 +417,7 @@ class Executor:
             case recovery.AwaitPeers():
                 self.runner.await_peers()
             case recovery.Forget():
-                self.runner.forget()
+                self.runner.forget_gradient()
             case recovery.Serve():
                 self.runner.serve(action.step)
 

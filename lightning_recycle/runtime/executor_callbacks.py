@@ -68,7 +68,7 @@ class ExecutorCallbacks(Protocol):
         It gives the module that micro-batch's values, and adds to ``statistics`` instead of running statistics.
         """
 
-    def computing_again(self, index: int) -> AbstractContextManager[None]:
+    def recomputing(self, index: int) -> AbstractContextManager[None]:
         """As :meth:`microbatch`, for a repeated forward without lasting effects."""
 
     @property
@@ -93,14 +93,14 @@ class ExecutorCallbacks(Protocol):
     def describe_step(self, step: int) -> messages.Facts:
         """Called when ``step`` was applied; returns facts that must be equal on its peers."""
 
-    def not_optimized(self) -> Collection[nn.Parameter]:
+    def unoptimized_parameters(self) -> Collection[nn.Parameter]:
         """Parameters of no optimizer: their gradients are not clipped or counted."""
 
-    def must_know(self, step: int) -> bool:
+    def forbids_speculation(self, step: int) -> bool:
         """Whether ``step`` may not be speculative."""
 
-    def keep_optimizer(self) -> None:
-        """The optimizer is about to make a speculative step."""
+    def keep_optimizer_state(self) -> None:
+        """Called before a speculative step of the optimizer, for :meth:`step_again`."""
 
     def step_again(self, norm: float) -> None:
         """Repeats the newest step, a wrong speculation, with gradients of norm ``norm``.
@@ -175,7 +175,7 @@ class SpeculativeCommits:
         """Reports ``step`` once in a generation; ``speculative``: without waiting."""
         if self._reported_in != (self._client.generation, step):
             self._reported_in = (self._client.generation, step)
-            self._client.tell(step, own, speculative)
+            self._client.send_commit(step, own, speculative)
 
     def is_reported(self, step: int) -> bool:
         return self._client.committed(step) is not None

@@ -554,8 +554,8 @@ class BucketedReduction:
             self._sums.all_reduce(self._summed_in_reduce)
         self._end()
 
-    def give(self, step: int) -> None:
-        """Gives the sums of a finished attempt at ``step`` to stages that lack them."""
+    def send_sums(self, step: int) -> None:
+        """Sends the sums of a finished attempt at ``step`` to stages that lack them; waits."""
         for bucket in self._gradients.buckets(step):
             if bucket.stages in self._givers:
                 self._begin(bucket)

@@ -243,8 +243,8 @@ class PositionMesh:
             backend = alone if len(numbers) == 1 else groups[plans[numbers]].whole
             self.groups[name].connect(backend, await_work)
 
-    def report_hooks_to(self, enters_hook: Callable[[], bool]) -> None:
-        """Has ``enters_hook`` called before each collective: whether it is a hook's."""
+    def set_hook_detector(self, enters_hook: Callable[[], bool]) -> None:
+        """Calls ``enters_hook()`` before each collective; it tells whether a hook runs it."""
         for group in self.groups.values():
             group.enters_hook = enters_hook
 

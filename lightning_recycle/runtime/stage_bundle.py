@@ -24,7 +24,7 @@ from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import Tie
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.partition import Transfer, held_ranges, transfers
+from lightning_recycle.planning.layer_cuts import Transfer, held_ranges, transfers
 from lightning_recycle.runtime.communicator import Communicator, receive_object, send_object
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage import Stage
@@ -149,7 +149,7 @@ def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 class LayerKeeper(Protocol):
-    """Gives layers away and takes them up, with all of their state."""
+    """Packs layers for other workers and installs theirs, with all of their state."""
 
     @property
     def cuts(self) -> Cuts:
@@ -158,10 +158,10 @@ class LayerKeeper(Protocol):
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
         """The stages that hold the same weights under ``cuts``, also without this one."""
 
-    def give(self, layers: Iterable[int]) -> Any:
-        """These layers, to be sent to another worker."""
+    def pack_layers(self, layers: Iterable[int]) -> Any:
+        """These layers and their state, to be sent to another worker."""
 
-    def take_up(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
+    def install_layers(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
         """Takes over the layers of its stage under ``cuts``: its own, and ``given`` ones."""
 
 
@@ -207,7 +207,7 @@ class LayerMoves:
         with self._client.waiting("layers of other stages"):
             for transfer in self._transfers(resume.becomes, resume.roster):
                 if transfer.donor == self._client.rank:
-                    send_object(self._communicator, self._keeper.give(transfer.layers), transfer.receiver)
+                    send_object(self._communicator, self._keeper.pack_layers(transfer.layers), transfer.receiver)
                 else:
                     given.append(receive_object(self._communicator, transfer.donor))
         self._held = resume.becomes, given
@@ -219,8 +219,8 @@ class LayerMoves:
             return []
         return [one for one in transfers(self._grid, roster, self.cuts, becomes) if rank in (one.donor, one.receiver)]
 
-    def decided(self, cuts: Cuts) -> StageBundle | None:
-        """Takes up the layout ``cuts``, if it differs; a joining worker takes its donor's."""
+    def install_layout(self, cuts: Cuts) -> StageBundle | None:
+        """Installs the exchanged layers of layout ``cuts``; None if it is the present one."""
         held, self._held = self._held, None
         cuts = cuts or self._start
         if cuts == self.cuts:
@@ -228,15 +228,15 @@ class LayerMoves:
         if held is None or held[0] != cuts:
             raise ReCycleError(f"Worker {self._worker} has no layers for the layout {cuts}: the protocol was violated.")
         with self._client.busy("another layout of the layers"):
-            return self._keeper.take_up(cuts, held[1])
+            return self._keeper.install_layers(cuts, held[1])
 
-    def give_all(self, rank: int) -> None:
-        """Gives all layers of this stage to ``rank``, which joins with others."""
-        send_object(self._communicator, self._keeper.give(held_ranges(self.cuts)[self._worker.stage]), rank)
+    def send_all_layers(self, rank: int) -> None:
+        """Sends all layers of this stage to ``rank``, which joins with others; waits."""
+        send_object(self._communicator, self._keeper.pack_layers(held_ranges(self.cuts)[self._worker.stage]), rank)
 
-    def take_all(self, donor: int, cuts: Cuts) -> StageBundle:
-        """The counterpart of :meth:`give_all`."""
+    def receive_all_layers(self, donor: int, cuts: Cuts) -> StageBundle:
+        """Waits for what ``donor`` sends by :meth:`send_all_layers`, and installs it."""
         with self._client.waiting("the layers of its stage"):
             given = receive_object(self._communicator, donor)
         with self._client.busy("another layout of the layers"):
-            return self._keeper.take_up(cuts or self._start, [given])
+            return self._keeper.install_layers(cuts or self._start, [given])

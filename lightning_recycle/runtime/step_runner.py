@@ -30,7 +30,7 @@ from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.control.protocol.member import Interrupted
 from lightning_recycle.control.protocol.recovery import part_of
-from lightning_recycle.data.steps import StepHandle, StepSource
+from lightning_recycle.data.step_sources import StepHandle, StepSource
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.planning.grid import Grid, Op, OpKind, Positions, Worker
 from lightning_recycle.planning.program import Program, Task
@@ -170,7 +170,7 @@ class StepRunner:
         comparing = self.speculation is None and self.stage.differentiates_itself
         self._microbatches = self.grid.global_microbatches
         self._recompute_again = recompute = Recomputation(
-            self.stage, self._parameters, self._microbatches, self.callbacks.computing_again
+            self.stage, self._parameters, self._microbatches, self.callbacks.recomputing
         )
         # A scaled loss overflows now and then, and a peer computes what differentiates itself in its own way.
         several = self.grid.lanes > 1 and self.positions.members == 1  # a member cannot compute alone
@@ -181,13 +181,14 @@ class StepRunner:
         self._watcher: Verifier | None = None  # if micro-batches of this attempt are recorded
 
     def replace_layers(self, bundle: StageBundle) -> None:
+        """Continues with the layers of ``bundle``, after this stage's layers have moved."""
         self.gradients.give_back()
         for parameter, grad in bundle.left.items():
             parameter.grad = grad
         self._set_up(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers
         self.stage.remember_modes()
-        self.forget()
+        self.forget_gradient()
 
     def replace_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replaces the parameters of the layers; for a single stage, without a shadow."""
@@ -198,6 +199,7 @@ class StepRunner:
     # ------------------------------------------------------------------ a step
 
     def follow(self, program: Program) -> None:
+        """Runs ``program`` from the next step on."""
         self._whole_program = program
         self.program, self._idle_peer = program.tasks, program.idle_peer
         self.verifier.follow(program)
@@ -275,7 +277,7 @@ class StepRunner:
                 self._reduce(step)
             elif kind is OpKind.REDUCE:
                 with self.client.waiting("stages with the same weights"):
-                    self._reduction.give(step)
+                    self._reduction.send_sums(step)
             elif kind is OpKind.STEP and part.applies:
                 self._commit_and_apply()
             for after in self.after_operation:
@@ -340,7 +342,7 @@ class StepRunner:
     def _recompute(self, step: int, task: Task) -> None:
         first = self._measurements.first
         split = task.split_backward or (first is not None and first.splits(task.index))
-        with self.callbacks.computing_again(task.index), self._measured(OpKind.RECOMPUTE, task):
+        with self.callbacks.recomputing(task.index), self._measured(OpKind.RECOMPUTE, task):
             self.stage.recompute(task.index, split_backward=split)
 
     def _backward(self, step: int, task: Task) -> None:
@@ -389,7 +391,7 @@ class StepRunner:
         """This stage's report of its reduced gradient of ``step``."""
         if not (self._rules.norm or self._rules.overflow):
             return CommitPayload(math.nan, False)
-        totals, beside = (step, self.steps[step].share), self.callbacks.not_optimized()
+        totals, beside = (step, self.steps[step].share), self.callbacks.unoptimized_parameters()
         return CommitPayload(
             self.gradients.squared_norm(*totals, (*self._not_counted, *beside)) if self._rules.norm else math.nan,
             self._rules.overflow and not self.gradients.is_finite(*totals, beside),
@@ -422,7 +424,7 @@ class StepRunner:
                 self._shadow.update()
                 self._shadow_of = number
             if speculative:
-                self.callbacks.keep_optimizer()
+                self.callbacks.keep_optimizer_state()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
             self.version += 1
             self.reduced = False
@@ -448,7 +450,7 @@ class StepRunner:
     def _apply_at_once_or_later(self, speculation: SpeculativeCommits, step: int) -> None:
         """Applies this stage's gradient speculatively if it may, else after all reports."""
         assert self.payload is not None
-        speculative = speculation.is_likely(self.payload) and not self.callbacks.must_know(step)
+        speculative = speculation.is_likely(self.payload) and not self.callbacks.forbids_speculation(step)
         speculation.report(step, self.payload, speculative)
         if speculative and not speculation.is_reported(step):
             self.apply({}, speculative=True)
@@ -502,12 +504,12 @@ class StepRunner:
         if lacks:
             self.payload, self.reduced = self._commit_payload(step), True
 
-    def forget(self) -> None:
-        """The running step's gradient is not reduced any more."""
+    def forget_gradient(self) -> None:
+        """Forgets that the gradient of the running step is reduced, and its report."""
         self.reduced, self.payload = False, None
 
     def before_recovery(self) -> None:
-        """Called when a generation was announced: nothing is under way any more."""
+        """Drops micro-batches and receives under way, as a generation was announced."""
         self.stage.clear()
         self._incoming = {}
 
@@ -516,6 +518,7 @@ class StepRunner:
         self._reduction.drop()
 
     def measure_links(self) -> None:
+        """Measures the links to the neighbours, which do the same, if the run is profiled."""
         rank, pair = self.client.rank, self.communicator.echo
         self._measurements.measure_links(self.worker.stage, self._is_last, lambda by, *how: pair(rank + by, *how))
 
@@ -525,7 +528,7 @@ class StepRunner:
             self.communicator.all_reduce(torch.zeros(1))
 
     def serve(self, step: int) -> None:
-        """Runs an applied step with the parameters of that step."""
+        """Runs an applied step for stages that lack it, with the parameters from before."""
         assert self._shadow is not None, "without the shadow no stage applies a step before all others can"
         try:
             with self.stage.as_in_training(), self._shadow.in_place(), self.callbacks.as_in_step(step):

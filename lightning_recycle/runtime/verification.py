@@ -134,10 +134,10 @@ class Recomputation:
         stage: Stage,
         parameters: Sequence[nn.Parameter],
         divisor: int,
-        computing_again: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
+        recomputing: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
     ) -> None:
         self._stage, self.parameters, self._divisor = stage, parameters, divisor
-        self._computing_again = computing_again
+        self._recomputing = recomputing
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
@@ -148,7 +148,7 @@ class Recomputation:
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
             tensor.requires_grad_(wanted)
-        with self._computing_again(index), self._gradients_apart():
+        with self._recomputing(index), self._gradients_apart():
             output = stage.forward(record.step, index, inputs, target, split_backward=record.split_backward)
             results: list[Any] = [*tensors_of(output), None]
             if stage.has_loss:

@@ -180,10 +180,10 @@ class _Methods:
     def _save(self, name: str, *arguments: Any) -> None:
         callback, checkpoints, trainer = self._callback, self._checkpoints, arguments[0]
         if self._writes_itself:
-            with checkpoints.waited_for():
+            with checkpoints.in_foreground():
                 record = _record(callback)
                 try:
-                    with checkpoints.noticed():
+                    with checkpoints.raising_failures():
                         self._saves[name](*arguments)
                 except CheckpointError:
                     if checkpoints.raises:
@@ -202,7 +202,7 @@ class _Methods:
     def _put_off(self, call: _Call, before: dict[str, Any]) -> None:
         """Until the checkpoint is complete the callback remembers what it did before."""
         changed = {name: v for name, v in _record(self._callback).items() if not _is_same(v, before[name])}
-        self._checkpoints.saves.follow_first("record", call, {name: before[name] for name in changed}, changed)
+        self._checkpoints.saves.call_first_when_known("record", call, {name: before[name] for name in changed}, changed)
         for name, value in before.items():
             if name not in _OF_ITS_STEP:
                 setattr(self._callback, name, value)
@@ -215,7 +215,7 @@ class _Methods:
             return
         trainer.save_checkpoint(path, callback.save_weights_only)
         callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
-        saves.follow_first("notify", self._number)
+        saves.call_first_when_known("notify", self._number)
 
     def _link(self, _: pl.Trainer, target: str, path: str) -> None:
         self._checkpoints.link(target, path)

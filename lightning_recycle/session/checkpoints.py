@@ -33,6 +33,14 @@ from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_batches import (
+    Action,
+    CheckpointBatch,
+    CheckpointBatches,
+    SaveRequest,
+    StateCopies,
+    settle_files,
+)
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
@@ -52,14 +60,6 @@ from lightning_recycle.session.optimizer_states import (
     parameters_by_name,
     sharded_optimizer_state,
     stage_optimizer_state,
-)
-from lightning_recycle.session.save_batches import (
-    Action,
-    Batch,
-    SaveBatches,
-    SaveRequest,
-    StateCopies,
-    settle_files,
 )
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
@@ -189,7 +189,7 @@ class Checkpoints(StageStates):
             "remove": lambda failure, path: None if failure else self.remove(path),
             **self.actions_of_callbacks(),
         }
-        self.saves = SaveBatches(
+        self.saves = CheckpointBatches(
             context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
@@ -198,7 +198,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ for callbacks that save
 
     def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
-        """Consequences of checkpoints but links and deletions; see :class:`SaveBatches`."""
+        """Consequences of checkpoints but links and deletions; see :class:`CheckpointBatches`."""
         return {}
 
     def ask_again(self) -> None:
@@ -391,7 +391,7 @@ class Checkpoints(StageStates):
         """The leader writes, or one worker of each stage.
 
         Raises CheckpointError on all workers, in the background later, if the file system refuses, and a checkpoint
-        that is not written ends the run, or is to be :meth:`noticed`. Otherwise the leader warns.
+        that is not written ends the run, or raises (:meth:`raising_failures`). Otherwise the leader warns.
         UnsupportedFeatureError for a folder elsewhere than on this machine.
         """
         if self._joins:
@@ -408,7 +408,7 @@ class Checkpoints(StageStates):
         self._exists(path)
         marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
         with self._stalling():
-            if (batch := self._begun()) is not None:
+            if (batch := self._begin_batch()) is not None:
                 part = self._part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
                 keeps = batch.waits or batch.group.is_leader
                 content = frozen(checkpoint) if keeps and self.saves.is_deferring else partial(dict, checkpoint)
@@ -519,17 +519,17 @@ class Checkpoints(StageStates):
         self._exists(path)
         if self.saves.is_deferring:
             self.saves.asked(target)
-            self.saves.follow("link", target, path)
+            self.saves.call_when_known("link", target, path)
             return
         make_link = partial(attempt, partial(link, target, path), path, None)
         if (failure := self.collectives.by_leader("checkpoint", make_link)) is not None:
-            self._not_written(failure)
+            self._report_failure(failure)
 
     def remove(self, path: Any) -> None:
         """The leader deletes a checkpoint that is not wanted any more."""
         self._exists(path, exists=False)
         if self.saves.is_deferring:
-            self.saves.follow("remove", os.fspath(path))
+            self.saves.call_when_known("remove", os.fspath(path))
             return
         if not self.collectives.is_leader:
             return
@@ -558,7 +558,7 @@ class Checkpoints(StageStates):
             self.module.trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
+    def raising_failures(self) -> Iterator[None]:
         """Failed checkpoints in the block raise :class:`CheckpointError` on all workers."""
         before, self._unwinding = self._unwinding, True
         try:
@@ -566,16 +566,18 @@ class Checkpoints(StageStates):
         finally:
             self._unwinding = before
 
-    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: Batch) -> None:
+    def _save_file(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: CheckpointBatch
+    ) -> None:
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
         self.reach("checkpoint", batch.version)
-        group.confirm()
+        group.await_permission()
         if isinstance(plugin, AsyncCheckpointIO):  # this thread knows when it is complete
             assert plugin.checkpoint_io is not None
             plugin = plugin.checkpoint_io
         if isinstance(plugin, WholeCheckpointIO):
             pace = None if batch.copies.are_originals else group.pace
-            plugin.save_checkpoint(checkpoint, path, storage_options, group.confirm, pace)
+            plugin.save_checkpoint(checkpoint, path, storage_options, group.await_permission, pace)
         else:
             plugin.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -589,34 +591,34 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ saving while the training goes on
 
     def begin_batch(self) -> bool:
-        """Takes up the consequences of the checkpoints before."""
+        """Begins a batch at this boundary; False if this worker leaves the save out."""
         if self._joins:
             return False
         with self._stalling():
-            return self._begun() is not None
+            return self._begin_batch() is not None
 
-    def _begun(self) -> Batch | None:
+    def _begin_batch(self) -> CheckpointBatch | None:
         version = self.executor.version
         batch = self.saves.begin(version, waits=not self.in_background)
         if batch is None:
             busy = f"A checkpoint after {version} steps is left out: the one before is still being written."
-            self._not_written(SaveFailure(busy))
+            self._report_failure(SaveFailure(busy))
         return batch
 
-    def take_up(self) -> None:
-        """Called after a step; see :meth:`SaveBatches.take_up`."""
+    def apply_outcome(self) -> None:
+        """Carries out what depends on a batch, after the step that came with its outcome."""
         with self._stalling():
-            self.saves.take_up()
+            self.saves.apply_outcome()
 
     def complete(self) -> None:
-        """Waits for checkpoints that were asked for, and takes up their consequences."""
+        """Waits for checkpoints that were asked for; carries out what depends on them."""
         self._write(self._boundary)
         with self._stalling():
             self.saves.complete()
 
     @contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """All wait for the checkpoints that are asked for within the block."""
+    def in_foreground(self) -> Iterator[None]:
+        """Within the block all wait until the checkpoints asked for are written."""
         self.complete()
         before, self.is_training = self.is_training, False
         try:
@@ -626,10 +628,10 @@ class Checkpoints(StageStates):
             self.is_training = before
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Saves lost checkpoints after the last epoch."""
+    def saving_at_end(self) -> Iterator[None]:
+        """Writes checkpoints lost with workers, then those asked for in the block."""
         with self.at_boundary(StepBoundary.EPOCH):
-            with self.waited_for():
+            with self.in_foreground():
                 self.ask_again()
             yield
 
@@ -643,11 +645,11 @@ class Checkpoints(StageStates):
 
     def end_training(self) -> None:
         """The training is over: nothing is written in the background any more."""
-        with self.at_boundary(StepBoundary.EPOCH), self.waited_for():
+        with self.at_boundary(StepBoundary.EPOCH), self.in_foreground():
             self.ask_again()
         self.is_training = False
 
-    def _request(self, batch: Batch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
+    def _request(self, batch: CheckpointBatch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
         """Has this worker's thread write its part of ``asked``, if it has one."""
         objects: list[Any] | None = None
         for one in asked:
@@ -679,7 +681,7 @@ class Checkpoints(StageStates):
                 *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
             )
 
-    def _part(self, checkpoint: dict[str, Any], batch: Batch) -> _StagePart:
+    def _part(self, checkpoint: dict[str, Any], batch: CheckpointBatch) -> _StagePart:
         """This stage's part, taken out of ``checkpoint``; copied unless all wait."""
         kinds, copies = [kind for kind in _WEIGHTS if kind in checkpoint], batch.copies
         weights = {kind: checkpoint[kind] for kind in kinds}
@@ -698,7 +700,12 @@ class Checkpoints(StageStates):
         )
 
     def _written_by_leader(
-        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, storage_options: Any
+        self,
+        batch: CheckpointBatch,
+        part: _StagePart,
+        content: Callable[[], dict[str, Any]],
+        path: Any,
+        storage_options: Any,
     ) -> SaveFailure | None:
         group = batch.group
         if not group.is_leader:
@@ -734,14 +741,14 @@ class Checkpoints(StageStates):
         return failure
 
     def _written_by_stage(
-        self, batch: Batch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
+        self, batch: CheckpointBatch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
     ) -> SaveFailure | None:
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
         group, checkpoint = batch.group, content()
 
         def before_naming(temporary: Path) -> None:
             self.reach("checkpoint", batch.version)
-            group.confirm(temporary)
+            group.await_permission(temporary)
 
         completions = group.gather_columns("completion", lambda: part.completion)
         add_parts(checkpoint, completions, group.positions.members)
@@ -765,9 +772,9 @@ class Checkpoints(StageStates):
 
     def _failed(self, failures: Iterable[SaveFailure]) -> None:
         for failure in failures:
-            self._not_written(failure)
+            self._report_failure(failure)
 
-    def _not_written(self, failure: SaveFailure) -> None:
+    def _report_failure(self, failure: SaveFailure) -> None:
         self.saves.names.clear()  # there may be an earlier one of that name
         if self.raises and failure.is_refusal:
             raise CheckpointError(

@@ -189,7 +189,7 @@ def states_for_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def go_on(trainer: pl.Trainer, mid_epoch: bool) -> None:
+def resume_at_counters(trainer: pl.Trainer, mid_epoch: bool) -> None:
     """Makes the loops continue at their counters, not at those that Lightning infers."""
     loop = trainer.fit_loop
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
@@ -343,8 +343,8 @@ def _of_data(data: Mapping[str, Any]) -> _ResultMetric:
 _move = _ResultMetric.to
 
 
-def spare_moves() -> None:
-    """Moves metrics of logged values only to other devices.
+def skip_needless_moves() -> None:
+    """Patches Lightning: no ``.to()`` for a logged metric on its device already.
 
     Lightning moves each to the device of each value, tensor by tensor, also when it is there: two thirds of the time of
     ``self.log``, and a part of every step.

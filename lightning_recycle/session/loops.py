@@ -28,11 +28,16 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.data.iterable_style import StreamLoader
-from lightning_recycle.data.steps import StepHandle, StepLoader
+from lightning_recycle.data.step_sources import StepHandle, StepLoader
 from lightning_recycle.runtime.executor_callbacks import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.session.gradient_clipping import called_once
-from lightning_recycle.session.lightning_internals import ends_step, go_on, lightning_optimizers, rewind_to_batch
+from lightning_recycle.session.lightning_internals import (
+    ends_step,
+    lightning_optimizers,
+    resume_at_counters,
+    rewind_to_batch,
+)
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.training_steps import TrainingSteps
 from lightning_recycle.session.worker_snapshot import StepBoundary
@@ -333,10 +338,10 @@ class PipelineFitLoop(_FitLoop):
     def _load_combined_loader_states(self) -> None:
         """Also rewinds a stream for a checkpoint from the end of an epoch."""
         if self.is_resuming:
-            self.find_places()
+            self.restore_stream_places()
 
-    def find_places(self) -> None:
-        """Moves a stream to its place in the state that this loop has loaded.
+    def restore_stream_places(self) -> None:
+        """Rewinds streams of data to their places in the state that this loop loaded.
 
         Of data with addresses it is the state of the sampler; that of a single device's loader in a checkpoint stays
         unused.
@@ -367,17 +372,17 @@ class PipelineFitLoop(_FitLoop):
             )
 
     def enter_mid_epoch(self, state: dict[str, Any]) -> None:
-        """Lets the batch that the counters have begun begin here once more."""
+        """Begins the epoch of ``state`` at the batch that the donor had begun."""
         self.on_load_checkpoint(state)
-        self.find_places()
+        self.restore_stream_places()
         epoch = self.epoch_loop
         assert isinstance(epoch, PipelineEpochLoop)
         rewind_to_batch(self.trainer)
         epoch._enters_mid_epoch = True
 
-    def go_on(self, boundary: StepBoundary, on_entered: Callable[[], None]) -> None:
-        """Goes on behind ``boundary``, to which its counters belong."""
-        go_on(self.trainer, mid_epoch=boundary is not StepBoundary.EPOCH)
+    def resume_after(self, boundary: StepBoundary, on_entered: Callable[[], None]) -> None:
+        """Continues the training behind ``boundary``, to which the counters belong."""
+        resume_at_counters(self.trainer, mid_epoch=boundary is not StepBoundary.EPOCH)
         self._combined_loader_states_to_load, self._batch_size_to_load = [], None  # both were seen to in setup_data()
         epoch = self.epoch_loop
         assert isinstance(epoch, PipelineEpochLoop)
@@ -395,15 +400,15 @@ class PipelineFitLoop(_FitLoop):
 
     @override
     def on_run_end(self) -> None:
-        with self.runner.checkpoints.ending():  # hooks at the end may look for checkpoints
+        with self.runner.checkpoints.saving_at_end():  # hooks at the end may look for checkpoints
             super().on_run_end()
 
 
-def adapt_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` on all workers before hooks at the end of an epoch.
+def patch_logger_connector(trainer: pl.Trainer, hook: Callable[[], None]) -> None:
+    """Patches Lightning's connector of loggers for batches that are addresses.
 
-    Those may then log means over an epoch without ``batch_size``: Lightning cannot see it in a batch that is an
-    address. Replaces the adaptation of an earlier run.
+    Lightning cannot see a batch size in them, which means over an epoch need. ``hook`` is called on all workers before
+    hooks at the end of an epoch. Replaces the patch of an earlier run.
     """
     connector = trainer._logger_connector
     start, reached = type(connector).on_batch_start, type(connector).epoch_end_reached

@@ -1,7 +1,7 @@
 """Manual optimization: the training step of several micro-batches as one.
 
 A worker runs the user's ``training_step`` for each of its micro-batches, in turns
-(:mod:`~lightning_recycle.runtime.whole_steps`), each in a state of its own. They meet at each backward pass,
+(:mod:`~lightning_recycle.runtime.manual_step_runner`), each in a state of its own. They meet at each backward pass,
 whose gradients are averaged over all micro-batches of all workers, as under DDP, and at each step of an optimizer or
 scheduler, which is done once.
 
@@ -43,14 +43,14 @@ from lightning_recycle.randomness import (
     seeded_everything,
     set_generator_states,
 )
-from lightning_recycle.runtime.whole_steps import Lockstep, StepPath, WholeStepMicrobatch, WholeStepRunner
+from lightning_recycle.runtime.manual_step_runner import Lockstep, ManualStepMicrobatch, ManualStepRunner, StepPath
 from lightning_recycle.session.gradient_clipping import called_once, restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps, lightning_optimizers
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.slot_values import ValueTree
+from lightning_recycle.session.value_tree import ValueTree
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import tree_map_only
 
@@ -306,7 +306,7 @@ class ManualSteps:
         self._turns = Lockstep()
         self._states: list[MicrobatchState] = []
         self.state = state
-        self._exchange: WholeStepRunner
+        self._exchange: ManualStepRunner
         self._way: StepPath
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
@@ -315,7 +315,7 @@ class ManualSteps:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, step: int, microbatches: Sequence[WholeStepMicrobatch], exchange: WholeStepRunner, way: StepPath
+        self, step: int, microbatches: Sequence[ManualStepMicrobatch], exchange: ManualStepRunner, way: StepPath
     ) -> list[tuple[float, bytes]]:
         """Runs the step for the micro-batches of this worker.
 
@@ -345,7 +345,7 @@ class ManualSteps:
         self._turns, self._states = Lockstep(), []
         return done
 
-    def _one(self, step: int, microbatch: WholeStepMicrobatch) -> tuple[float, bytes]:
+    def _one(self, step: int, microbatch: ManualStepMicrobatch) -> tuple[float, bytes]:
         """The step on one micro-batch; state of its thread is entered here."""
         device = self._context.device
         enter_device(device)
@@ -353,7 +353,7 @@ class ManualSteps:
             seed = derive_seed(self._context.seed, step, microbatch.index, 0)
             reseed(seed)
             generator.manual_seed(seed)
-            self._recorder.slot_changes.slot = microbatch.index
+            self._recorder.microbatch_changes.next_microbatch = microbatch.index
             output = self._step(*microbatch.inputs)
         with self._context.forward_context():
             return _loss_in(output), self._parts.record_training(self._recorder, output, None, microbatch.samples)

@@ -39,7 +39,7 @@ from torchmetrics.wrappers import MetricTracker
 from typing_extensions import override
 
 from lightning_recycle.data.dataloaders import is_stream, yields_batches
-from lightning_recycle.data.steps import StepLoader
+from lightning_recycle.data.step_sources import StepLoader
 from lightning_recycle.devices import DeviceThread, is_accelerator
 from lightning_recycle.errors import ReCycleError
 from lightning_recycle.model.layers import weights_of

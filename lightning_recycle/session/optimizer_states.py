@@ -74,7 +74,7 @@ def trained_by_name(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return named
 
 
-def not_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+def unoptimized_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """The parameters of ``module`` that no optimizer has."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     optimized = {id(parameter) for group in groups for parameter in group["params"]}

@@ -23,8 +23,8 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.session.microbatch_changes import Effect, MicrobatchChanges, put_together, taken_apart
 from lightning_recycle.session.object_graph import metric_parts
-from lightning_recycle.session.slot_changes import Effect, SlotChanges, put_together, taken_apart
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
 
 MetricStates: TypeAlias = dict[str, Any]
@@ -87,11 +87,11 @@ class OutputRecorder:
     def __init__(
         self,
         module: RecordedModule,
-        slot_changes: SlotChanges,
+        microbatch_changes: MicrobatchChanges,
         shared: bool = True,
         on_logger_call: Callable[[LoggerCall], None] = lambda call: None,
     ) -> None:
-        self._module, self.slot_changes, self._shared = module, slot_changes, shared
+        self._module, self.microbatch_changes, self._shared = module, microbatch_changes, shared
         self._newest: tuple[Any, dict[int, tuple[Any, list[Effect]]]] = None, {}
         self._found_for: tuple[Any, ...] = ()
         self._on_logger_call = on_logger_call
@@ -154,7 +154,7 @@ class OutputRecorder:
             metric.reset()
         module.recorded_logs = []
         try:
-            with self.slot_changes.noticed() as changes, _updated_metrics() as updated:
+            with self.microbatch_changes.noticed() as changes, _updated_metrics() as updated:
                 yield recording
             if self._shared:
                 self._refuse_shares(updated)
@@ -219,7 +219,7 @@ class OutputRecorder:
         Arguments as for :meth:`replay`; in training it is called before that: hooks within the step see the changes.
         """
         parts = self._parsed(records)
-        self.slot_changes.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
+        self.microbatch_changes.repeat({i: [*record.changes, *found] for i, (record, found) in parts.items()}, on_step)
 
     def _parsed(self, records: Mapping[int, bytes]) -> dict[int, tuple[Any, list[Effect]]]:
         """The record and the changes of each micro-batch, in order."""
@@ -309,8 +309,8 @@ class StepOutputs:
 
         Numbers averaged over the samples, tensors and lists one after another, mappings and tuples item by item,
         anything else as a list of all. A micro-batch that returned None has no part in it. ``divisions``: of the batch
-        by its loaders (:meth:`~lightning_recycle.data.steps.StepSource.divisions`): rows of tensors and items of lists
-        that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
+        by its loaders (:meth:`~lightning_recycle.data.step_sources.StepSource.divisions`): rows of tensors and items of
+        lists that belong to samples get the order of the batch. Empty: micro-batches are consecutive samples.
         """
         some = [index for index, value in enumerate(self.values) if value is not None]
         samples = [self.samples[index] for index in some]

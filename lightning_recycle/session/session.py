@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_recycle.control.protocol.messages import LayoutWanted
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
@@ -22,8 +22,9 @@ from lightning_recycle.model.recording import CallResult, RecordedModule, record
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
-from lightning_recycle.session.lightning_internals import prepare_data_within, spare_moves
-from lightning_recycle.session.loops import PipelineFitLoop, adapt_connector
+from lightning_recycle.session.lightning_internals import prepare_data_within, skip_needless_moves
+from lightning_recycle.session.loops import PipelineFitLoop, patch_logger_connector
+from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_attributes import number_hooks
 from lightning_recycle.session.optimizer_states import parameters_by_name
 from lightning_recycle.session.output_recorder import OutputRecorder
@@ -36,7 +37,6 @@ from lightning_recycle.session.reporting import (
     show_progress_bar,
     show_whole_run,
 )
-from lightning_recycle.session.slot_changes import SlotChanges
 from lightning_recycle.session.stage_layers import build_layers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.training_steps import TrainingSteps
@@ -113,6 +113,7 @@ class Session:
         restore_class(self.module)
 
     def reach(self, point: str, step: int) -> None:
+        """Calls hooks of fault injection at ``point`` of the run, before ``step``."""
         for hook in self.at_point:
             hook(point, step)
 
@@ -174,18 +175,18 @@ class Session:
         parts = parts_of(module, self.grid.stages, self.options.layers)
         strategy.accelerator.setup(trainer)
         show_whole_run(trainer, parts, self.collectives)
-        adapt_connector(trainer, self._share_attributes)
-        spare_moves()
+        patch_logger_connector(trainer, self._share_attributes)
+        skip_needless_moves()
         watch_process_group(self.collectives.is_in_step, of_members=self.mesh is not None)
         build_layers(context, parts)
         microbatches = self.run.data_grid.global_microbatches
-        slot_changes = SlotChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
+        microbatch_changes = MicrobatchChanges(module, microbatches == self.grid.num_workers == 1, microbatches)
         relay = LogRelay(context, module, lambda: self.executor.version)
-        recorder = OutputRecorder(module, slot_changes, self.grid.num_workers > 1, relay.on_call)
+        recorder = OutputRecorder(module, microbatch_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
         self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
         self._whole_forward = WholeForward(self.steps, self.collectives)
-        self.client.on_leader = partial(self._lead, relay)
+        self.client.on_leader = partial(self._take_leadership, relay)
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
         if context.fitting:
             PipelineFitLoop.install(trainer, self.steps)
@@ -217,7 +218,7 @@ class Session:
         """Stops reading data and drops references to weights, which may then move."""
         self.loaders.close()
         if self._steps is not None:
-            self._steps.recorder.slot_changes.forget_values()
+            self._steps.recorder.microbatch_changes.forget_values()
             if self._steps.manual is not None:
                 self._steps.manual.state.forget_values()
 
@@ -225,9 +226,9 @@ class Session:
         """The workers of a pipeline take over the attributes of its last stage."""
         if self.grid.stages == 1:
             return
-        last, slot_changes = self.worker.stage == self.grid.stages - 1, self.steps.recorder.slot_changes
+        last, microbatch_changes = self.worker.stage == self.grid.stages - 1, self.steps.recorder.microbatch_changes
         sums = {} if self.mesh is not None else sums_of_copies(self.steps.ties, parameters_by_name(self.module))
-        answers = self.collectives.gather("attributes", (slot_changes.shares() if last else None, sums))
+        answers = self.collectives.gather("attributes", (microbatch_changes.shares() if last else None, sums))
         found = {rank: share for rank, (share, _) in answers.items()}
         stage = self.collectives.positions.stage
         text = copies_differ((stage(rank), sums) for rank, (_, sums) in answers.items())
@@ -237,13 +238,14 @@ class Session:
         grid, place = self.run.data_grid, self.run.data_worker(self.place.rank)
         shares = {grid.worker(rank).pipeline: share for rank, share in sorted(found.items()) if share is not None}
         if not last and shares:
-            slot_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
+            microbatch_changes.load_shares(shares.get(place.pipeline, next(iter(shares.values()))))
 
     def reduce(self, tensor: Any, reduce_op: Any) -> Any:
+        """Combines ``tensor`` of all workers; shares in attributes of steps are added."""
         shares = lists = False
         if self._steps is not None:
-            slot_changes = self._steps.recorder.slot_changes
-            shares, lists = slot_changes.keeps_shares, bool(slot_changes.names)
+            microbatch_changes = self._steps.recorder.microbatch_changes
+            shares, lists = microbatch_changes.keeps_shares, bool(microbatch_changes.names)
         return self.collectives.reduce(tensor, reduce_op, shares, lists)
 
     # ------------------------------------------------------------------ evaluation
@@ -256,7 +258,7 @@ class Session:
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
         self.reach("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
-        self.steps.recorder.slot_changes.begin_step()
+        self.steps.recorder.microbatch_changes.begin_step()
         with self.module.logging_allowed(False):
             records = self.executor.evaluate(handle, split, partial(self.steps.record, record))
         with self._context.forward_context():
@@ -265,6 +267,7 @@ class Session:
         return returned.predicted(is_one) if kind == "predict" else returned.joined()
 
     def forward_whole(self, inputs: Sequence[Any]) -> Any:
+        """Runs ``self(x)`` outside of steps through all stages; all workers call it."""
         if self._whole_forward is None:
             raise UnsupportedFeatureError(
                 f"{type(self.trainer.lightning_module).__name__} was called, as in self(x), when this worker had one"
@@ -275,7 +278,7 @@ class Session:
 
     # ------------------------------------------------------------------ leadership
 
-    def _lead(self, relay: LogRelay) -> None:
+    def _take_leadership(self, relay: LogRelay) -> None:
         """Takes over leadership if a new generation has made this worker the leader."""
         was_leader = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._follow_leader()
@@ -314,13 +317,13 @@ class WholeForward:
         self._refuse_here()
         number = self._meet(inputs)
         value = inputs[0] if len(inputs) == 1 else tuple(inputs)
-        slot_changes = self._recorder.slot_changes
-        keeps_shares = slot_changes.keeps_shares
+        microbatch_changes = self._recorder.microbatch_changes
+        keeps_shares = microbatch_changes.keeps_shares
         with torch.no_grad():
             done = self._steps.executor.forward_whole(
                 value, -1 - number, partial(self._parts.record_forward, self._recorder)
             )
-        slot_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
+        microbatch_changes.keeps_shares = keeps_shares  # what forward() keeps for itself is no part of a sum
         (output,) = self._recorder.replay({0: done}, on_step=False).values
         return move_data_to_device(output.value if isinstance(output, CallResult) else output, self._module.device)
 

@@ -35,7 +35,7 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.layers import has_recipes
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.grid import Grid, Worker
-from lightning_recycle.planning.partition import (
+from lightning_recycle.planning.layer_cuts import (
     are_whole,
     bounds_of,
     has_ties,
@@ -49,12 +49,12 @@ from lightning_recycle.runtime.communicator import Communicator
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.executor_callbacks import CommitRules, ExecutorCallbacks
 from lightning_recycle.runtime.gradients import GradientBuffers
+from lightning_recycle.runtime.manual_step_runner import ManualStepRunner
 from lightning_recycle.runtime.nccl.nccl_transport import transport_for
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.step_measurements import StepMeasurements
 from lightning_recycle.runtime.step_runner import StepRunner
-from lightning_recycle.runtime.whole_steps import WholeStepRunner
 from lightning_recycle.session.checkpoint_callbacks import enter_stage
 from lightning_recycle.session.gradient_clipping import commit_requirements, may_change_gradients, scaler_of
 from lightning_recycle.session.manual_steps import ManualSteps, ManualStepState
@@ -66,7 +66,7 @@ from lightning_recycle.session.optimizer_states import (
     trained_by_name,
 )
 from lightning_recycle.session.output_recorder import OutputRecorder
-from lightning_recycle.session.requirements import (
+from lightning_recycle.session.trainer_checks import (
     check_graphs,
     check_optimizers,
     check_sharded_layers,
@@ -158,7 +158,7 @@ class StageBuilder:
         buckets = context.options.communication.bucket_bytes
         # Of a layer that two stages share neither sums all micro-batches.
         has_room = context.fitting and not self._by_itself and are_whole(cuts)
-        statistics = self._recorder.slot_changes.statistics if has_room else tuple
+        statistics = self._recorder.microbatch_changes.statistics if has_room else tuple
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
         return StageBundle(runs, parameters, gradients, ties, left, replicated)
@@ -234,7 +234,7 @@ class StageBuilder:
         bundle = self._first_bundle(ties)
         state = ManualStepState(context.trainer)
         manual = ManualSteps(context, bundle.stage.layers[0], self._parts, self._recorder, state)
-        return Executor(WholeStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
+        return Executor(ManualStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
         return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)
@@ -526,9 +526,9 @@ class StageLayers:
             whole=self._parts.whole,
         )
 
-    # ------------------------------------------------------------------ giving
+    # ------------------------------------------------------------------ packing
 
-    def give(self, layers: Iterable[int]) -> _Given:
+    def pack_layers(self, layers: Iterable[int]) -> _Given:
         layers = tuple(layers)
         self._end_measuring()  # what it does to the layers is not the user's to pickle
         prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
@@ -558,9 +558,9 @@ class StageLayers:
             for optimizer in self._trainer.optimizers
         ]
 
-    # ------------------------------------------------------------------ taking up
+    # ------------------------------------------------------------------ installing
 
-    def take_up(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
+    def install_layers(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
         stages = held_ranges(cuts)
         names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
         layers: dict[int, nn.Module] = {}

@@ -23,7 +23,7 @@ from lightning_recycle.data.dataloaders import (
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader
-from lightning_recycle.data.steps import SampleLoader, StepLoader
+from lightning_recycle.data.step_sources import SampleLoader, StepLoader
 from lightning_recycle.randomness import layer_randomness, seeded_everything
 from lightning_recycle.session.lightning_internals import loaders_of, transfer_batch
 from lightning_recycle.session.worker_context import WorkerContext

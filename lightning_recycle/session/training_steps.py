@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_recycle.control.protocol.control_collectives import StopPlace
 from lightning_recycle.control.protocol.messages import AfterStep, Facts, Restored
 from lightning_recycle.control.protocol.state import ENDED
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
@@ -51,10 +51,10 @@ from lightning_recycle.session.lightning_internals import (
     saves_on_exception,
 )
 from lightning_recycle.session.manual_steps import ManualSteps
-from lightning_recycle.session.optimizer_states import not_optimized, parameters_by_name, trained_by_name
+from lightning_recycle.session.microbatch_changes import MicrobatchEffects
+from lightning_recycle.session.optimizer_states import parameters_by_name, trained_by_name, unoptimized_parameters
 from lightning_recycle.session.output_recorder import OutputRecorder
 from lightning_recycle.session.replica_checks import StateChecks, optimizer_options
-from lightning_recycle.session.slot_changes import MicrobatchEffects
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext
@@ -100,14 +100,14 @@ class TrainingSteps:
         double = any(p.dtype is torch.float64 for p in self.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
         self.ties = StageTies(parts.ties(context.run.parts), context.worker.stage, parameters_by_name(self.module))
-        self._name_norms()
+        self._show_whole_norms()
         self.layers: StageLayers | None = None
         self.manual: ManualSteps | None = None
         builder = StageBuilder(context, parts, recorder)
         if context.fitting and parts.optimizes_itself:
             self.executor, self.manual = builder.manual_executor(self.ties, self)
         else:
-            self.layers = builder.layers(self.left_gradients, self._has_other_layers)
+            self.layers = builder.layers(self.left_gradients, self._on_new_layers)
             self.executor = builder.executor(
                 self.ties, self, self.layers, self.leaves_gradients_alone, self.held_tensors
             )
@@ -122,8 +122,8 @@ class TrainingSteps:
         copies = self.ties.copies
         self.checkpoints = CallbackCheckpoints(context, parts, self.executor, copies, reach, self.transfer)
 
-    def _name_norms(self) -> None:
-        """Lets hooks see norms of gradients over all stages."""
+    def _show_whole_norms(self) -> None:
+        """Makes ``grad_norm`` in hooks cover the gradients of all stages."""
         context = self._context
         if context.mesh is not None:
             complete_norms(_refuse_norms)
@@ -133,10 +133,10 @@ class TrainingSteps:
                 names[id(p)] = self.ties.copies.get((context.worker.stage, name), names[id(p)])
             complete_norms(context.collectives.gather_stages, names)
 
-    def _has_other_layers(self, bundle: StageBundle) -> None:
-        """The layers of this worker have changed: no optimizer steps again."""
+    def _on_new_layers(self, bundle: StageBundle) -> None:
+        """Called when this worker's layers have changed: no optimizer step is redone."""
         self.ties = bundle.ties
-        self._name_norms()
+        self._show_whole_norms()
         self.checkpoints.copies = bundle.ties.copies
         self._newest_step = OptimizerStep()
 
@@ -197,7 +197,7 @@ class TrainingSteps:
 
         def apply_with_hooks(result: StepResult) -> None:
             self.checkpoints.saves.finish_copies()
-            self.recorder.slot_changes.ends_step(self.executor.runner.gradients.statistics(number))
+            self.recorder.microbatch_changes.ends_step(self.executor.runner.gradients.statistics(number))
             if any(result.outputs.values()):
                 self.recorder.repeat_changes(result.outputs, on_step=True)
             self._newest_loss = result.loss
@@ -211,11 +211,11 @@ class TrainingSteps:
         number = self.executor.version
         self._progress = {n: progress for n, progress in self._progress.items() if n == number - 1}
         self._progress[number] = ProgressSnapshot.of(self._trainer)
-        self.recorder.slot_changes.begin_step(number)
+        self.recorder.microbatch_changes.begin_step(number)
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
         self._zeroes_next = share.ends
-        self.checkpoints.take_up()
+        self.checkpoints.apply_outcome()
         self._after_step = result.after_step
         if self.layers is not None:
             self.layers.applied()
@@ -271,7 +271,7 @@ class TrainingSteps:
         """Saves, and ends this worker with all others, after a step that is the last."""
         trainer, collectives, options = self._trainer, self._context.collectives, self._context.options.checkpoints
         # There is no later step after which a checkpoint that is lost could be asked for again.
-        with self.checkpoints.waited_for():
+        with self.checkpoints.in_foreground():
             self.checkpoints.ask_again()
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if saves_on_exception(callback):
@@ -313,10 +313,10 @@ class TrainingSteps:
         return self.parts.split(data, index)
 
     def microbatch(self, index: int, statistics: Sequence[Tensor]) -> AbstractContextManager[MicrobatchEffects]:
-        return self.recorder.slot_changes.microbatch(index, statistics)
+        return self.recorder.microbatch_changes.microbatch(index, statistics)
 
-    def computing_again(self, index: int) -> AbstractContextManager[None]:
-        return self.recorder.slot_changes.again(index)
+    def recomputing(self, index: int) -> AbstractContextManager[None]:
+        return self.recorder.microbatch_changes.again(index)
 
     def record_output(self, output: Any, target: Any, samples: int) -> bytes:
         return self.record(self.parts.record_training, output, target, samples)
@@ -337,7 +337,7 @@ class TrainingSteps:
         self._client.on_leader()
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        self.recorder.slot_changes.run_again()
+        self.recorder.microbatch_changes.run_again()
         self._checks.announce(step + is_applied)
         self._reach("recovery", step)
 
@@ -345,7 +345,7 @@ class TrainingSteps:
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
-        with self.recorder.slot_changes.as_in_step(step), self._progress[step].again(self._trainer):
+        with self.recorder.microbatch_changes.as_in_step(step), self._progress[step].again(self._trainer):
             yield
 
     def describe_step(self, step: int) -> Facts:
@@ -381,13 +381,13 @@ class TrainingSteps:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
 
-    def not_optimized(self) -> list[nn.Parameter]:
-        return not_optimized(self.module, self._optimizers)
+    def unoptimized_parameters(self) -> list[nn.Parameter]:
+        return unoptimized_parameters(self.module, self._optimizers)
 
-    def must_know(self, step: int) -> bool:
+    def forbids_speculation(self, step: int) -> bool:
         return self._checks.is_due(step) or self._newest_step.is_watched(self._optimizers)
 
-    def keep_optimizer(self) -> None:
+    def keep_optimizer_state(self) -> None:
         self._newest_step.keep(self._optimizers)
 
     def step_again(self, norm: float) -> None:

@@ -425,9 +425,9 @@ class StopRequests:
             return
         point = stop_point(step, place)
         if trainer.should_stop and not self._is_told_to_wait:
-            self.agreed = client.request_stop(point)
+            self.agreed = client.request_stop_and_wait(point)
             if self.agreed:
                 return
             self._is_told_to_wait = True
         trainer.should_stop = False
-        client.go_on(point)
+        client.pass_stop_point(point)

@@ -31,7 +31,9 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import take_pruned_form, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor import Executor
+from lightning_recycle.session.checkpoint_batches import CommonState
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
+from lightning_recycle.session.microbatch_changes import MicrobatchChangesState
 from lightning_recycle.session.object_attributes import is_bound_to_process
 from lightning_recycle.session.object_graph import (
     LargeData,
@@ -41,10 +43,8 @@ from lightning_recycle.session.object_graph import (
     weights_by_name,
     weights_for,
 )
-from lightning_recycle.session.optimizer_states import group_names, not_optimized, trained_by_name
+from lightning_recycle.session.optimizer_states import group_names, trained_by_name, unoptimized_parameters
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.save_batches import CommonState
-from lightning_recycle.session.slot_changes import SlotChangesState
 from lightning_recycle.session.step_loaders import addressed_loaders
 from lightning_recycle.session.worker_context import StopRequests, WorkerContext
 from lightning_recycle.tensor_memory import local_part, memory_address, merge_shards, sharded_like
@@ -73,7 +73,7 @@ class WorkerSnapshot:
     next_collective: int
     hooks: int
     saves: CommonState
-    slot_changes: SlotChangesState
+    microbatch_changes: MicrobatchChangesState
     gradients: dict[str, Tensor]
     generators: tuple[Any, ...]
     values: dict[str, Any]
@@ -97,7 +97,7 @@ class StateTransfer:
         describe: Callable[[], dict[str, Any]],
     ) -> None:
         self._context, self._trainer, self._module = context, context.trainer, module
-        self._recorder, self._slot_changes = recorder, recorder.slot_changes
+        self._recorder, self._microbatch_changes = recorder, recorder.microbatch_changes
         self._executor, self._stop_requests = executor, stop_requests
         self.left_gradients, self._describe = left_gradients, describe
         self._large_data = LargeData({})
@@ -150,7 +150,7 @@ class StateTransfer:
         if boundary is not None:
             restored.load_progress(trainer)
             loop: Any = trainer.fit_loop  # of this package, which runs the steps that use this module
-            loop.go_on(boundary, partial(set_generators, state["generators"]))
+            loop.resume_after(boundary, partial(set_generators, state["generators"]))
 
     def pack_objects(self) -> ObjectPack:
         """The users' objects, for a checkpoint from which the run can begin again."""
@@ -169,7 +169,7 @@ class StateTransfer:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
-        beside = {p: p.grad for p in not_optimized(module, trainer.optimizers) if p.grad is not None}
+        beside = {p: p.grad for p in unoptimized_parameters(module, trainer.optimizers) if p.grad is not None}
         left = {**beside, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
@@ -181,7 +181,7 @@ class StateTransfer:
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
             saves=saves,
-            slot_changes=self._slot_changes.state(),
+            microbatch_changes=self._microbatch_changes.state(),
             gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
             generators=generator_states(),
             values=self._describe(),
@@ -213,7 +213,7 @@ class StateTransfer:
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
         self._stop_requests.agreed = snapshot.stop_agreed
-        self._slot_changes.load_state(snapshot.slot_changes)
+        self._microbatch_changes.load_state(snapshot.microbatch_changes)
         self._joined_with = snapshot
 
     def complete(self) -> CommonState | None:
@@ -226,7 +226,7 @@ class StateTransfer:
             return None
         self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
-        self._slot_changes.load_state(snapshot.slot_changes)
+        self._microbatch_changes.load_state(snapshot.microbatch_changes)
         client, mine = self._context.client, self._describe()
         if names := [name for name, value in snapshot.values.items() if repr(mine.get(name)) != repr(value)]:
             cause = f"it does not hold what its peer gave it: {', '.join(names)}"

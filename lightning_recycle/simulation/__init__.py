@@ -7,7 +7,7 @@
 1.0
 """
 
-from lightning_recycle.simulation.auto import Auto
+from lightning_recycle.simulation.auto_policy import Auto
 from lightning_recycle.simulation.failures import (
     FailedFraction,
     FailureRate,

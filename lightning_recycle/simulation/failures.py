@@ -33,11 +33,11 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
+def as_seconds(name: str, value: Duration, *, positive: bool = False, owner: str = "") -> float:
     """``value`` in seconds.
 
     Args:
-        name: name of the setting, for the error.
+        name: name of the setting, for the error; ``owner``: class or function that has it.
         value: seconds, or text such as ``"30min"``.
         positive: whether 0 is refused.
 
@@ -53,7 +53,7 @@ def as_seconds(name: str, value: Duration, *, positive: bool = False) -> float:
         seconds = float(value)
     if not math.isfinite(seconds) or seconds < 0 or (positive and seconds == 0):
         least = "above 0" if positive else "of at least 0"
-        raise ConfigurationError(f"{name}={value!r}: give a duration {least}, e.g. 90, '30min' or '6h'.")
+        raise ConfigurationError.for_option(owner, name, value, f"give a duration {least}, e.g. 90, '30min' or '6h'")
     return seconds
 
 
@@ -66,7 +66,7 @@ def keep_seconds(settings: object, *names: str, positive: bool = False) -> None:
     for name in names:
         value = getattr(settings, name)
         if value is not None or name not in optional:
-            seconds = as_seconds(f"{type(settings).__name__}({name})", value, positive=positive)
+            seconds = as_seconds(name, value, positive=positive, owner=type(settings).__name__)
             object.__setattr__(settings, name, seconds)
 
 
@@ -260,9 +260,8 @@ class FailureRate:
     def __post_init__(self) -> None:
         if isinstance(self.rate, str):
             if self.rate not in _RATES:
-                raise ConfigurationError(
-                    f"FailureRate(rate={self.rate!r}): give failures per GPU and day, or one of {', '.join(_RATES)}."
-                )
+                remedy = f"give failures per GPU and day, or one of {', '.join(_RATES)}"
+                raise ConfigurationError.for_option("FailureRate", "rate", self.rate, remedy)
             object.__setattr__(self, "rate", _RATES[self.rate])
         at_least("FailureRate", "rate", self.rate, above=True)
         keep_seconds(self, "repair", positive=True)

@@ -147,11 +147,14 @@ class Recycle(Policy):
         super().__post_init__()
         keep_seconds(self, "rejoin")
         if self.fault_free not in ("planned", "1f1b"):
-            raise ConfigurationError(f"Recycle(fault_free={self.fault_free!r}): give 'planned' or '1f1b'.")
+            raise ConfigurationError.for_option("Recycle", "fault_free", self.fault_free, "give 'planned' or '1f1b'")
         if not self.adaptive and (self.technique.split_backward or self.technique.staggered):
-            raise ConfigurationError(
-                "Recycle(adaptive=False): the other techniques fill the bubbles with re-routed micro-batches; "
-                "switch split_backward and staggered off as well."
+            raise ConfigurationError.for_option(
+                "Recycle",
+                "adaptive",
+                False,
+                "the other techniques fill the bubbles with re-routed micro-batches; "
+                "switch split_backward and staggered off as well",
             )
 
     @property
@@ -260,7 +263,9 @@ class Elastic(Recycle):
         super().__post_init__()
         whole("Elastic", "max_pipelines", self.max_pipelines)
         if not self.adaptive:
-            raise ConfigurationError("Elastic(adaptive=False): workers share micro-batches: leave it out.")
+            raise ConfigurationError.for_option(
+                "Elastic", "adaptive", False, "workers share micro-batches: leave it out"
+            )
 
     def grid(self, context: Context) -> Grid:
         grid = context.model.grid
@@ -466,9 +471,11 @@ class Spares(Merge):
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:
         have = context.cluster.nodes - context.model.gpus // context.cluster.gpus_per_node
         if have < self.spares:
-            raise ConfigurationError(
-                f"Spares(spares={self.spares}): the cluster has {have} nodes more than {context.model.name} needs; "
-                f"use Cluster.of(model, extra_nodes={self.spares})."
+            raise ConfigurationError.for_option(
+                "Spares",
+                "spares",
+                self.spares,
+                f"the cluster has {have} nodes more than {context.model.name} needs; give it extra_nodes={self.spares}",
             )
         return super().begin(context, live)
 

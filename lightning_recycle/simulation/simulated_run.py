@@ -302,7 +302,7 @@ def simulate(
     Raises:
         ConfigurationError: when the arguments do not fit together.
     """
-    seconds = as_seconds("simulate(duration)", duration, positive=True)
+    seconds = as_seconds("duration", duration, positive=True, owner="simulate")
     if cluster.gpus < model.gpus:
         raise ConfigurationError(
             f"{model.name} needs {model.gpus} GPUs, the cluster has {cluster.gpus}: use Cluster.of(model)."

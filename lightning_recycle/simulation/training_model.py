@@ -158,16 +158,18 @@ class TrainingModel:
             whole("TrainingModel", name, getattr(self, name), 1)
         if isinstance(self.gpu, str):
             if self.gpu not in GPUS:
-                raise ConfigurationError(
-                    f"unknown GPU {self.gpu!r}: choose one of {', '.join(GPUS)}, or give a Gpu(...)."
-                )
+                remedy = f"choose one of {', '.join(GPUS)}, or give a Gpu(...)"
+                raise ConfigurationError.for_option("TrainingModel", "gpu", self.gpu, remedy)
             object.__setattr__(self, "gpu", GPUS[self.gpu])
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
         if self.global_batch % (self.pipelines * self.microbatch):
-            raise ConfigurationError(
-                f"TrainingModel(global_batch={self.global_batch}): {self.pipelines} pipelines with micro-batches of "
-                f"{self.microbatch} need a multiple of {self.pipelines * self.microbatch}."
+            raise ConfigurationError.for_option(
+                "TrainingModel",
+                "global_batch",
+                self.global_batch,
+                f"{self.pipelines} pipelines with micro-batches of {self.microbatch} need a multiple of"
+                f" {self.pipelines * self.microbatch}",
             )
         if self.throughput is None:
             at_least("TrainingModel", "efficiency", self.efficiency, above=True)
@@ -282,9 +284,12 @@ def _calibrated(model: TrainingModel, throughput: float) -> float:
     goal = model.global_batch / throughput
     object.__setattr__(model, "efficiency", 1.0)
     if model.fault_free_seconds() > goal:
-        raise ConfigurationError(
-            f"TrainingModel(throughput={throughput:g}): {model.name} on {model.gpus} {model.device.name} cannot be "
-            f"faster than {model.global_batch / model.fault_free_seconds():.3g} samples/s: give less."
+        raise ConfigurationError.for_option(
+            "TrainingModel",
+            "throughput",
+            throughput,
+            f"{model.name} on {model.gpus} {model.device.name} cannot be "
+            f"faster than {model.global_batch / model.fault_free_seconds():.3g} samples/s: give less",
         )
     # Secant method: the step is nearly a straight line over 1 / efficiency.
     x0, y0, x1 = 1.0, model.fault_free_seconds(), goal / model.fault_free_seconds()
@@ -430,9 +435,11 @@ class Cluster:
             ConfigurationError: when the grid does not fill whole nodes.
         """
         if model.gpus % whole("Cluster", "gpus_per_node", gpus_per_node, 1):
-            raise ConfigurationError(
-                f"Cluster(gpus_per_node={gpus_per_node}): {model.name} needs {model.gpus} GPUs, "
-                "not a whole number of nodes."
+            raise ConfigurationError.for_option(
+                "Cluster",
+                "gpus_per_node",
+                gpus_per_node,
+                f"{model.name} needs {model.gpus} GPUs, not a whole number of nodes",
             )
         return cls(model.gpus // gpus_per_node + whole("Cluster", "extra_nodes", extra_nodes), gpus_per_node, price)
 

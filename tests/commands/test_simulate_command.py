@@ -210,14 +210,17 @@ BAD = [
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
     (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': did you mean 'failures.mtbf'? Choose one of mtbf, repair"),
-    (["failures.mtbf=often"], "Poisson(mtbf)='often': give a duration above 0"),
+    (["failures.mtbf=often"], "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
     (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),
-    (["policy.adaptive=maybe"], "policy.adaptive='maybe': give true or false"),
-    (["policy=spares", "policy.spares=two"], "spares='two'"),
-    (["policy=spares", "cluster.extra_nodes=0"], "Spares(spares=1)"),
+    (["policy.adaptive=maybe"], "policy.adaptive=maybe: give true or false"),
+    (["policy=spares", "policy.spares=two"], "policy.spares=two: give an integer of at least 0"),
+    (["policy=spares", "cluster.extra_nodes=0"], "policy.spares=1: the cluster has 0 nodes more than gpt3_6_7b needs"),
     (["model.name=mine", "model.throughput=null"], "give model.throughput or model.efficiency"),
-    (["duration=long"], "duration='long'"),
+    (["duration=long"], "duration=long: give"),
+    (["model.gpu=A10"], "model.gpu=A10: use V100-16GB, "),
+    (["schedule=best"], "schedule=best: give one of 1f1b, planned"),
+    (["policy.schedule=best"], "policy.schedule=best: give one of 1f1b, planned"),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
 ]
 
@@ -232,6 +235,13 @@ def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path: Path, sw
     calls = [([*sweep, *SMALL, "seeds=1,2" if sweep else "seeds=1", "output=mistyped/here"], "no folder mistyped")]
     check_refused("recycle-simulate", tmp_path, calls)
     assert not (tmp_path / "mistyped").exists()
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "seeds=1,2"]])
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, sweep: list[str]) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    calls = [([*sweep, *SMALL, "output=plan.json"], "output=plan.json is a file: give a folder.")]
+    check_refused("recycle-simulate", tmp_path, calls)
 
 
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Member:
             payload = Payload(self.client.rank) if self.reduced else None
             status = WorkerStatus(self.stage, self.version, self.reduced)
             try:
-                resume = self.client.report(status, payload)
+                resume = self.client.report_and_wait(status, payload)
             except Interrupted:
                 continue
             self.resumes.append(resume)

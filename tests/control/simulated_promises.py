@@ -5,7 +5,7 @@
 - All workers of a generation run a step under the same schedule, which is made for them and is the newest one.
 - All are told the same; a generation is resumed once, a collective answered once, a step counted when all have it.
 - A worker that is ready is let in, at a step that nobody has begun; nothing is redone, and no stage loses its last one.
-- The leader is a live worker, and stays the leader as long as it lives.
+- The leader is a live worker with a state, and stays the leader as long as it lives.
 - If some cannot reach each other, the fewest are evicted so that the rest all can, and every stage keeps a holder.
 - For an exception that a machine may explain, a worker is evicted only if a peer holds its stage, and in a step one of
   each stage (or those that lost their device). It does the work again only if that is exact. It is the user's own when
@@ -110,7 +110,7 @@ class Promises:
         """``worker`` comes to the boundary of a batch."""
         mine = (worker.version, holders, again)
         first, known = self._batches.get(worker.pending, (worker, mine))
-        if not first.alive:  # an earlier coordinator may have told it what no other has heard
+        if self._is_gone(first):  # an earlier coordinator may have told it what no other has heard
             known = mine
         self._batches[worker.pending] = (worker, mine)
         if known != mine:
@@ -135,6 +135,11 @@ class Promises:
         over = self._batches_over.get(batch)
         if over is not None and over[1][index] is not None:
             raise Violation(f"{worker} names file {index} of batch {batch}, which was given up")
+
+    def _is_gone(self, worker: SimulatedWorker) -> bool:
+        """Whether ``worker`` is dead, or no member any more, which it may have yet to learn."""
+        is_replaced = self.members.get(worker.rank, worker) is not worker
+        return not worker.alive or is_replaced or worker.rank not in self._rosters[max(self._rosters)]
 
     # ------------------------------------------------------------------ what workers do
 
@@ -242,13 +247,10 @@ class Promises:
                 raise Violation(f"{worker} is told {message}, and {other} was told {heard}")
         self._heard[what].append((worker, message))
 
-    def _known(self, kind: str) -> set[int]:
-        """The numbers of what some live member has heard."""
-        return {
-            number
-            for (what, number), who in self._heard.items()
-            if what == kind and any(self.members.get(worker.rank) is worker for worker, _ in who)
-        }
+    def _heard_by(self, workers: Collection[SimulatedWorker], kind: str) -> set[int]:
+        """The numbers of what some of ``workers`` have heard."""
+        heard = ((number, who) for (what, number), who in self._heard.items() if what == kind)
+        return {number for number, who in heard if any(worker in workers for worker, _ in who)}
 
     # ------------------------------------------------------------------ what the coordinator says
 
@@ -258,16 +260,17 @@ class Promises:
         self._is_revived = True
 
     def on_all_returned(self, state: MembershipState) -> None:
-        """All have returned: what none of them has heard is as if it had not been said."""
-        losses, answers = self._known("loss"), self._known("answer")
-        losses |= {worker.version - 1 for worker in self.members.values() if worker.has_state}
+        """All have returned: what no member has heard is as if it had not been said.
+
+        Siblings of one that did not return may still be connected, but are members no more.
+        """
+        there = {worker for rank, worker in self.members.items() if rank in state.roster.live}
+        losses, answers = self._heard_by(there, "loss"), self._heard_by(there, "answer")
+        losses |= {worker.version - 1 for worker in there if worker.has_state}
         self._summed = [step for step in self._summed if step <= max(losses, default=-1)]
         self._answered = {number for number in self._answered if number <= max(answers, default=-1)}
-        waiting = {
-            (raised.rank, raised.generation)
-            for worker in self.members.values()
-            if worker.rank in state.roster.live and (raised := worker.member.returned(**NOBODY).raised) is not None
-        }
+        unjudged = (worker.member.returned(**NOBODY).raised for worker in there)
+        waiting = {(raised.rank, raised.generation) for raised in unjudged if raised is not None}
         self._raised = [one for one in self._raised if one[4] not in waiting]
         self._judged -= waiting
 
@@ -332,7 +335,7 @@ class Promises:
             raise Violation(f"rank {message.leader} leads generation {message.generation} without being in it")
         old = self._acting.get((newest, self._leader))
         lives = old is not None and self.members.get(old.rank) is old and old.rank in message.roster
-        if old is not None and lives and message.leader != old.rank:
+        if old is not None and lives and old.has_state and message.leader != old.rank:
             raise Violation(f"{old} lives, and rank {message.leader} takes the lead from it")
         self._leader = message.leader
 
@@ -340,6 +343,8 @@ class Promises:
         if message.generation in self._resumed or message.roster != self._rosters[message.generation]:
             raise Violation(f"generation {message.generation} is resumed twice, or with another roster")
         self._resumed.add(message.generation)
+        if self._leader in message.donors:
+            raise Violation(f"rank {self._leader} leads generation {message.generation} without a state")
         if message.commits:
             self._committed.add(message.decision.version - 1)
         self._expected.append((message.generation, 0, message.program))

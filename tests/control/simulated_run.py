@@ -371,7 +371,7 @@ class Run:
 
     def send(self, worker: SimulatedWorker, message: Any) -> None:
         if not isinstance(message, Joined):
-            worker.member.said(message)
+            worker.member.record_sent(message)
         if isinstance(message, messages.Arrive):
             self.promises.on_arrival(worker, message)
         if worker.process in self._cut or worker.connection != self._paper.epoch:

@@ -22,7 +22,7 @@ from lightning_recycle.control.protocol.member import Hold, Interrupted, Member
 from lightning_recycle.control.protocol.messages import OUTSIDE, AfterStep
 from lightning_recycle.control.protocol.state import ENDED, RESULT, Joined
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.planning.partition import transfers
+from lightning_recycle.planning.layer_cuts import transfers
 
 if TYPE_CHECKING:
     from simulated_run import Run
@@ -210,7 +210,7 @@ class SimulatedWorker:
         self.place = (OUTSIDE, "set-up")  # of an exception
         self.is_past = False
         self.position = 0  # in the script
-        # SaveBatches
+        # CheckpointBatches
         self.batches = 0
         self.pending = -1  # the batch that has begun and whose outcome it does not know
         self.given_up = False  # whether one is to be asked for again
@@ -313,7 +313,7 @@ class SimulatedWorker:
             yield from self.settle((OUTSIDE, f"hook at {self.position}"), error, exact=False)
 
     def settle(self, place: tuple[int, str], error: Mishap, exact: bool) -> Waits:
-        """Returns if it is to do the same again: ControlClient.is_own, and what follows."""
+        """Returns if it is to do the same again: ControlClient.await_verdict, and what follows."""
         self.network.send(self, self.member.raised(*place, "OSError", "", exact, error.sticky))
         yield from self.wait(lambda: self.member.judged() is not None, interruptible=False)
         judged = self.member.judged()
@@ -418,12 +418,12 @@ class SimulatedWorker:
                     self.stop_agreed = yield from self.request_stop(point)
                     self.is_told_to_wait = not self.stop_agreed
                 if not self.stop_agreed:
-                    for reply in self.member.go_on(point):
+                    for reply in self.member.pass_stop_point(point):
                         self.send(reply)
         return self.stop_agreed and self.network.may_stop(self, point)
 
     def request_stop(self, point: int) -> Generator[Any, None, bool]:
-        """ControlClient.request_stop."""
+        """ControlClient.request_stop_and_wait."""
         self.send(self.member.request_stop(point))
         while True:
             try:
@@ -448,10 +448,10 @@ class SimulatedWorker:
         self.hear_of_saves()
         self.begin_saves()
 
-    # ------------------------------------------------------------------ SaveBatches
+    # ------------------------------------------------------------------ CheckpointBatches
 
     def begin_saves(self) -> None:
-        """SaveBatches.seal, where two checkpoints are asked for after each step unless a batch is pending."""
+        """CheckpointBatches.seal, where two checkpoints are asked for after each step unless a batch is pending."""
         status = self.member.saves
         if not self.network.saves or self.pending >= 0 or not status.holders:
             return
@@ -467,7 +467,7 @@ class SimulatedWorker:
             self.network.writes(self, self.pending, 0)
 
     def hear_of_saves(self) -> None:
-        """SaveBatches.take_up."""
+        """CheckpointBatches.apply_outcome."""
         status = self.member.saves
         if self.pending < 0 or status.batch != self.pending:
             return
@@ -478,14 +478,14 @@ class SimulatedWorker:
         self.name_files()
 
     def name_files(self) -> None:
-        """SaveBatches.name_files; when it takes up the outcome, and when it becomes the leader."""
+        """CheckpointBatches.name_files; when it takes up the outcome, and when it becomes the leader."""
         if self.member.leader == self.rank:
             for file in self.unnamed:
                 self.network.names(self, *file)
             self.unnamed = ()
 
     def complete_saves(self) -> Waits:
-        """SaveBatches.complete."""
+        """CheckpointBatches.complete."""
         if self.pending >= 0:
             yield from self.wait(lambda: not self.is_writing, interruptible=False)
             yield from self.arrive("checkpoint", None)
@@ -656,7 +656,7 @@ class SimulatedWorker:
         return frozenset(rank for pair in pairs if self.rank in pair for rank in pair)
 
     def get_ready(self, resume: messages.Resume) -> Waits:
-        """Executor._get_ready."""
+        """Executor._exchange_layers."""
         assert not self.speculative, "it gives layers of a speculative step"
         assert self.version == resume.decision.version, "it gives layers of another step"
         before = self.layout(resume.cuts)
@@ -720,7 +720,7 @@ class SimulatedWorker:
             case recovery.Confirm():
                 self.payloads = resume.commits
                 self.confirm_step(action.step)
-            case recovery.Adopt() if self.network.whole:  # WholeStepRunner.adopt
+            case recovery.Adopt() if self.network.whole:  # ManualStepRunner.adopt
                 assert not action.lacks or action.step == version, "it has not done a step that is to be applied"
             case recovery.Adopt():
                 step = action.step
@@ -915,7 +915,7 @@ class SimulatedWorker:
                 yield from self.regroup()
 
     def whole_step(self, step: int, plan: Plan) -> Waits:
-        """WholeStepRunner.run_program: reductions in the middle of the step, and a last one when it is done."""
+        """ManualStepRunner.run_program: reductions in the middle of the step, and a last one when it is done."""
         self.reduced, self.payload = False, None
         assert self.version == step, f"it does step {step} on the parameters of version {self.version}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"

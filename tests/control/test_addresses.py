@@ -10,7 +10,7 @@ from control_plane import KEY, listening, standalone, together
 from support.thread_client import ThreadClient
 from support.waiting import PATIENCE
 
-from lightning_recycle.control.coordinator.standalone import allow_descriptors
+from lightning_recycle.control.coordinator.standalone import allow_descriptors, main
 from lightning_recycle.control.network.addresses import address_from, listen_at, shown
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
@@ -104,6 +104,25 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
         _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--timeout", "-3"], "--timeout -3: give a number of seconds, more than 0."),
+        (["--verify", "2"], "--verify 2: give a share between 0 and 1."),
+        (["--split-backward", "yes"], "--split-backward yes: use auto, true or false."),
+        (["--min-pipelines", "0"], "--min-pipelines 0: give an integer of at least 1, or null for all."),
+        (["--http", "29400"], "--http and --listen have the same address: give another port."),
+        (["--http", "0.0.0.0:29400"], "--http and --listen have the same address: give another port."),
+    ],
+)
+def test_the_command_says_in_one_line_what_was_typed_wrong(
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RECYCLE_KEY", KEY)
+    assert main(["--listen", "127.0.0.1:29400", *options]) == 2
+    assert capsys.readouterr().err == f"recycle-coordinator: {words}\n"
 
 
 @ipv6

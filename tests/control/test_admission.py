@@ -75,7 +75,7 @@ def test_who_returns_is_what_was_written_down(
 @pytest.mark.parametrize("wish", [Leave(1), Leave(1, with_run=True), EndRun(1)])
 def test_what_a_signal_asked_for_is_asked_again(wish: Leave | EndRun) -> None:
     member = Member(1, joining=False)
-    member.said(wish)
+    member.record_sent(wish)
     again = list(returned_events(member.returned(pid=1, node="", token="", space="", run="")))
     assert again == [wish]
     assert returned_order(wish)

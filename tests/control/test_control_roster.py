@@ -190,9 +190,9 @@ def test_who_claims_a_position_that_it_cannot_have_is_refused(plane: ControlPlan
 
 def test_only_a_member_is_told_that_it_is_one(plane: ControlPlane) -> None:
     members = plane.members()
-    together(*(partial(member.client.confirm) for member in members))
+    together(*(partial(member.client.await_membership) for member in members))
     joiner = plane.client(3, joining=True)  # the position is taken
-    confirming = in_thread(joiner.confirm)
+    confirming = in_thread(joiner.await_membership)
     assert joiner.exited.wait(PATIENCE)
     assert joiner.exit_code == EXIT_LOST_COORDINATOR
     assert not confirming.done() or confirming.exception() is not None

@@ -12,6 +12,7 @@ from membership_feed import (
     commits,
     dummy,
     feed,
+    given,
     messages,
     records,
     report,
@@ -20,10 +21,14 @@ from membership_feed import (
     running_without_3,
 )
 
+from lightning_recycle.control.journal import journal_entry, revived_state
 from lightning_recycle.control.protocol import messages as m
+from lightning_recycle.control.protocol import recovery
 from lightning_recycle.control.protocol import state as s
+from lightning_recycle.control.protocol.member import Member
 from lightning_recycle.control.protocol.membership import transition
 from lightning_recycle.control.protocol.recovery import with_leader
+from lightning_recycle.planning.grid import Grid
 
 # ---------------------------------------------------------------------- what is over
 
@@ -68,6 +73,33 @@ def test_commits_of_different_steps_end_the_run_instead_of_mixing_versions() -> 
     (failed,) = commands
     assert isinstance(failed, s.Failed)
     assert "[0, 1]" in failed.reason
+
+
+def test_a_stage_that_still_speculates_learns_with_the_resumption_what_another_one_knows_of_the_commit() -> None:
+    """Those that have heard the answer would not commit the step again, which others do again."""
+    norms = {0: "norm of 0", 1: "norm of 1", 2: "norm of 2"}
+
+    def at(rank: int, generation: int, version: int, commits: bool = False, speculative: bool = False) -> m.Report:
+        status = m.WorkerStatus(rank % 3, version, commits and not speculative, speculative)
+        return m.Report(rank, generation, status, norms[rank % 3] if commits else None)
+
+    scene = given(s.initial_state(Grid(2, 3, 1)), *map(s.Joined, range(6)), *(at(rank, 0, 0) for rank in range(6)))
+    scene.when(m.Losses(2, 0, {0: 0.5, 1: 0.5}), s.Lost(5, "gone"))
+    scene.when(at(0, 1, 0, True), at(1, 1, 1, True, True), at(2, 1, 0, True), at(3, 1, 0), at(4, 1, 1, True, True))
+    scene.when(s.Lost(0, "gone before it gave its gradient to 3"), at(3, 2, 0), at(2, 2, 1))
+    scene.when(at(1, 2, 1, True, True), at(4, 2, 1, True, True))  # which have not heard what 2 has
+    (resume,) = messages(scene.commands, m.Resume)
+    assert (resume.decision.version, resume.decision.ahead) == (0, {1, 2})
+    assert (resume.commits, resume.confirmed) == (norms, True)
+    speculative = m.WorkerStatus(1, 1, False, speculative=True)
+    found = recovery.actions(1, speculative, resume.decision, {}, commits=False, tied=False, confirmed=resume.confirmed)
+    assert found == (recovery.Confirm(0), recovery.Serve(0))
+    member = Member(3)
+    member.receive(m.Regroup(2, resume.roster, 2))
+    member.enter()
+    member.receive(resume)
+    assert member.committed(0) == m.Committed(2, 0, norms, False), "it would wait for the others"
+    scene.when(*(m.Commit(rank, 2, 0, None) for rank in resume.roster)).then(no=m.Committed)
 
 
 # ---------------------------------------------------------------------- steps and losses
@@ -164,6 +196,30 @@ def test_workers_that_disagree_about_the_next_collective_end_the_run_with_both_n
     assert "'barrier fit_end' and 'broadcast'" in failed.reason
 
 
+def test_an_answer_that_only_a_released_member_has_heard_is_given_anew_by_the_next_coordinator() -> None:
+    """As if it had been lost itself, like its sibling, which did not return."""
+    grid, parts = Grid(2, 1, 1), {0: 5, 2: 7, 3: 8}  # ranks 0 and 1 are one position
+    begun = s.initial_state(grid, members=2).with_generation(number=0)
+    arrived = [m.Arrive(rank, 0, "barrier", part) for rank, part in parts.items()]
+    heard = m.Answer(0, {**parts, 1: 6}, 0)
+    scene = given(
+        revived_state(grid, journal_entry(begun), members=2),
+        dummy(m.Returned, rank=0, generation=0, next_collective=1, answer=heard),
+        *(dummy(m.Returned, rank=one.rank, generation=0, arrival=one) for one in arrived[1:]),
+    )
+    scene.when(s.Lost(1, "it did not return")).then(m.Answer(0, {2: 7, 3: 8}, 2, m.SaveStatus((2, 3), 0)), no=s.Resend)
+    assert [record.rank for record in records(scene.commands, "released")] == [0]
+
+
+def test_who_asks_to_stop_after_the_coordinator_was_started_again_has_heard_the_verdict_of_before() -> None:
+    """Nobody answers it when it asks: the round is over."""
+    begun = s.initial_state(Grid(2, 1, 1)).with_generation(number=0)
+    over = begun.with_collectives(stop_round=s.StopRound(6, is_over=True)).with_steps(after_step=m.AfterStep.END)
+    revived = revived_state(Grid(2, 1, 1), journal_entry(over))
+    scene = given(revived, *(dummy(m.Returned, rank=rank, generation=0) for rank in (0, 1)))
+    scene.then(s.Resend((0, 1), m.StopVerdict(6, False)))
+
+
 def beat(rank: int, begun: int) -> m.Heartbeat:
     return dummy(m.Heartbeat, rank=rank, begun=begun)
 
@@ -216,3 +272,20 @@ def test_the_leader_is_the_live_last_stage_worker_of_the_lowest_pipeline(
     state = s.initial_state(GRID).with_roster(live=frozenset(live))
     assert with_leader(state).roster.leader == leader
     assert state.positions.column_leaders(live) == of_columns
+
+
+def test_a_leader_that_was_chosen_as_nobody_was_known_to_have_a_state_gives_way_to_one_that_has() -> None:
+    """Worker 2 had got its state from 0, which is lost before that is known."""
+
+    def at(rank: int, generation: int, version: int) -> m.Report:
+        return m.Report(rank, generation, m.WorkerStatus(0, version, False), None)
+
+    joining = s.Roster(frozenset({0, 1, 2}), leader=0, joining=frozenset({1, 2}), newcomers={1: 0, 2: 0})
+    state = s.initial_state(Grid(3, 1, 1)).updated(roster=joining, has_resumed=True).with_generation(number=1)
+    scene = given(state, s.Lost(0, "gone")).then(m.Regroup(2, (1, 2), 1, False))
+    scene.when(m.Reached(2, 1, m.Milestone.ENTERED), at(1, 2, -1), at(2, 2, 0)).then(
+        m.Regroup(3, (1, 2), 2, False), no=m.Resume
+    )
+    scene.when(at(1, 3, -1), at(2, 3, 0))
+    (resume,) = messages(scene.commands, m.Resume)
+    assert resume.donors == {1: 2}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.steps import StepHandle, as_one_step
+from lightning_recycle.data.step_sources import StepHandle, as_one_step
 from lightning_recycle.planning.grid import Grid, Microbatch
 
 GRID = Grid(2, 1, 2)

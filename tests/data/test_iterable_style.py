@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_recycle.data.dataloaders import add_sample, is_stream, promises_nothing
 from lightning_recycle.data.iterable_style import StreamLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from lightning_recycle.data.dataloaders import check_dataloader
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_recycle.data.prebatched import BatchIterableLoader, GivenBatchLoader, sliced
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from lightning_recycle.data.dataloaders import draws_nothing
 from lightning_recycle.data.map_style import MicrobatchLoader
-from lightning_recycle.data.steps import StepHandle
+from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.planning.grid import Grid, Microbatch
 
 ROWS = TensorDataset(torch.arange(8.0), torch.arange(8))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
-from lightning_recycle.errors import ReCycleError
+from lightning_recycle.errors import CheckpointError, ReCycleError
 
 
 class VectorLoss(Regression):
@@ -173,9 +173,12 @@ def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture)
     assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
 
 
-def test_missing_checkpoints_are_refused() -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_missing_checkpoints_are_refused_before_workers_start(entry: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = getattr(trainer(2, 2), entry)
+    with pytest.raises(CheckpointError, match="ckpt_path='nowhere': there is no such file"):
+        run(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
+    assert "lost" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_each_way_to_keep_a_value(way: Any, grid: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), sampled(GRIDS, 1, seed=5))
-def test_what_they_leave_different_is_in_place_wherever_the_slot_runs(stages: int, microbatches: int) -> None:
+def test_what_they_leave_different_is_in_place_wherever_the_microbatch_runs(stages: int, microbatches: int) -> None:
     calm = train(all_different, stages, microbatches)
     kills = [Fault("kill", 1, 0, step=3), *([Fault("kill", 0, 1, step=5, at="forward")] if stages > 1 else [])]
     assert difference(train(all_different, stages, microbatches, *kills), calm) < 1e-10

@@ -47,7 +47,7 @@ class Dies(L.Callback):
             return
         client = strategy.session.client
         if trainer.is_global_zero and self._point in ("whole", "announced"):
-            client.announce = self._around(client.announce, lambda *_: True)
+            client.await_naming = self._around(client.await_naming, lambda *_: True)
         elif trainer.is_global_zero:
             client.send = self._around(client.send, lambda message: isinstance(message, SaveEnded))
         if self._then_leader and (client.rank, trainer.world_size) == (1, 3):

@@ -17,7 +17,7 @@ from lightning_recycle.launch.worker_payload import dump_exception, from_users_c
 from lightning_recycle.launch.worker_process import patiently
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.session.requirements import check_optimizers
+from lightning_recycle.session.trainer_checks import check_optimizers
 
 
 class Pruned(Exception):
@@ -160,7 +160,7 @@ def test_an_exception_without_users_code_is_shown_whole() -> None:
 def test_of_an_error_with_a_remedy_the_frames_that_lead_to_it_are_left_out() -> None:
     text = from_users_code(raised(lambda: check_optimizers([])))
     assert text.count("  File ") == 1
-    assert "requirements.py" in text
+    assert "trainer_checks.py" in text
     assert "torch.optim.AdamW(self.parameters())" in text
 
 

@@ -24,12 +24,13 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py begin_step": ("all, to stop", "test_a_loss_during_a_pause_cancels_it_and_it_is_asked_for_again"
                                      "_after_the_next_resume"),
     "control/client.py wait_to_enter": COORDINATOR,
-    "control/client.py _confirm": COORDINATOR,
+    "control/client.py _await_confirmation": COORDINATOR,
     "control/client.py await_assignment": COORDINATOR,
     "control/client.py await_announcement": ("a generation", "test_an_announcement_that_does_not_come_is_an_error_after"
                                              "_its_time"),
-    "control/client.py is_own": COORDINATOR,
-    "control/client.py report": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is_evicted"),
+    "control/client.py await_verdict": COORDINATOR,
+    "control/client.py report_and_wait": ("all live workers", "test_a_worker_that_does_not_stop_for_a_regroup_is"
+                                          "_evicted"),
     "control/client.py await_committed": ("all live workers", "test_a_loss_interrupts_a_commit_and_the_others_apply_the"
                                           "_step"),
     "control/client.py await_loss": ("those that compute", "test_a_killed_process_is_noticed_by_its_connection_and_the"
@@ -39,11 +40,11 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/client.py enter_hook": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py wait": ("its siblings", "test_a_kill_at_a_collective_of_a_hook"),
     "control/client.py _await_answer": ("all live workers", "test_arrive_survives_a_loss_in_the_middle"),
-    "control/client.py take": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
+    "control/client.py receive_parcel": ("a holder", "test_who_waits_for_a_lost_worker_or_for_nothing_is_told"),
     "control/client.py await_thread": ("its own thread, or the end of the run", "test_files_are_those_that_callbacks"
                                        "_remember_whenever_a_writer_dies"),
-    "control/client.py request_stop": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies_leaves_the"
-                                       "_others_well"),
+    "control/client.py request_stop_and_wait": ("all workers", "test_a_worker_that_asks_by_its_own_clock_and_dies"
+                                                "_leaves_the_others_well"),
     "control/client.py _wait": ("one of those above", "test_processes_end_when_the_coordinator_is_gone"),
     "control/client.py _beat": BOUNDED,
     "launch/worker_group.py _watch_fork_server": BOUNDED,
@@ -66,11 +67,11 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "launch/ray_workers.py watch": BOUNDED,
     "launch/run_attempt.py _await_end": ("the coordinator's thread", "test_a_run_that_cannot_save_in_time_ends_and_says"
                                          "_so"),
-    "session/save_batches.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only_step"
+    "session/checkpoint_batches.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only_step"
                                            "_writes_are_copied_later_by_whoever_comes_first"),
-    "session/save_batches.py await_originals": ("its own thread, or a generation", "test_training_waits_for_a"
+    "session/checkpoint_batches.py await_originals": ("its own thread, or a generation", "test_training_waits_for_a"
                                                     "_checkpoint_of_whose_state_no_copy_fits"),
-    "session/save_batches.py await_thread": ("its own thread, for a time",
+    "session/checkpoint_batches.py await_thread": ("its own thread, for a time",
                                                  "test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends"),
     "session/checkpoint_files.py _write_folder": BOUNDED,  # torch's future, which is done
     "session/checkpoint_files.py write": BOUNDED,

@@ -9,6 +9,15 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.planning.layer_cuts import (
+    LayerCosts,
+    are_bounds,
+    are_whole,
+    check_cuts,
+    even_cuts,
+    traffic,
+    transfers,
+)
 from lightning_recycle.planning.layouts import (
     LLAMA3_WORKER_SECONDS,
     FailureRecord,
@@ -17,15 +26,6 @@ from lightning_recycle.planning.layouts import (
     judged,
     plan_layout,
     with_variation,
-)
-from lightning_recycle.planning.partition import (
-    LayerCosts,
-    are_bounds,
-    are_whole,
-    check_cuts,
-    even_cuts,
-    traffic,
-    transfers,
 )
 from lightning_recycle.planning.timing import MicrobatchVariation
 

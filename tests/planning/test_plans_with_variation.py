@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, heuristic
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.heuristic_planner import heuristic_with_variation
-from lightning_recycle.planning.partition import LayerCosts, bounds_of
+from lightning_recycle.planning.layer_cuts import LayerCosts, bounds_of
 from lightning_recycle.planning.schedule import EQUALLY_FAST, Schedule
 from lightning_recycle.planning.timing import best_timing, operations_of
 

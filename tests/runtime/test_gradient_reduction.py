@@ -204,7 +204,7 @@ def test_a_stage_that_is_done_gives_what_others_lack_from_the_buffers_of_that_st
     bench.reduction.finish()
     sums = [bucket.buffer.data_ptr() for bucket in bench.gradients.buckets(4)]
     bench.reduction.begin(5, [], {(1, 2): 7})
-    bench.reduction.give(4)
+    bench.reduction.send_sums(4)
     assert bench.line.groups[3:] == [((1, 2), 7)]
     assert bench.line.sums[3].data_ptr() == sums[2]
     assert bench.line.ended[3:] == [16]

@@ -60,7 +60,7 @@ def test_a_receiver_thread_that_is_late_does_not_abort_the_generation_that_has_j
     stage: Any = SimpleNamespace(clear=lambda: None, differentiates_itself=True)
     parameters = [nn.Parameter(torch.zeros(1))]
     gradients = GradientBuffers(parameters, torch.device("cpu"))
-    host: Any = SimpleNamespace(computing_again=None)
+    host: Any = SimpleNamespace(recomputing=None)
     bundle = StageBundle(stage, parameters, gradients, StageTies())
     Executor(StepRunner(Worker(0, 0), Grid(1, 1, 1), client, communicator, bundle, host, CommitRules()))
 

@@ -385,7 +385,7 @@ def in_hook(position: Position, mesh: PositionMesh) -> int:
     told: list[CommunicationError] = []
     is_in_hook = True
     communicator.lose_sibling = told.append
-    mesh.report_hooks_to(lambda: is_in_hook)
+    mesh.set_hook_detector(lambda: is_in_hook)
     meeting.generation = 0
     communicator.configure(0, (), [mesh.member], position=range(position.size))
     add_up(mesh, 1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.session.slot_changes import SlotChanges
+from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 
 WIDTH = 8
 CUTS = [4, 8]
@@ -68,7 +68,7 @@ def trained(recomputed: Sequence[int], *, split_backward: bool, autocast: bool =
     layers = model()
     module = L.LightningModule()
     module.layers = nn.ModuleList(layers)
-    effects = SlotChanges(module, microbatches=3)
+    effects = MicrobatchChanges(module, microbatches=3)
     dtype = torch.float32 if autocast else torch.float64
     context = {"forward_context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)} if autocast else {}
     stages = cut([layer.to(dtype) for layer in layers], CUTS, **context)

@@ -248,6 +248,23 @@ def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_pa
     assert damage(tmp_path / "any") is not None
 
 
+@pytest.mark.parametrize("kept", [[], [3, 5]])
+def test_a_missing_checkpoint_is_refused_with_the_newest_one_of_its_folder(kept: list[int], tmp_path: Path) -> None:
+    for step in kept:
+        save(tmp_path / f"{step}.ckpt", step, False)
+        os.utime(tmp_path / f"{step}.ckpt", (step, step))
+    with pytest.raises(CheckpointError) as caught:
+        chosen(tmp_path, str(tmp_path / "nope.ckpt"))
+    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ""
+    text = f"ckpt_path='{tmp_path / 'nope.ckpt'}': there is no such file or folder in {tmp_path}{newest}."
+    assert str(caught.value) == text
+
+
+def test_a_missing_checkpoint_elsewhere_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'memory://run/nope\.ckpt': there is no such file or folder\.$"):
+        chosen(Path(), "memory://run/nope.ckpt")
+
+
 def test_checkpoints_elsewhere_go_lightnings_way() -> None:
     io = WholeCheckpointIO()
     io.save_checkpoint({"global_step": 3}, "memory://run/last.ckpt")

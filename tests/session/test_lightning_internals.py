@@ -11,7 +11,7 @@ from lightning_recycle.session import lightning_internals
 @pytest.fixture(autouse=True)
 def spared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ResultMetric, "to", lightning_internals._move)  # put back afterwards
-    lightning_internals.spare_moves()
+    lightning_internals.skip_needless_moves()
 
 
 def test_values_are_logged_as_before() -> None:

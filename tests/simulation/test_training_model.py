@@ -89,7 +89,7 @@ def test_costs_grow_with_a_stages_part_and_replicas_cost_a_longer_ring() -> None
     ("changes", "message"),
     [
         ({"throughput": 1e5}, "cannot be faster"),
-        ({"gpu": "A10"}, "unknown GPU 'A10'"),
+        ({"gpu": "A10"}, r"gpu='A10'\): choose one of V100"),
         ({"global_batch": 100}, "need a multiple of 16"),
         ({"stages": 0}, "stages=0"),
     ],

@@ -37,9 +37,9 @@ from lightning_recycle.control.network.addresses import (
     address_from,
     http_address,
     http_address_from_environment,
-    key_from_environment,
     shown,
 )
+from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.control.options import (
     GROUPS,
     RunConfig,
@@ -89,9 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
-        given = _given(options)
-        check_settings(given)
+        given = _checked(options)
         address, key = address_from(options.listen, "--listen"), key_from_environment()
+        if http is not None and _are_same(http, address):
+            setting = "RECYCLE_HTTP" if options.http is None else "--http"
+            raise ConfigurationError(f"{setting} and --listen have the same address: give another port.")
         reception = Reception(address, key, _WORKERS)
         journal = _journal(options.state, address, key)
     except ConfigurationError as error:
@@ -164,6 +166,11 @@ def _shown_at(option: str | None) -> tuple[str, int] | None:
     return http_address_from_environment() if option is None else http_address(option, "--http")
 
 
+def _are_same(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether nobody can listen at both."""
+    return one[1] == other[1] != 0 and (one[0] == other[0] or not {one[0], other[0]}.isdisjoint({"0.0.0.0", "::"}))
+
+
 def _obey(end_after_this: Callable[[], None]) -> None:
     """Obeys ``over`` and ``end`` on standard input from now on; ignores signals."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
@@ -209,11 +216,25 @@ def allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _given(options: argparse.Namespace) -> Settings:
-    settings = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
+def _checked(options: argparse.Namespace) -> Settings:
+    """Settings of the command line; ConfigurationError for values that cannot work."""
+    typed = {name: text for name in _FLAGS if (text := getattr(options, name)) is not None}
+    settings = {name: _setting(text) for name, text in typed.items()}
     if options.monitor_plan:
         settings |= settings_of("monitor", DriftOptions())
+    try:
+        check_settings(settings)
+    except ConfigurationError as error:
+        for name, text in typed.items():
+            if _FLAGS[name].name == error.option:
+                raise ConfigurationError(error.as_typed(f"{_flag(name)} {text}")) from error
+        raise
     return settings
+
+
+def _flag(name: str) -> str:
+    """The flag of a setting."""
+    return f"--{_FLAGS[name].name.replace('_', '-')}"
 
 
 def _setting(text: str) -> Setting:
@@ -244,8 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         values = (
             _UNITS.get(item.name, "SECONDS") if check is None or not check.values else "|".join(check.values).lower()
         )
-        flag = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(flag, dest=name, type=_setting, metavar=values, help=item.metadata["shared"])
+        parser.add_argument(_flag(name), dest=name, metavar=values, help=item.metadata["shared"])
     parser.add_argument(
         "--runs", type=int, metavar="N", default=None, help="end after this many runs; by default never"
     )

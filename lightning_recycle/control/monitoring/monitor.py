@@ -40,8 +40,9 @@ from typing import Any, TypeVar
 
 from lightning_recycle.arguments import __version__
 from lightning_recycle.control.monitoring.logs import plain
+from lightning_recycle.control.monitoring.run_sockets import listen_here
 from lightning_recycle.control.monitoring.status import ProcessLocation, Status, metrics
-from lightning_recycle.control.network.addresses import accept, listen_at, listen_here, machine_name, shown
+from lightning_recycle.control.network.addresses import accept, listen_at, machine_name, shown
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, PlanningError
 from lightning_recycle.planning.schedule import Schedule
 

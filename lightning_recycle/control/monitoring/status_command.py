@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recycle.arguments import command_parser, exit_without_reader
-from lightning_recycle.control.network.addresses import connect_to, sockets
+from lightning_recycle.control.monitoring.run_sockets import connect_to, sockets
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20

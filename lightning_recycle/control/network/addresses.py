@@ -1,29 +1,20 @@
-"""Addresses and keys of coordinators, and the runs of this user on this machine.
+"""Addresses of coordinators and of this machine: read, shown, listened at.
 
 An address is ``host:port``, by a name, IPv4 or IPv6.
 
-*Runs of this user on this machine* have Unix sockets in a folder of mode 0700: no port, no key, access by the file
-system. The name begins with the process id. The next reader removes the socket that a killed process left. A folder
-that is not this user's alone is neither used nor read.
-
 Contract: every mistake in an address is a :class:`~lightning_recycle.errors.ConfigurationError` with address and
-remedy, and so is an unusable key, without the key. What may pass (a name that cannot be resolved yet, no route) is left
-to the side that connects.
+remedy. What may pass (a name that cannot be resolved yet, no route) is left to the side that connects.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import logging
 import os
-import secrets
 import socket
-import stat
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_recycle.errors import ConfigurationError
@@ -140,154 +131,6 @@ def _is_name(host: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-# ---------------------------------------------------------------------- runs of this user on this machine
-
-_BACKLOG = 16
-_CONNECT_SECONDS = 2.0
-
-
-def _folders() -> Iterator[Path]:
-    """Folders of runs, best first; environments of jobs and shells may differ."""
-    user = os.geteuid()
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        yield Path(runtime) / "lightning_recycle"
-    yield Path(f"/run/user/{user}/lightning_recycle")
-    yield Path(f"/tmp/lightning_recycle-{user}")  # not TMPDIR, which a job may have for itself
-
-
-def _is_mine(folder: Path) -> bool:
-    try:
-        found = folder.lstat()
-    except OSError:  # there is none, or it cannot be reached
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def _made(folder: Path) -> bool:
-    with contextlib.suppress(OSError):  # it exists, or cannot be made: the next line looks
-        folder.mkdir(mode=0o700)
-    return _is_mine(folder)
-
-
-@contextlib.contextmanager
-def listen_here() -> Iterator[socket.socket]:
-    """A socket that listens where this user's runs are found.
-
-    Raises OSError if no such place can be used.
-    """
-    sockets()  # removes what killed processes left
-    problem: OSError | None = None
-    for folder in 2 * list(dict.fromkeys(_folders())):  # twice: a run that ends just now may remove its folder
-        if not _made(folder):
-            continue
-        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            # Under its name it always answers: who finds a socket that does not takes it for a dead one.
-            hidden = path.with_suffix(".new")
-            listener.bind(str(hidden))
-            listener.listen(_BACKLOG)
-            hidden.rename(path)
-        except OSError as error:  # too long a path, for example
-            listener.close()
-            problem = error
-            continue
-        try:
-            yield listener
-        finally:
-            listener.close()
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others are in it
-                folder.rmdir()
-        return
-    raise problem or OSError(f"none of {', '.join(map(str, _folders()))} is a folder of this user alone")
-
-
-def sockets() -> list[Path]:
-    """Sockets of this user's runs, oldest first; removes those of dead processes."""
-    found: dict[Path, float] = {}
-    for folder in dict.fromkeys(_folders()):
-        for path in folder.glob("*.sock") if _is_mine(folder) else ():
-            try:
-                began = path.stat().st_mtime
-                connect_to(path).close()
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-            except OSError:  # it has just gone, or is too busy to be asked
-                continue
-            else:
-                found[path] = began
-    return sorted(found, key=lambda path: found[path])
-
-
-def connect_to(path: Path) -> socket.socket:
-    """A connection to the run at ``path``; raises OSError if it is gone."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_CONNECT_SECONDS)
-    try:
-        connection.connect(str(path))
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-# ---------------------------------------------------------------------- keys
-
-KEY_BYTES = 16
-"""The least that a key may have."""
-
-
-def check_key(key: bytes, name: str) -> bytes:
-    """``key`` of at least 16 bytes; else ConfigurationError with the setting ``name``."""
-    if len(key) < KEY_BYTES:
-        raise ConfigurationError(
-            f"{name} has {len(key)} bytes, which can be guessed: give one of at least {KEY_BYTES}, for example"
-            f' {name}="$(head -c 32 /dev/urandom | base64)".'
-        )
-    return key
-
-
-_MOST_BYTES = 4096  # of a file with a key
-_KEY, _KEY_FILE = "RECYCLE_KEY", "RECYCLE_KEY_FILE"
-
-
-def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of a run, from ``RECYCLE_KEY`` or else from the key file.
-
-    Raises ConfigurationError if neither variable is set, the key is shorter than 16 bytes, or others may read the file.
-    """
-    key = environ.get(_KEY, "")
-    if key:
-        return check_key(key.encode(), _KEY)
-    path = environ.get(_KEY_FILE, "")
-    if path:
-        return check_key(_read(path), f"{_KEY_FILE}={path}")
-    raise ConfigurationError(
-        "RECYCLE_KEY is not set: give the coordinator and all workers the same secret, for example"
-        ' RECYCLE_KEY="$(head -c 32 /dev/urandom | base64)", or RECYCLE_KEY_FILE, a file with it.'
-    )
-
-
-def _read(path: str) -> bytes:
-    """The key in the file at ``path``, stripped."""
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ConfigurationError(
-                    f"{_KEY_FILE}={path}: others may read or write it (mode {stat.S_IMODE(status.st_mode):04o}), and"
-                    f" who knows the key can run code in the workers: chmod 600 {path}; for a secret that Kubernetes"
-                    " mounts, defaultMode: 0400."
-                )
-            return file.read(_MOST_BYTES).strip()
-    except OSError as error:
-        raise ConfigurationError(f"{_KEY_FILE}={path} cannot be read: {error.strerror or error}.") from error
-
-
-# ---------------------------------------------------------------------- addresses of this machine
 
 
 def family_of(host: str) -> socket.AddressFamily:

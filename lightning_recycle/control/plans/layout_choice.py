@@ -26,8 +26,8 @@ from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import Question, UnexpectedError
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, Worker
+from lightning_recycle.planning.layer_cuts import LayerCosts, has_ties, held_ranges, parts_of
 from lightning_recycle.planning.layouts import Candidate, FailureRecord, LayoutPlan, plan_layout
-from lightning_recycle.planning.partition import LayerCosts, has_ties, held_ranges, parts_of
 from lightning_recycle.planning.schedule import Schedule
 from lightning_recycle.planning.timing import MicrobatchVariation
 

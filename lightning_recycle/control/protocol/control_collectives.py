@@ -177,7 +177,7 @@ class StopPlace(IntEnum):
 
 
 def stop_point(steps: int, place: StopPlace) -> int:
-    """Number of the stop point after ``steps`` steps; grows along each worker's way."""
+    """Numbers the places where workers may stop, in the order of the training."""
     return steps * len(StopPlace) + place
 
 

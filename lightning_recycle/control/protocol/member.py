@@ -55,8 +55,8 @@ class MessageRecord:
         self._step_losses: dict[int, messages.StepLoss] = {}
         self._answered_at = -1  # the newest step that it had begun when the answer came
 
-    def said(self, message: Any) -> None:
-        """The worker sends ``message``, or tries to."""
+    def record_sent(self, message: Any) -> None:
+        """Keeps ``message``, about to be sent, if a new coordinator must get it again."""
         match message:
             case messages.Applied():
                 self.facts = (*self.facts, message)[-_KEPT_STEPS:]
@@ -95,21 +95,21 @@ class MessageRecord:
                 new = {f.name: value for f in fields(message) if (value := getattr(message, f.name)) is not None}
                 self.measured = replace(self.measured or message, **new)
 
-    def heard(self, message: Any, rank: int, begun: int) -> None:
-        """The coordinator sent ``message`` to ``rank``, whose newest step is ``begun``."""
+    def record_received(self, message: Any, rank: int, begun: int) -> None:
+        """Drops what ``message`` answers; ``begun``: the newest step of this ``rank``."""
         match message:
             case messages.Answer():
                 if self.arrival is not None and self.arrival.number <= message.number:
                     self.arrival = None
                 if self.answer is None or message.number >= self.answer.number:
                     self.answer, self._answered_at = message, begun
-                self._heard_of(message.saves)
+                self._forget_saves_before(message.saves)
             case messages.StepLoss():
                 self._step_losses[message.step] = message
                 for step in sorted(self._step_losses)[:-_KEPT_STEPS]:
                     del self._step_losses[step]
                 self._losses = {step: one for step, one in self._losses.items() if step > message.step}
-                self._heard_of(message.saves)
+                self._forget_saves_before(message.saves)
             case messages.Committed():
                 self.known = message
             case messages.Resume():
@@ -128,14 +128,15 @@ class MessageRecord:
                 if self.confirm is not None and self.confirm.number <= message.number:
                     self.confirm = None
 
-    def _heard_of(self, saves: messages.SaveStatus) -> None:
+    def _forget_saves_before(self, saves: messages.SaveStatus) -> None:
         if self.save is not None and saves.batch >= self.save.batch:
             self.save, self.announced, self.saves_ended = None, (), ()
 
     def drop(self, announced: messages.Regroup) -> None:
+        """Forgets the losses of the step whose results ``announced`` drops."""
         self._losses.pop(announced.unproven, None)
 
-    def began(self, step: int) -> None:
+    def record_begun(self, step: int) -> None:
         if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
             self.answer = None  # it may be as large as a checkpoint
 
@@ -252,7 +253,7 @@ class Member:
 
     def _receive(self, message: Message) -> tuple[Message, ...]:
         if self._memory is not None:
-            self._memory.heard(message, self.rank, self.begun)
+            self._memory.record_received(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
                 before = self.roster if self._announced is None else self._announced.roster
@@ -291,7 +292,7 @@ class Member:
                 self._judged = message
             case messages.StopRequested():
                 self._asked = max(self._asked, message.point)
-                return self._say_that_it_goes_on()
+                return self._answer_stop_request()
             case messages.StopVerdict():
                 self._verdicts[message.point] = message
             case messages.Unfit():
@@ -310,10 +311,10 @@ class Member:
 
     # ------------------------------------------------------------------ a coordinator that was started again
 
-    def said(self, message: Message) -> None:
-        """``message`` is about to be sent; kept if a new coordinator must hear it again."""
+    def record_sent(self, message: Message) -> None:
+        """Keeps ``message``, about to be sent, if a new coordinator must get it again."""
         if self._memory is not None:
-            self._memory.said(message)
+            self._memory.record_sent(message)
 
     def returned(self, **who: Any) -> messages.Returned:
         """First message to a restarted coordinator; ``who``: the sender, by field."""
@@ -361,6 +362,7 @@ class Member:
         return self._announced is not None and self._announced.generation > self.generation
 
     def enter(self) -> messages.Regroup:
+        """Enters the newest announced generation; returns its announcement."""
         announced = self._announced
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
@@ -373,11 +375,11 @@ class Member:
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
-        """Report for the entered generation: the worker's state and its part of a commit."""
+        """Message with this worker's state and its part of a commit, for the generation."""
         return messages.Report(self.rank, self.generation, status, payload, self.begun, cuts)
 
     def resumed(self) -> messages.Resume | None:
-        """Where all go on in the generation that was entered."""
+        """The decision on how all go on in the entered generation; None before it came."""
         return self._resume if self._resume is not None and self._resume.generation == self.generation else None
 
     def publish(self, key: str, value: bytes) -> messages.Publish:
@@ -413,13 +415,13 @@ class Member:
         """
         if self.interrupted:
             raise Interrupted
-        replies = self.go_on(last_point(step))
+        replies = self.pass_stop_point(last_point(step))
         paused = self.is_paused and step > self.begun
         boundary = self._boundary if paused else None
         if not paused or (boundary is not None and step < boundary):
             self.begun = max(self.begun, step)
             if self._memory is not None:
-                self._memory.began(step)
+                self._memory.record_begun(step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
             if VALIDATES:
@@ -479,12 +481,12 @@ class Member:
 
     # ------------------------------------------------------------------ stopping early
 
-    def go_on(self, point: int) -> tuple[Message, ...]:
-        """This worker goes on at stop point ``point``; the answer, if one is asked for."""
+    def pass_stop_point(self, point: int) -> tuple[Message, ...]:
+        """Records that this worker trains on at ``point``; the answer, if one is due."""
         self._passed = max(self._passed, point)
-        return self._say_that_it_goes_on()
+        return self._answer_stop_request()
 
-    def _say_that_it_goes_on(self) -> tuple[Message, ...]:
+    def _answer_stop_request(self) -> tuple[Message, ...]:
         if not 0 <= self._asked <= self._passed:
             return ()
         point, self._asked = self._asked, -1
@@ -503,10 +505,11 @@ class Member:
     def raised(
         self, step: int, operation: str, summary: str, traceback: str, exact: bool, sticky: bool
     ) -> messages.Raised:
+        """Message that reports an exception; arguments as of :class:`.Raised`."""
         return messages.Raised(self.rank, self.generation, step, operation, summary, traceback, exact, sticky)
 
     def judged(self) -> messages.Judged | None:
-        """The answer to :meth:`raised` in the entered generation."""
+        """The verdict on the exception of :meth:`raised`; None before it came."""
         return self._judged if self._judged is not None and self._judged.generation == self.generation else None
 
     # ------------------------------------------------------------------ control collectives

@@ -190,6 +190,8 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     for column in range(state.columns):
         if not state.holders(column):
             return _lose_stage(state, column // state.members)
+    if state.roster.leader in joining:  # chosen when nobody was known to have a state; whoever has one leads
+        return recovery.begin_generation(state)
     return _decide(state, statuses)
 
 
@@ -348,9 +350,8 @@ def _repeated(
         )
         yield Resend(lack, loss)
     stop = state.collectives.stop_round
-    if stop is not None:
-        asked = {r for r, one in members.items() if one.request is not None and one.request.point == stop.point}
-        yield Resend(tuple(sorted(asked)), messages.StopVerdict(stop.point, stop.agreed))
+    if stop is not None:  # also to those that will ask
+        yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
     for rank, one in members.items():
         if one.confirm is not None:
             yield Resend((rank,), messages.Confirmed(one.confirm.number))

@@ -32,7 +32,7 @@ Payload: TypeAlias = tuple[bytes, ...]
 
 Cuts: TypeAlias = tuple[int | float, ...]
 """A layout of the layers: stage s has the parts from ``cuts[s]`` up to ``cuts[s + 1]``. Where a bound lies within a
-part, the stages on both sides share it (:mod:`~lightning_recycle.planning.partition`). Empty: as at the
+part, the stages on both sides share it (:mod:`~lightning_recycle.planning.layer_cuts`). Empty: as at the
 start.
 """
 

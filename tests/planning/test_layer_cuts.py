@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recycle.planning import Grid, LayerCosts, Problem, Technique, Worker
-from lightning_recycle.planning.layouts import plan_layout
-from lightning_recycle.planning.partition import (
+from lightning_recycle.planning.layer_cuts import (
     Stages,
     are_bounds,
     are_whole,
@@ -25,6 +24,7 @@ from lightning_recycle.planning.partition import (
     shared_layers,
     transfers,
 )
+from lightning_recycle.planning.layouts import plan_layout
 from lightning_recycle.planning.problem import least_maximum
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.3, 4.0])

@@ -1,15 +1,15 @@
-"""Values that steps and hooks change in the module, per slot, on all workers.
+"""Values that steps and hooks change in the module, per micro-batch, on all workers.
 
-Concept: a *slot* is the global index of a micro-batch. What a training step or forward changes in the module's tree
-(:mod:`~lightning_recycle.session.slot_values`) begins for each micro-batch as at the beginning of the step, and is
+Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
+(:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
 taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
 micro-batch. After the step, on every worker,
 
 - items *appended* to a list or deque arrive in micro-batch order: Lightning's idiom ``self.outputs.append(...)``;
 - a value that all micro-batches leave alike, to the bit, counts once: ``self.count += 1``, a momentum encoder;
 - a running statistic, as of BatchNorm, becomes the mean of those that they leave;
-- any other value has one version per slot from then on, in place whenever a step runs on that slot: a hidden state.
-  Other code sees the last slot's; its assignments hold for all slots.
+- any other value has one version per micro-batch from then on, in place whenever a step runs on that index: a hidden
+  state. Other code sees the last micro-batch's; its assignments hold for all.
 
 Values too large to travel stay where they were made; if one is needed elsewhere, the run ends with an error that names
 it. Large tensors of a step's graph cannot be meant for the next step: they stay on their worker. Of a place that
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.session.slot_values import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
+from lightning_recycle.session.value_tree import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
     checksum,
     is_sharded,
@@ -67,7 +67,7 @@ class Append:
 
 
 @dataclass(frozen=True)
-class SlotChange:
+class MicrobatchChange:
     """A value left by a micro-batch: its digest and, if it travels, the packed value."""
 
     place: Place
@@ -77,12 +77,12 @@ class SlotChange:
     is_statistic: bool = False
 
 
-Effect: TypeAlias = Append | SlotChange
+Effect: TypeAlias = Append | MicrobatchChange
 
 
 @dataclass(frozen=True)
-class _SlotValue:
-    """A value of a slot: packed, or a tensor of this worker; neither if elsewhere."""
+class _MicrobatchValue:
+    """A value of one micro-batch: packed, or a tensor of this worker; neither if elsewhere."""
 
     digest: bytes = b""
     packed: bytes | None = None
@@ -93,11 +93,11 @@ class _SlotValue:
         return self.packed is not None or self.tensor is not None
 
 
-BySlot: TypeAlias = dict[Place, dict[int, _SlotValue]]
+ByMicrobatch: TypeAlias = dict[Place, dict[int, _MicrobatchValue]]
 
-SlotChangesState: TypeAlias = tuple[list[str], list[str], BySlot, set[Place]]
-"""Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by slot;
-the places that micro-batches left alike.
+MicrobatchChangesState: TypeAlias = tuple[list[str], list[str], ByMicrobatch, set[Place]]
+"""Names of attributes with lists that steps extended, and of those that hooks of evaluations changed; values by
+micro-batch; the places that micro-batches left alike.
 """
 
 
@@ -150,8 +150,8 @@ def _target(effect: Effect) -> Any:
     return effect.path if isinstance(effect, Append) else effect.place
 
 
-class SlotChanges:
-    """Changes of the values of ``module``, the user's, by slot.
+class MicrobatchChanges:
+    """Changes of the values of ``module``, the user's, by micro-batch.
 
     ``alone``: whether a step has a single micro-batch; then there is nothing to combine. ``microbatches``: of a step.
 
@@ -159,16 +159,16 @@ class SlotChanges:
         names: the attributes whose lists steps have extended.
         keeps_shares: whether hooks of evaluations have changed a number or tensor that stays on the worker.
         changed: the attributes that they have changed.
-        slots: the values of places by slot.
-        slot: the micro-batch whose training step is about to run as a whole; None for other code.
+        by_microbatch: the values of places, by the index of their micro-batch.
+        next_microbatch: index of the micro-batch whose training step is about to run as a whole; None for other code.
     """
 
     def __init__(self, module: pl.LightningModule, alone: bool = False, microbatches: int = 1) -> None:
         self._module, self._alone, self._microbatches = module, alone, microbatches
         self._internal = frozenset(dir(RecordedModule))
         self.forget_values()
-        self.slots: BySlot = {}
-        self.slot: int | None = None
+        self.by_microbatch: ByMicrobatch = {}
+        self.next_microbatch: int | None = None
         self.names: set[str] = set()
         self.changed: set[str] = set()
         self.keeps_shares = self._is_inside = self._runs_again = False
@@ -177,7 +177,7 @@ class SlotChanges:
         self._told: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
         self._step = self._ended = -1
-        self._before: tuple[dict[Place, Any], BySlot] = {}, {}  # what the newest step has replaced
+        self._before: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
 
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
@@ -194,13 +194,13 @@ class SlotChanges:
             self._tree.begin_step()
             self._forget(self._tree.absorb())
 
-    def microbatch(self, slot: int, sums: Sequence[Tensor] = ()) -> AbstractContextManager[MicrobatchEffects]:
-        """Runs a forward of ``slot`` with its values; lists changes, and takes them back.
+    def microbatch(self, index: int, sums: Sequence[Tensor] = ()) -> AbstractContextManager[MicrobatchEffects]:
+        """Runs a forward of micro-batch ``index`` with its values; lists changes, and takes them back.
 
         Changes of running statistics are added to ``sums``, its part of the mean, if these have room for them.
         """
         made = MicrobatchEffects()
-        return nullcontext(made) if self._alone else self._watching(self._tree, slot, made, sums)
+        return nullcontext(made) if self._alone else self._watching(self._tree, index, made, sums)
 
     def statistics(self) -> list[Tensor]:
         if self._alone:
@@ -208,17 +208,17 @@ class SlotChanges:
         self._forget(self._tree.absorb())
         return list(self._tree.statistics.values())
 
-    def again(self, slot: int) -> AbstractContextManager[Any]:
+    def again(self, index: int) -> AbstractContextManager[Any]:
         """As :meth:`microbatch`, for a recomputed forward, which leaves nothing."""
-        return nullcontext() if self._alone else self._watching(self._tree, slot, MicrobatchEffects(), leaves=False)
+        return nullcontext() if self._alone else self._watching(self._tree, index, MicrobatchEffects(), leaves=False)
 
     @contextmanager
     def _watching(
-        self, tree: ValueTree, slot: int, made: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
+        self, tree: ValueTree, index: int, made: MicrobatchEffects, sums: Sequence[Tensor] = (), leaves: bool = True
     ) -> Iterator[MicrobatchEffects]:
         """Adds the block's changes to ``made``, if it ``leaves`` any, and takes them back."""
         self._forget(tree.absorb())
-        tree.begin({place: self._slot_value(tree, place, slot) for place in self.slots if tree.has(place)})
+        tree.begin({place: self._value_of(tree, place, index) for place in self.by_microbatch if tree.has(place)})
         self._is_inside = tree is self._tree
         try:
             yield made
@@ -236,35 +236,35 @@ class SlotChanges:
         for one in found:
             if one.place in places:
                 sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
-        made.effects += self._effects(tree, [one for one in found if one.place not in places], slot)
+        made.effects += self._effects(tree, [one for one in found if one.place not in places], index)
 
     def _forget(self, changed: Iterable[Place]) -> None:
-        """Other code has changed these places: the values now hold for all slots."""
-        for place in changed if self.slots else ():
+        """Other code has changed these places: the values now hold for all micro-batches."""
+        for place in changed if self.by_microbatch else ():
             path = _path_to(place)
-            for other in [other for other in self.slots if _are_nested(path, _path_to(other))]:
-                del self.slots[other]
+            for other in [other for other in self.by_microbatch if _are_nested(path, _path_to(other))]:
+                del self.by_microbatch[other]
 
-    def _slot_value(self, tree: ValueTree, place: Place, slot: int) -> Any:
-        value = self.slots[place][slot]
+    def _value_of(self, tree: ValueTree, place: Place, index: int) -> Any:
+        value = self.by_microbatch[place][index]
         if not value.is_here:
             raise UnsupportedFeatureError(
                 f"{name_of(place)} is written in a training step, differently for each micro-batch, and its value for"
-                f" micro-batch {slot} was on a worker that does not run that any more: it is too large to be kept on"
+                f" micro-batch {index} was on a worker that does not run that any more: it is too large to be kept on"
                 " all." + _REMEDY
             )
         return self._unpacked(value, tree)
 
-    def _unpacked(self, value: _SlotValue, tree: ValueTree) -> Any:
+    def _unpacked(self, value: _MicrobatchValue, tree: ValueTree) -> Any:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
-    def _effects(self, tree: ValueTree, found: Sequence[PlaceChange], slot: int) -> list[Effect]:
+    def _effects(self, tree: ValueTree, found: Sequence[PlaceChange], index: int) -> list[Effect]:
         effects: list[Effect] = []
-        values: list[tuple[SlotChange, Any]] = []
+        values: list[tuple[MicrobatchChange, Any]] = []
         for one in found:
-            # Another list than before is meant for the next step of the slot, unless it begins with the old items.
+            # Another list than before is meant for the micro-batch's next step, unless it begins with the old items.
             is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
-            if is_append and one.place not in self.slots:
+            if is_append and one.place not in self.by_microbatch:
                 effects.append(self._append(one, tree))
                 continue
             if _belongs_to_graph(one.now):
@@ -273,13 +273,13 @@ class SlotChanges:
             value = one.now.detach() if isinstance(one.now, Tensor) else one.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
                 form = str((value.dtype, tuple(value.shape))).encode()
-                change = SlotChange(
+                change = MicrobatchChange(
                     one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics
                 )
             else:
                 packed = self._packed(one.place, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                change = SlotChange(one.place, digest, len(packed), packed, one.place in tree.statistics)
+                change = MicrobatchChange(one.place, digest, len(packed), packed, one.place in tree.statistics)
             values.append((change, value))
         left = _MOST_BYTES
         for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
@@ -287,9 +287,9 @@ class SlotChanges:
             travels = is_mean or (size <= left and (size <= _SMALL_BYTES or change.place not in self._alike))
             left -= size if travels else 0
             if isinstance(value, Tensor):
-                self._mine.setdefault(slot, {})[change.place] = value
+                self._mine.setdefault(index, {})[change.place] = value
             sent = (change.packed or self._packed(change.place, value, tree)) if travels else None
-            effects.append(SlotChange(change.place, change.digest, size, sent, is_mean))
+            effects.append(MicrobatchChange(change.place, change.digest, size, sent, is_mean))
         return effects
 
     def _append(self, one: PlaceChange, tree: ValueTree) -> Append:
@@ -316,13 +316,13 @@ class SlotChanges:
     @contextmanager
     def noticed(self) -> Iterator[list[Effect]]:
         """Runs a hook or whole step; lists changes for all workers, and takes them back."""
-        slot, self.slot = self.slot, None
+        index, self.next_microbatch = self.next_microbatch, None
         effects: list[Effect] = []
         if self._alone or self._is_inside:
             yield effects
-        elif slot is not None:  # micro-batches run in turns, each with attributes of its own
+        elif index is not None:  # micro-batches run in turns, each with attributes of its own
             tree = ValueTree(self._module, self._internal, whole=False)
-            with self._watching(tree, slot, MicrobatchEffects(effects)):
+            with self._watching(tree, index, MicrobatchEffects(effects)):
                 yield effects
         else:
             with self._looking(self._shallow, effects):
@@ -371,7 +371,7 @@ class SlotChanges:
 
         ``sums``: of their contributions to statistics.
         """
-        self._ended, self._before = self._step, ({}, dict(self.slots))
+        self._ended, self._before = self._step, ({}, dict(self.by_microbatch))
         for place, added in zip(list(self._tree.statistics), sums, strict=False):
             self._note(place)
             self._tree.put(place, self._tree.get(place) + added)
@@ -381,16 +381,16 @@ class SlotChanges:
         """Repeats the effects of the micro-batches of a batch; ``on_step``: of training."""
         if any(records.values()):
             self._forget(self._tree.absorb())
-        changes: dict[Place, dict[int, SlotChange]] = defaultdict(dict)
-        for slot, effects in sorted(records.items()):
+        changes: dict[Place, dict[int, MicrobatchChange]] = defaultdict(dict)
+        for index, effects in sorted(records.items()):
             for effect in effects:
                 if isinstance(effect, Append):
                     self._extend(effect, on_step)
                 else:
-                    changes[effect.place][slot] = effect
+                    changes[effect.place][index] = effect
         if on_step and not self._alone:
-            for place, by_slot in changes.items():
-                self._take(place, by_slot)
+            for place, changed in changes.items():
+                self._take(place, changed)
             self._mine = {}
 
     def _extend(self, effect: Append, on_step: bool) -> None:
@@ -416,43 +416,47 @@ class SlotChanges:
         value = self._tree.get(place)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _take(self, place: Place, by_slot: Mapping[int, SlotChange]) -> None:
+    def _take(self, place: Place, changed: Mapping[int, MicrobatchChange]) -> None:
         """Takes over the values that the micro-batches have left in ``place``."""
-        tree, slots, has_place = self._tree, range(self._microbatches), self._tree.has(place)
+        tree, indices, has_place = self._tree, range(self._microbatches), self._tree.has(place)
         found = {}
-        for slot, change in by_slot.items():
-            tensor = self._mine.get(slot, {}).get(place) if change.packed is None else None
-            found[slot] = _SlotValue(change.digest, change.packed, tensor)
-        here = [slot for slot, value in found.items() if value.is_here]
+        for index, change in changed.items():
+            tensor = self._mine.get(index, {}).get(place) if change.packed is None else None
+            found[index] = _MicrobatchValue(change.digest, change.packed, tensor)
+        here = [index for index, value in found.items() if value.is_here]
         if has_place:
             self._note(place)
-        if any(change.is_statistic for change in by_slot.values()):
+        if any(change.is_statistic for change in changed.values()):
             if has_place:
                 old = tree.get(place)
-                values = [self._unpacked(found[slot], tree) if slot in found else old for slot in slots]
+                values = [self._unpacked(found[index], tree) if index in found else old for index in indices]
                 tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
             return
-        if len(found) == len(slots) and len({value.digest for value in found.values()}) == 1:
+        if len(found) == len(indices) and len({value.digest for value in found.values()}) == 1:
             if has_place and not here:
                 raise UnsupportedFeatureError(
                     f"{name_of(place)} is written in a training step, and this worker ran no micro-batch of it: the new"
                     " value is too large to be sent." + _REMEDY
                 )
-            self.slots.pop(place, None)
+            self.by_microbatch.pop(place, None)
             self._alike.add(place)
         else:
             self._alike.discard(place)
-            if place not in self.slots:
-                begun = _SlotValue(packed=self._packed(place, tree.get(place), tree)) if has_place else _SlotValue()
-                self.slots[place] = dict.fromkeys(slots, begun)
+            if place not in self.by_microbatch:
+                begun = (
+                    _MicrobatchValue(packed=self._packed(place, tree.get(place), tree))
+                    if has_place
+                    else _MicrobatchValue()
+                )
+                self.by_microbatch[place] = dict.fromkeys(indices, begun)
                 if len(here) < len(found):
-                    size = max(change.size for change in by_slot.values())
+                    size = max(change.size for change in changed.values())
                     rank_zero_warn(
                         f"{name_of(place)} ({size:,} bytes) is written in a training step, differently for each"
                         " micro-batch, and too large to be kept on all workers: when one dies, the run ends with an"
                         " error." + _REMEDY
                     )
-            self.slots[place] = {**self.slots[place], **found}
+            self.by_microbatch[place] = {**self.by_microbatch[place], **found}
         if has_place and here:
             tree.put(place, self._unpacked(found[max(here)], tree))
 
@@ -462,19 +466,19 @@ class SlotChanges:
         if self._ended != step:
             yield
             return
-        (before, slots), now = self._before, self.slots
+        (before, by_microbatch), now = self._before, self.by_microbatch
         after = {place: self._copy_of(place) for place in before}
-        self._set(before, slots)
+        self._set(before, by_microbatch)
         try:
             yield
         finally:
             self._set(after, now)
 
-    def _set(self, values: Mapping[Place, Any], slots: BySlot) -> None:
+    def _set(self, values: Mapping[Place, Any], by_microbatch: ByMicrobatch) -> None:
         for place, value in values.items():
             self._tree.put(place, value)
         self._tree.absorb()
-        self.slots = slots
+        self.by_microbatch = by_microbatch
 
     # ------------------------------------------------------------------ what stages and pipelines have in common
 
@@ -511,18 +515,20 @@ class SlotChanges:
 
     # ------------------------------------------------------------------ a worker that joins
 
-    def state(self) -> SlotChangesState:
+    def state(self) -> MicrobatchChangesState:
         """For a joining worker, which has the module's attributes from elsewhere."""
         self._forget(self._tree.absorb())
-        return sorted(self.names), sorted(self.changed), dict(self.slots), set(self._alike)
+        return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._alike)
 
-    def load_state(self, state: SlotChangesState) -> None:
-        names, changed, slots, alike = state
+    def load_state(self, state: MicrobatchChangesState) -> None:
+        names, changed, by_microbatch, alike = state
         self.names.update(names)
         self.changed.update(changed)
         self._tree.absorb()
         self._alike, device = set(alike), self._module.device
-        self.slots = {
-            place: {slot: _SlotValue(v.digest, v.packed, on_device(v.tensor, device)) for slot, v in values.items()}
-            for place, values in slots.items()
+        self.by_microbatch = {
+            place: {
+                index: _MicrobatchValue(v.digest, v.packed, on_device(v.tensor, device)) for index, v in values.items()
+            }
+            for place, values in by_microbatch.items()
         }

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from lightning_recycle import UnsupportedFeatureError
-from lightning_recycle.runtime.whole_steps import Lockstep
+from lightning_recycle.runtime.manual_step_runner import Lockstep
 
 
 class Place:

@@ -11,7 +11,7 @@ has a copy in its places while a block runs, and comes back to them. In the firs
 a copy and is compared; later autograd's number of writes shows changes, and of small tensors the bits. *Trained*
 parameters may not be written at all.
 
-Must not know: steps, slots, workers.
+Must not know: steps, micro-batches, workers.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class StepPath:
 
 
 @dataclass(frozen=True)
-class WholeStepMicrobatch:
+class ManualStepMicrobatch:
     """A micro-batch of a worker in a step.
 
     ``counts``: whether it contributes. A worker without work repeats another's, as its optimizers must step, too.
@@ -84,7 +84,7 @@ class WholeStepMicrobatch:
     counts: bool = True
 
 
-class WholeStepRunner(StepRunner):
+class ManualStepRunner(StepRunner):
     """A runner whose steps are run by ``body``, with ``state`` kept before them.
 
     ``body``: the user's step: (number, this worker's micro-batches, this runner for common work, the way) -> of each
@@ -99,7 +99,7 @@ class WholeStepRunner(StepRunner):
         communicator: Communicator,
         bundle: StageBundle,
         callbacks: ExecutorCallbacks,
-        body: Callable[[int, Sequence[WholeStepMicrobatch], WholeStepRunner, StepPath], list[tuple[float, bytes]]],
+        body: Callable[[int, Sequence[ManualStepMicrobatch], ManualStepRunner, StepPath], list[tuple[float, bytes]]],
         state: RewindableState,
     ) -> None:
         super().__init__(worker, grid, client, communicator, bundle, callbacks, CommitRules(staggered=False))
@@ -113,7 +113,7 @@ class WholeStepRunner(StepRunner):
     def run_program(self, step: int) -> None:
         self._rewind()
         self._broken, self._waited = None, 0.0
-        self.forget()
+        self.forget_gradient()
         microbatches = self._read(step)
         self.client.doing(step, "keeping the state")
         self._state.keep()
@@ -147,7 +147,7 @@ class WholeStepRunner(StepRunner):
         self._run_hooks(step, OpKind.STEP, None)
         self.communicator.end_step()
 
-    def _read(self, step: int) -> list[WholeStepMicrobatch]:
+    def _read(self, step: int) -> list[ManualStepMicrobatch]:
         handle = self.steps[step].handle
         self.attempt.place = (step, "reading data")
         wanted = [
@@ -159,7 +159,7 @@ class WholeStepRunner(StepRunner):
                 inputs, _ = self.callbacks.split(handle.loader.fetch(handle, microbatch), handle.index)
                 samples = handle.loader.num_samples(handle, microbatch)
                 index = global_index(self.grid, microbatch)
-                found.append(WholeStepMicrobatch(index, inputs, samples, counts=bool(wanted)))
+                found.append(ManualStepMicrobatch(index, inputs, samples, counts=bool(wanted)))
         return found
 
     def _of_kind(self, kind: OpKind) -> list[Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.session import slot_values
-from lightning_recycle.session.slot_changes import SlotChanges
-from lightning_recycle.session.slot_values import ValueTree, name_of
+from lightning_recycle.session import value_tree
+from lightning_recycle.session.microbatch_changes import MicrobatchChanges
+from lightning_recycle.session.value_tree import ValueTree, name_of
 
 
 class Averaged(L.LightningModule):
@@ -34,15 +34,15 @@ def write_data(mean: Tensor, weight: Tensor) -> None:
     mean.data.mul_(0.75).add_(weight.data, alpha=0.25)
 
 
-def steps(module: Averaged, effects: SlotChanges, change: Callable[[int], Any], number: int) -> None:
+def steps(module: Averaged, effects: MicrobatchChanges, change: Callable[[int], Any], number: int) -> None:
     """Steps of two micro-batches on one worker."""
     for _ in range(number):
         effects.begin_step(0)
         records = {}
-        for slot in (0, 1):
-            with effects.microbatch(slot) as made:
-                change(slot)
-            records[slot] = made.effects
+        for index in (0, 1):
+            with effects.microbatch(index) as made:
+                change(index)
+            records[index] = made.effects
         effects.ends_step()
         effects.repeat(records, on_step=True)
 
@@ -50,9 +50,9 @@ def steps(module: Averaged, effects: SlotChanges, change: Callable[[int], Any], 
 @pytest.mark.parametrize("average", [assign, write_data])
 def test_an_average_of_a_bias_that_moves_late_counts_once(average: Callable[[Tensor, Tensor], None]) -> None:
     module = Averaged()
-    effects = SlotChanges(module, microbatches=2)
+    effects = MicrobatchChanges(module, microbatches=2)
 
-    def change(slot: int) -> None:
+    def change(index: int) -> None:
         for mean, weight in zip(module.target.parameters(), module.net.parameters(), strict=True):
             average(mean, weight)
 
@@ -68,25 +68,25 @@ def test_a_view_and_its_base_change_together() -> None:
     module = Averaged()
     row, rows = module.row, module.rows
 
-    def change(slot: int) -> None:
+    def change(index: int) -> None:
         module.row += 1
         assert module.rows.sum() == 4 * module.row[0]
 
-    steps(module, SlotChanges(module, microbatches=2), change, 5)
+    steps(module, MicrobatchChanges(module, microbatches=2), change, 5)
     assert module.rows.sum() == 20
     assert module.row is row
     assert module.rows is rows
 
 
 def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_values, "_WATCHED_BYTES", -1000)
-    monkeypatch.setattr(slot_values, "_KEPT_BYTES", -1)
+    monkeypatch.setattr(value_tree, "_WATCHED_BYTES", -1000)
+    monkeypatch.setattr(value_tree, "_KEPT_BYTES", -1)
     module = Averaged()
-    effects = SlotChanges(module, microbatches=2)
+    effects = MicrobatchChanges(module, microbatches=2)
     for _ in range(4):
-        steps(module, effects, lambda slot: None, 1)
+        steps(module, effects, lambda index: None, 1)
     with pytest.raises(UnsupportedFeatureError, match=r"target\.weight .*was written in a training step"):
-        steps(module, effects, lambda slot: module.target.weight.mul_(2.0), 1)
+        steps(module, effects, lambda index: module.target.weight.mul_(2.0), 1)
 
 
 def test_a_block_that_raises_leaves_nothing() -> None:
@@ -118,29 +118,29 @@ def test_what_other_code_changes_is_told() -> None:
 
 def test_a_parameter_that_is_thawed_is_trained_from_then_on() -> None:
     module = Averaged()
-    effects = SlotChanges(module, microbatches=2)
-    steps(module, effects, lambda slot: None, 1)
+    effects = MicrobatchChanges(module, microbatches=2)
+    steps(module, effects, lambda index: None, 1)
     module.target.weight.requires_grad_(True)
     weight = module.target.weight
 
-    def change(slot: int) -> None:
+    def change(index: int) -> None:
         assert module.target.weight is weight
         assert module.target.bias is not bias
 
     bias = module.target.bias
     steps(module, effects, change, 1)
     with pytest.raises(UnsupportedFeatureError, match=r"target\.weight is trained"):
-        steps(module, effects, lambda slot: weight.data.zero_(), 1)
+        steps(module, effects, lambda index: weight.data.zero_(), 1)
 
 
 def test_thawing_in_a_step_is_refused() -> None:
     module = Averaged()
     with pytest.raises(UnsupportedFeatureError, match=r"target\.\w+\.requires_grad was set"):
-        steps(module, SlotChanges(module, microbatches=2), lambda slot: module.target.requires_grad_(True), 1)
+        steps(module, MicrobatchChanges(module, microbatches=2), lambda index: module.target.requires_grad_(True), 1)
 
 
 def test_a_tensor_in_a_tuple_is_refused_if_it_is_written() -> None:
     module = Averaged()
     module.pair = torch.zeros(2), torch.ones(2)
     with pytest.raises(UnsupportedFeatureError, match=r"the tuple pair was written"):
-        steps(module, SlotChanges(module, microbatches=2), lambda slot: module.pair[0].add_(1), 1)
+        steps(module, MicrobatchChanges(module, microbatches=2), lambda index: module.pair[0].add_(1), 1)

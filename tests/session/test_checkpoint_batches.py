@@ -11,15 +11,15 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.configuration import CheckpointOptions, Options
-from lightning_recycle.session.save_batches import (
-    Batch,
+from lightning_recycle.session.checkpoint_batches import (
+    CheckpointBatch,
+    CheckpointBatches,
     GivenUp,
     HolderGroup,
-    SaveBatches,
     SaveRequest,
     StateCopies,
 )
+from lightning_recycle.session.configuration import CheckpointOptions, Options
 
 
 def state_of(weight: torch.Tensor) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_a_part_whose_receiver_is_lost_is_given_up_wherever_torch_is_in_its_arch
             raise Interrupted
 
     client: Any = SimpleNamespace(
-        rank=0, generation=0, returns=0, give=lambda *_: None, take=take, has_parcel=lambda *_: False
+        rank=0, generation=0, returns=0, send_parcel=lambda *_: None, receive_parcel=take, has_parcel=lambda *_: False
     )
     group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(GivenUp, match="the worker of rank 3 was lost"):
@@ -125,7 +125,7 @@ def test_where_copies_do_not_fit_they_are_the_tensors_themselves() -> None:
 
 
 class Worker:
-    """A worker's :class:`SaveBatches`, and what followed from its batches."""
+    """A worker's :class:`CheckpointBatches`, and what followed from its batches."""
 
     def __init__(self, rank: int = 0, holders: tuple[int, ...] = (2, 1)) -> None:
         self.sent: list[Any] = []
@@ -140,7 +140,7 @@ class Worker:
         self.discarded: list[str] = []
         context: Any = SimpleNamespace(options=options, collectives=self.collectives, client=self.client)
         actions = {"record": lambda failure, what: self.followed.append((what, failure and failure.text))}
-        self.saves = SaveBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
+        self.saves = CheckpointBatches(context, actions, {}, lambda: 0.0, self.failed.extend, self.discarded.append)
 
     def ask(self, version: int, *paths: str, waits: bool = False) -> None:
         with self.saves.deferring():
@@ -149,14 +149,14 @@ class Worker:
             for path in paths:
                 self.saves.asked(path)
                 batch.requests.append(SaveRequest(path, lambda: None, is_new=True))
-            self.saves.follow("record", paths)
+            self.saves.call_when_known("record", paths)
         self.saves.seal(mid_step=False)
 
     def hear(self, failures: tuple[SaveFailure | None, ...], unnamed: dict[int, str] | None = None) -> None:
         assert self.saves.pending is not None
         status = SaveStatus((2, 1), 7, self.saves.pending.number, failures, unnamed or {})
         self.client.member.saves = status
-        self.saves.take_up()
+        self.saves.apply_outcome()
 
 
 def test_what_is_asked_for_at_a_boundary_begins_there_on_all_workers() -> None:
@@ -177,7 +177,7 @@ def test_an_outcome_of_another_batch_changes_nothing() -> None:
     worker = Worker()
     worker.ask(4, "a.ckpt")
     worker.client.member.saves = SaveStatus((2, 1), 7, 1 << 40, (None,))
-    worker.saves.take_up()
+    worker.saves.apply_outcome()
     assert worker.saves.pending is not None
     assert worker.followed == []
 
@@ -187,7 +187,7 @@ def test_what_only_follows_from_older_checkpoints_follows_at_once() -> None:
     with worker.saves.deferring():
         worker.saves.begin(4, waits=False)
         worker.saves.asked("older.ckpt")
-        worker.saves.follow("record", "link")
+        worker.saves.call_when_known("record", "link")
     worker.saves.seal(mid_step=False)
     assert worker.followed == [("link", None)]
     assert worker.saves.pending is None
@@ -241,7 +241,7 @@ def test_the_leader_names_a_whole_file_whose_writer_was_lost(tmp_path: Path) -> 
         whole.write_text("whole")
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, str(path))
         worker.hear((None,), {0: str(whole)})
         assert path.exists() == (rank == 1)
@@ -253,7 +253,7 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
     for rank, discarded in ((0, []), (1, ["a.ckpt"])):
         worker = Worker(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Batch, "start", lambda batch: setattr(batch, "is_sealed", True))
+            patch.setattr(CheckpointBatch, "start", lambda batch: setattr(batch, "is_sealed", True))
             worker.ask(4, "a.ckpt")
         worker.hear((SaveFailure("its writer was lost"),))
         assert worker.discarded == discarded
@@ -261,7 +261,9 @@ def test_the_leader_discards_a_new_file_of_a_batch_that_was_given_up() -> None:
 
 def test_a_part_of_another_step_is_refused() -> None:
     parts = {0: (5, "of step 5"), 3: None}
-    client: Any = SimpleNamespace(rank=3, returns=0, give=lambda *_: None, take=lambda rank, *_: parts[rank])
+    client: Any = SimpleNamespace(
+        rank=3, returns=0, send_parcel=lambda *_: None, receive_parcel=lambda rank, *_: parts[rank]
+    )
     group = HolderGroup(client, Positions(Grid(2, 2, 1)), 1, 4, (0, 3), 0)
     with pytest.raises(GivenUp, match="after 5 steps, and it is to hold 4"):
         group.gather_all("names", None)

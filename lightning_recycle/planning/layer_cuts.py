@@ -1,4 +1,4 @@
-"""Partition of layers into stages: bounds, costs, the fastest cut, transfers.
+"""Cuts of the layers into stages: bounds, costs, the fastest cut, transfers.
 
 *Bounds*: stage s has the layers from ``bounds[s]`` up to ``bounds[s + 1]``. A bound of 4.25 means that both stages hold
 layer 4, and that a quarter of the micro-batches run it on the earlier one; each micro-batch has whole bounds. Bounds

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_recycle import PipelineModule
+from lightning_recycle.session.microbatch_changes import MicrobatchChanges
 from lightning_recycle.session.object_graph import ObjectGraph
-from lightning_recycle.session.slot_changes import SlotChanges
 
 
 class Guarded:
@@ -84,7 +84,7 @@ def attributes(module: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("hook", [appends, nests, rebinds, creates])
 def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], None], inference: bool) -> None:
     one, first, second, third = (Collecting() for _ in range(4))
-    workers = [SlotChanges(module) for module in (first, second, third)]
+    workers = [MicrobatchChanges(module) for module in (first, second, third)]
     for _ in range(2):
         with torch.inference_mode(inference):
             at_start, records = copy.deepcopy(attributes(first)), []
@@ -99,7 +99,7 @@ def test_appended_items_reach_all_workers_in_order(hook: Callable[[Any, int], No
     assert attributes(first) == attributes(second) == attributes(third) == attributes(one)
     joined = Collecting()
     ObjectGraph({"module": joined}, {}).update(ObjectGraph({"module": first}, {}).pack(), torch.device("cpu"))
-    SlotChanges(joined).load_state(pickle.loads(pickle.dumps(workers[0].state())))
+    MicrobatchChanges(joined).load_state(pickle.loads(pickle.dumps(workers[0].state())))
     assert attributes(joined) == attributes(one)
 
 
@@ -115,7 +115,7 @@ def changes_much(m: Any, i: int) -> None:
 
 def test_the_rest_stays_on_its_worker() -> None:
     module, alone = Collecting(), Collecting()
-    effects = SlotChanges(module)
+    effects = MicrobatchChanges(module)
     for i in range(2):
         changes_much(alone, i)
         with effects.noticed() as found:
@@ -135,7 +135,7 @@ class Totals(L.LightningModule):
 @pytest.mark.parametrize("inference", [False, True])
 def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: bool) -> None:
     last, first = Totals(), Totals()
-    effects, others = (SlotChanges(module) for module in (last, first))
+    effects, others = (MicrobatchChanges(module) for module in (last, first))
     for module in (last, first):
         with torch.inference_mode(inference):  # as hooks of an evaluation run
             module.confusion = torch.zeros(2)
@@ -147,7 +147,7 @@ def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: b
             last.by_kind["a"][0] += i
             last.seen += 3
         last.average[0] += 1.0
-    joined = SlotChanges(last)
+    joined = MicrobatchChanges(last)
     joined.load_state(effects.state())
     assert joined.shares() == effects.shares()
     others.load_shares(effects.shares())
@@ -157,7 +157,7 @@ def test_stages_take_over_numbers_and_the_tensors_that_steps_change(inference: b
 
 def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.WarningsRecorder) -> None:
     module = Collecting()
-    with SlotChanges(module).noticed() as effects:
+    with MicrobatchChanges(module).noticed() as effects:
         module.outputs.append(lambda: None)
     assert effects == []
     assert len(module.outputs) == 1
@@ -166,7 +166,7 @@ def test_an_item_that_cannot_be_pickled_stays_and_is_told(recwarn: pytest.Warnin
 
 def test_numbers_of_a_step_that_runs_again_count_once() -> None:
     module = Collecting()
-    effects = SlotChanges(module)
+    effects = MicrobatchChanges(module)
     effects.begin_step()
     for _ in range(2):
         with effects.noticed():
@@ -182,17 +182,17 @@ def keeps(m: Any, i: int) -> None:
     m.hidden = torch.full((1,), float(i)) if m.hidden is None else m.hidden + i
 
 
-def test_each_slot_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
+def test_each_microbatch_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
     module = Collecting()
-    effects = SlotChanges(module, microbatches=2)
+    effects = MicrobatchChanges(module, microbatches=2)
     for step in range(2):
         effects.begin_step(step)
         records = {}
-        for slot in (0, 1):
+        for index in (0, 1):
             for _ in range(2):  # as if the step ran again
-                with effects.microbatch(slot) as found:
-                    keeps(module, slot + 1)
-            records[slot] = found.effects
+                with effects.microbatch(index) as found:
+                    keeps(module, index + 1)
+            records[index] = found.effects
         effects.ends_step()
         effects.repeat(records, on_step=True)
         assert module.hidden.tolist() == [2.0 * (step + 1)]
@@ -203,7 +203,7 @@ def test_each_slot_keeps_its_own_tensors_and_a_hook_resets_all() -> None:
         assert module.hidden.tolist() == [2.0 * (step + 1)]
     module.hidden = None
     effects.begin_step(2)
-    assert not effects.slots
+    assert not effects.by_microbatch
 
 
 def test_the_users_error_leaves_lists_as_they_were() -> None:
@@ -213,6 +213,6 @@ def test_the_users_error_leaves_lists_as_they_were() -> None:
         appends(module, 1)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), SlotChanges(module).noticed():
+    with pytest.raises(ZeroDivisionError), MicrobatchChanges(module).noticed():
         fails()
     assert module.outputs == []

@@ -247,34 +247,35 @@ class HolderGroup(StageGroup):
         """Lets all other holders know that this one has given up."""
         for rank in self.ranks:
             if rank != self.rank:
-                self.client.give(rank, self.number, f"{self.request} {_FAILED}", why)
+                self.client.send_parcel(rank, self.number, f"{self.request} {_FAILED}", why)
 
-    def confirm(self, temporary: Path | None = None) -> None:
-        """Returns if this worker may go on; raises GivenUp if it is not wanted any more.
+    def await_permission(self, temporary: Path | None = None) -> None:
+        """Waits until this worker may write on; raises GivenUp if its part is not wanted.
 
         ``temporary``: the path of the whole file, which is announced: from then on it counts.
         """
         self._check()
         if temporary is None:
-            self.client.confirm()
+            self.client.await_membership()
         else:
-            self.client.announce(self.number, self.request, os.path.abspath(temporary))
+            self.client.await_naming(self.number, self.request, os.path.abspath(temporary))
 
     def _check(self) -> None:
         if not self.is_wanted:
             raise GivenUp("workers were lost meanwhile, or do not wait for it any more")
 
     def end(self) -> None:
+        """Makes this worker's thread give up its part, and drops parcels of the batch."""
         self.is_wanted = False
         self.client.forget_parcels(self.number)
 
     def _give(self, rank: int, key: str, value: Any) -> None:
         self._check()  # after ``value`` was made
-        self.client.give(rank, self.number, f"{self.request} {key}", value)
+        self.client.send_parcel(rank, self.number, f"{self.request} {key}", value)
 
     def _take(self, rank: int, key: str) -> Any:
         try:
-            return self.client.take(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
+            return self.client.receive_parcel(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
         except Interrupted:
             raise GivenUp(self._why(rank)) from None
 
@@ -288,7 +289,9 @@ class HolderGroup(StageGroup):
     def _why(self, rank: int) -> str:
         failed = self._failed()
         if failed is not None:
-            return str(self.client.take(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True))
+            return str(
+                self.client.receive_parcel(failed, self.number, f"{self.request} {_FAILED}", self.since, lambda: True)
+            )
         if self.client.returns != self._returns:
             return "the coordinator was started again, and parts of it were under way"
         return f"the worker of rank {rank} was lost, which had a part of it"
@@ -363,7 +366,7 @@ def settle_files(actions: Iterable[Action], known: Mapping[str, Callable[..., No
 
 
 @dataclass
-class Batch:
+class CheckpointBatch:
     """The checkpoints of one step boundary.
 
     ``waits``: whether all workers wait for it. ``ended``: called in the writer's thread after each checkpoint with its
@@ -435,7 +438,7 @@ def _given_up(path: str, why: str) -> SaveFailure:
 
 
 @dataclass
-class PendingBatch:
+class PendingCheckpoints:
     """A batch without known outcome yet; ``new``: its paths that replace nothing."""
 
     number: int
@@ -454,13 +457,13 @@ class CommonState:
 
     status: SaveStatus
     batches: int
-    pending: PendingBatch | None
+    pending: PendingCheckpoints | None
     given_up: tuple[Any, ...]
     unnamed: tuple[tuple[str, str], ...]
     names: Mapping[str, set[str]]
 
 
-class SaveBatches:
+class CheckpointBatches:
     """This worker's part in the checkpoints of a run, batch by batch.
 
     ``actions``: consequences of checkpoints, by name; called on all workers with why a checkpoint is not complete, or
@@ -487,8 +490,8 @@ class SaveBatches:
         self._stalled, self._failed, self._discard = stalled, failed, discard
         self._patience = self._options.signal_timeout  # of the next checkpoint with the one before
         self._deferred: list[tuple[list[str], list[tuple[str, tuple[Any, ...]]]]] = []
-        self.batch: Batch | None = None
-        self.pending: PendingBatch | None = None
+        self.batch: CheckpointBatch | None = None
+        self.pending: PendingCheckpoints | None = None
         self.given_up: tuple[Any, ...] = ()
         self.names: dict[str, set[str]] = {}
         self._batches = 0
@@ -520,15 +523,16 @@ class SaveBatches:
             self.noted.extend(Action(name, tuple(paths), arguments) for name, arguments in actions)
 
     def asked(self, path: str) -> None:
+        """Makes actions noted in the open blocks depend on the checkpoint ``path``."""
         for paths, _ in self._deferred:
             paths.append(path)
 
-    def follow(self, name: str, *arguments: Any) -> None:
-        """Calls action ``name`` when the outcome of the checkpoints is known."""
+    def call_when_known(self, name: str, *arguments: Any) -> None:
+        """Calls action ``name`` once the outcome of the checkpoints is known."""
         self._deferred[-1][1].append((name, arguments))
 
-    def follow_first(self, name: str, *arguments: Any) -> None:
-        """As :meth:`follow`, before all that was noted in the block."""
+    def call_first_when_known(self, name: str, *arguments: Any) -> None:
+        """As :meth:`call_when_known`, before all that was noted in the block."""
         self._deferred[-1][1].insert(0, (name, arguments))
 
     def _carry_out(self, actions: Iterable[Action], failures: Mapping[str, SaveFailure]) -> None:
@@ -538,18 +542,18 @@ class SaveBatches:
 
     # ------------------------------------------------------------------ the next batch
 
-    def begin(self, version: int, waits: bool) -> Batch | None:
+    def begin(self, version: int, waits: bool) -> CheckpointBatch | None:
         """The batch of the boundary after ``version`` steps, which :meth:`seal` completes.
 
         None if the one before is not over in time. All call it; ``waits``: whether all wait for the new one.
         """
         if self.batch is not None and not self.batch.is_sealed:
             return self.batch
-        self._agree(None if waits else self._patience)
+        self._await_outcome(None if waits else self._patience)
         if self.pending is not None:
             return None
         copies = StateCopies.none() if waits else StateCopies(self._old_copies)
-        self.batch = Batch(version, self._new_group(version, waits), copies, waits, self._ended)
+        self.batch = CheckpointBatch(version, self._new_group(version, waits), copies, waits, self._ended)
         if not waits:
             self._old_copies = None
         return self.batch
@@ -579,19 +583,19 @@ class SaveBatches:
         batch.mid_step = mid_step
         self._start(batch)
         if batch.waits:
-            self._agree(None)
+            self._await_outcome(None)
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: CheckpointBatch) -> None:
         paths = tuple(request.path for request in batch.requests)
         new = frozenset(request.path for request in batch.requests if request.is_new)
-        self.pending = PendingBatch(batch.group.number, paths, new, tuple(batch.actions))
+        self.pending = PendingCheckpoints(batch.group.number, paths, new, tuple(batch.actions))
         self._batches += 1
         weights_only = tuple(request.weights_only for request in batch.requests)
         facts = (batch.version, batch.group.writer, paths, weights_only, batch.mid_step, not batch.waits)
         self._client.send(SaveBegun(self._client.rank, self.pending.number, *facts, self._stalled()))
         batch.start()
 
-    def _use_memory_of(self, batch: Batch) -> None:
+    def _use_memory_of(self, batch: CheckpointBatch) -> None:
         if not batch.waits:
             self._old_copies = batch.copies
 
@@ -607,11 +611,11 @@ class SaveBatches:
         if self.batch is not None:
             self.batch.copies.finish()
 
-    def take_up(self) -> None:
+    def apply_outcome(self) -> None:
         """Carries out a batch's actions after the step that came with its outcome."""
         if self.batch is not None:
             self.batch.raise_error()
-        self._hear()
+        self._apply_outcome()
 
     def state(self) -> CommonState:
         pending, status = self.pending, self._client.member.saves
@@ -627,8 +631,8 @@ class SaveBatches:
         self._unnamed, self.names = state.unnamed, dict(state.names)
 
     def complete(self) -> None:
-        """Waits for the batch, and takes up its consequences; all workers call it."""
-        self._agree(None)
+        """Waits for the batch and carries out its actions; all workers call it."""
+        self._await_outcome(None)
 
     def await_originals(self) -> None:
         """Waits until the thread has written tensors of which there are no copies.
@@ -666,7 +670,7 @@ class SaveBatches:
             except OSError as error:
                 log.warning("The checkpoint %s is complete, but its name is refused: %s.", path, error)
 
-    def _agree(self, patience: float | None) -> None:
+    def _await_outcome(self, patience: float | None) -> None:
         """Waits for the pending batch, for ``patience`` seconds or without limit."""
         end = float("inf") if patience is None else time.monotonic() + patience
         while self.pending is not None:
@@ -677,12 +681,12 @@ class SaveBatches:
                 )
                 batch.raise_error()
             self._collectives.barrier("checkpoint")
-            self._hear()
+            self._apply_outcome()
             if patience is not None:
                 return
 
-    def _hear(self) -> None:
-        """Takes up the batch's consequences, if the newest status has its outcome."""
+    def _apply_outcome(self) -> None:
+        """Carries out the batch's actions, if the newest status has its outcome."""
         status, pending = self._client.member.saves, self.pending
         if pending is None or status.batch != pending.number:
             return
@@ -705,7 +709,7 @@ class SaveBatches:
         if failed:
             self._failed(failed.values())
 
-    def _begin_again(self, batch: Batch, failed: Mapping[str, SaveFailure]) -> bool:
+    def _begin_again(self, batch: CheckpointBatch, failed: Mapping[str, SaveFailure]) -> bool:
         """Begins with checkpoints given up for lost workers, if there are any."""
         batch.refusals |= {path: why for path, why in failed.items() if why.is_refusal}
         requests = [request for request in batch.requests if request.path in failed.keys() - batch.refusals.keys()]

@@ -28,8 +28,8 @@ from lightning_recycle.planning import (
     normalized_failures,
     plan_layout,
 )
+from lightning_recycle.planning.layer_cuts import Bounds, held_ranges
 from lightning_recycle.planning.layouts import Judgement
-from lightning_recycle.planning.partition import Bounds, held_ranges
 from lightning_recycle.simulation.policy import (
     Configuration,
     Context,
