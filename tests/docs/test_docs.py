@@ -32,7 +32,8 @@ from lightning_recycle.planning.grid import Grid
 PACKAGE = ROOT / "lightning_recycle"
 SCRIPTS = set(re.findall(r"^(recycle-[a-z]+) = ", (ROOT / "pyproject.toml").read_text(), re.M))
 SOURCE = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
-INTERNAL_PAGES = ["architecture.md", "paper.md", *(page for page in PAGES if page.startswith("decisions/"))]
+DECISIONS = [page for page in PAGES if page.startswith("decisions/")]
+INTERNAL_PAGES = ["architecture.md", "extending.md", "paper.md", *DECISIONS]
 
 # ---------------------------------------------------------------------- python
 
