@@ -470,6 +470,8 @@ class ControlClient(ActivityRecorder):
 
     def _await_answer(self, arrival: messages.Arrive, interruptible: bool) -> dict[int, Any]:
         what = f"collective {arrival.name!r}"
+        if self._leaving and self._status:
+            raise ControlPlaneError(f"Worker {self.rank} has reported its end by an error: no one answers {what}.")
         leader = self.member.leader
         answer = self._wait(lambda: self.member.answer(arrival.number), what, interruptible=interruptible)
         if self.member.leader != leader:

@@ -37,7 +37,7 @@ from lightning_recycle.errors import CheckpointError, UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.randomness import derive_seed, layer_randomness, seeded_everything
 from lightning_recycle.session.checkpoints import Checkpoints
-from lightning_recycle.session.lightning_internals import ends_step
+from lightning_recycle.session.lightning_internals import ends_step, saves_on_exception
 from lightning_recycle.session.optimizer_states import merged_names
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
@@ -172,6 +172,8 @@ class _Methods:
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         found: dict[str, Callable[..., Any]] = {name: partial(self._save, name) for name in _SAVES}
+        if not (self._writes_itself or saves_on_exception(self._callback)):
+            del found["on_exception"]  # saves nothing, and a worker that fails alone must not wait for the others
         found |= {"_link_checkpoint": self._link, "state_dict": self._state_dict}
         if not self._writes_itself:
             found |= {"_save_checkpoint": self._write, "file_exists": self._exists}

@@ -15,10 +15,11 @@ from control_worker import Member
 from support.forked import ForkedProcess
 from support.waiting import next_line
 
-from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.control.client import EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.messages import Alive, Broken, Crash, Hello, Regroup, Stop
 from lightning_recycle.control.protocol.state import Crashed, Failed, StageLost
+from lightning_recycle.errors import ControlPlaneError
 from lightning_recycle.planning.grid import Worker
 from lightning_recycle.planning.program import Programs
 
@@ -48,6 +49,14 @@ def test_arrive_survives_a_loss_in_the_middle(plane: ControlPlane) -> None:
     die(plane, members[3])
     assert [future.result(PATIENCE) for future in waiting] == [{0: 0, 1: 1, 2: 2}] * 3
     assert all(member.client.generation == 1 for member in members[:3])
+
+
+def test_who_has_reported_an_error_waits_for_no_collective(plane: ControlPlane) -> None:
+    """As in an ``on_exception`` hook of a process that joined, which runs after that report."""
+    client = plane.members()[3].client
+    client.leave(EXIT_RAISED)
+    with pytest.raises(ControlPlaneError, match="no one answers collective 'barrier'"):
+        client.arrive("barrier", None)
 
 
 def test_a_loss_interrupts_a_commit_and_the_others_apply_the_step(plane: ControlPlane) -> None:
