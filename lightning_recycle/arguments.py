@@ -51,6 +51,7 @@ def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> a
         name,
         description="\n  ".join([f"{purpose}\n", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         **options,
     )
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")

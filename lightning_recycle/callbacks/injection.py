@@ -79,10 +79,9 @@ class FaultInjectionCallback(pl.Callback):
         seed: int = 0,
         max_faults: int | None = None,
     ) -> None:
+        if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
+            _refuse(f"{faults!r}: give a list of faults, such as [Fault('kill', pipeline=1, stage=0, step=3)].")
         self.faults = tuple(faults)
-        for fault in self.faults:
-            if not isinstance(fault, Fault):
-                raise ConfigurationError(f"FaultInjectionCallback expects Fault(...) objects, got {fault!r}.")
         if mtbf is not None and trace is not None:
             _refuse(f"mtbf={mtbf!r} and trace={trace!r} exclude each other; leave one out.")
         if mtbf is None and trace is None and max_faults is not None:

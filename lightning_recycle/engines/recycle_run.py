@@ -224,7 +224,6 @@ def _parser() -> argparse.ArgumentParser:
         usage="recycle-run [options] [--] python train.py [arguments]",
         epilog="Exit status: 0 if the run finished; 2 for bad options; 130 or 143 after SIGINT or SIGTERM; otherwise\n"
         "that of a worker: of an error of the script, 75 if the run ended otherwise, 69 if its coordinator was lost.",
-        allow_abbrev=False,
     )
     parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")

@@ -109,7 +109,7 @@ def check_members(trainer: pl.Trainer, options: Options) -> None:
     for what in (name for name, is_used in refused.items() if is_used):
         raise UnsupportedFeatureError(
             f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
-            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Leave that, or use 1 for both."
+            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Remove it, or set both to 1."
         )
     module = trainer.lightning_module
     builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
