@@ -59,7 +59,7 @@ def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> a
 
 
 def flag_value(flag: str, typed: str | float, check: Check) -> Any:
-    """The number ``typed`` after ``flag``; ConfigurationError if it is none, or not right."""
+    """The number ``typed`` after ``flag``; raises ConfigurationError if it is wrong."""
     value: Any = typed
     for kind in (float, int):
         with contextlib.suppress(ValueError):

@@ -31,7 +31,7 @@ class ConfigurationError(ReCycleError, ValueError):
 
     @classmethod
     def for_option(cls, owner: str, option: str, value: object, remedy: str) -> ConfigurationError:
-        """The error "owner(option=value): remedy."; without an owner, "option=value: remedy."."""
+        """The error "owner(option=value): remedy."; ``owner`` may be empty."""
         given = f"{option}={value!r}"
         error = cls(f"{f'{owner}({given})' if owner else given}: {remedy}.")
         error.option, error.remedy = option, remedy

@@ -149,7 +149,7 @@ def _line(error: BaseException, config: DictConfig | None) -> str:
 
 
 def _elsewhere(group: str, name: str, known: list[str]) -> str:
-    """The other options of a configuration group that have the setting ``name``, in words.
+    """The other options of a configuration group that have ``name``, in words.
 
     ``known``: the settings of the chosen one.
     """
@@ -166,7 +166,7 @@ def _elsewhere(group: str, name: str, known: list[str]) -> str:
 
 
 def _typed(option: str, config: DictConfig) -> str:
-    """The setting of ``option`` in words that its user typed, or else as in ``config``."""
+    """The setting of ``option`` as its user typed it, or as in ``config``."""
     given = [f"{name}={value}" for name, value in _settings(OmegaConf.to_container(config))]
     for setting in reversed([*given, *HydraConfig.get().overrides.task]):
         name = setting.lstrip("+~").partition("=")[0]

@@ -260,7 +260,7 @@ class Journal:
         self._replace()
 
     def leave(self) -> None:
-        """Releases the file, and removes it unless another coordinator has a run to go on with."""
+        """Releases the file, and removes it unless a run could go on from it."""
         if self.kept is None:
             for path in (self.path, self._lock_path):
                 path.unlink(missing_ok=True)

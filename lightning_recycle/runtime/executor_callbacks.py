@@ -162,7 +162,7 @@ class SpeculativeCommits:
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
     def is_likely(self, own: CommitPayload) -> bool:
-        """Whether a speculation will hold, by the previous reports; one answer in a column."""
+        """Whether a speculation will hold, by earlier reports; one answer in a column."""
         others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))

@@ -555,7 +555,7 @@ class BucketedReduction:
         self._end()
 
     def send_sums(self, step: int) -> None:
-        """Sends the sums of a finished attempt at ``step`` to stages that lack them; waits."""
+        """Sends sums of a finished attempt at ``step`` to stages that lack them; waits."""
         for bucket in self._gradients.buckets(step):
             if bucket.stages in self._givers:
                 self._begin(bucket)

@@ -66,7 +66,7 @@ def _callbacks_of(trainer: pl.Trainer, kind: type[_Callback]) -> list[_Callback]
 
 
 class CallbackCheckpoints(Checkpoints):
-    """:class:`Checkpoints` with the Trainer's callbacks, some methods of them replaced.
+    """:class:`Checkpoints` that replaces some methods of the Trainer's callbacks.
 
     Attributes:
         weights: the callbacks that change weights.

@@ -198,7 +198,7 @@ class Checkpoints(StageStates):
     # ------------------------------------------------------------------ for callbacks that save
 
     def actions_of_callbacks(self) -> dict[str, Callable[..., None]]:
-        """Consequences of checkpoints but links and deletions; see :class:`CheckpointBatches`."""
+        """Consequences of checkpoints, without links and deletions."""
         return {}
 
     def ask_again(self) -> None:

@@ -1,4 +1,4 @@
-"""Values that steps and hooks change in the module, per micro-batch, on all workers.
+"""Values that steps and hooks change in the module, per micro-batch.
 
 Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
 (:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
@@ -82,7 +82,7 @@ Effect: TypeAlias = Append | MicrobatchChange
 
 @dataclass(frozen=True)
 class _MicrobatchValue:
-    """A value of one micro-batch: packed, or a tensor of this worker; neither if elsewhere."""
+    """A value of one micro-batch: packed, a tensor of this worker, or elsewhere."""
 
     digest: bytes = b""
     packed: bytes | None = None
@@ -195,7 +195,7 @@ class MicrobatchChanges:
             self._forget(self._tree.absorb())
 
     def microbatch(self, index: int, sums: Sequence[Tensor] = ()) -> AbstractContextManager[MicrobatchEffects]:
-        """Runs a forward of micro-batch ``index`` with its values; lists changes, and takes them back.
+        """Runs a forward of micro-batch ``index``; lists its changes and undoes them.
 
         Changes of running statistics are added to ``sums``, its part of the mean, if these have room for them.
         """

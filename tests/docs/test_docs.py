@@ -459,3 +459,11 @@ def test_every_test_on_the_page_works_with_exists() -> None:
     assert set(re.findall(r"^def (test_\w+)", tests, re.M)) <= set(named)
     for name in named:
         assert (ROOT / name).is_file() if "/" in name else f"def {name}(" in tests, name
+
+
+def test_docstrings_of_the_package_begin_with_a_line_of_eighty_characters_at_most() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                assert len(first) <= 80, f"{path}: {first}"
