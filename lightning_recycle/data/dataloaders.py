@@ -366,7 +366,7 @@ class SamplerState:
             owner = owners.get(prefix + dot)
             current = values[path][2] if path in values else None  # it may have been made when an order was drawn
             if isinstance(current, _GENERATORS):
-                _set_generator(current, encoded[-1])  # in place: others may share it
+                _set_generator(current, encoded[1])  # in place: others may share it
             elif owner is not None:
                 vars(owner)[name] = _decode(encoded, current)
 
@@ -415,7 +415,8 @@ def _digest(value: Any) -> bytes | None:
     return None if value.dtype.hasobject else hashlib.blake2b(np.ascontiguousarray(value).data, digest_size=16).digest()
 
 
-_ARRAY, _DEQUE, _GENERATOR = (f"lightning_recycle {kind}" for kind in ("array", "deque", "generator"))
+_KINDS = ("array", "deque", "frozenset", "generator")
+_ARRAY, _DEQUE, _FROZENSET, _GENERATOR = (f"lightning_recycle {kind}" for kind in _KINDS)
 """First items of tuples that stand for values which ``torch.load(weights_only=True)`` would refuse."""
 
 
@@ -429,11 +430,13 @@ def _encode(value: Any) -> Any:
         return _ARRAY, words, value.dtype.str, value.shape, isinstance(value, np.generic)
     for number, (kind, read, _) in enumerate(GENERATORS):
         if isinstance(value, kind):
-            return _GENERATOR, number, _encode(read(value))
+            return _GENERATOR, _encode(read(value)), number, str(getattr(value, "device", ""))
     if type(value) is dict:
         return {_encode(key): _encode(item) for key, item in value.items()}
     if type(value) is deque:
         return _DEQUE, [_encode(item) for item in value], value.maxlen
+    if type(value) is frozenset:
+        return _FROZENSET, [_encode(item) for item in value]
     if type(value) in _CONTAINERS:
         return type(value)(map(_encode, value))
     raise _Unknown
@@ -453,19 +456,22 @@ def _decode(encoded: Any, current: Any = None) -> Any:
         array = np.frombuffer(words.numpy().tobytes(), dtype).reshape(shape).copy()
         return array[()] if is_number else array
     if kind == _GENERATOR:
-        return _set_generator(_MAKE[content[0]](content[1]), content[1])
+        state, number, device = content
+        return _set_generator(_MAKE[GENERATORS[number][0]](state, device), state)
     if kind == _DEQUE:
         return deque(map(_decode, content[0]), content[1])
+    if kind == _FROZENSET:
+        return frozenset(map(_decode, content[0]))
     return type(encoded)(map(_decode, encoded))
 
 
-_MAKE: tuple[Callable[[Any], Any], ...] = (
-    lambda state: torch.Generator(),
-    lambda state: random.Random(),
-    lambda state: np.random.Generator(getattr(np.random, state["bit_generator"])()),
-    lambda state: np.random.RandomState(),
-)
-"""Functions that make the generators of ``GENERATORS`` for an encoded state."""
+_MAKE: dict[type[Any], Callable[[Any, str], Any]] = {
+    torch.Generator: lambda state, device: torch.Generator(device),
+    random.Random: lambda state, device: random.Random(),
+    np.random.Generator: lambda state, device: np.random.Generator(getattr(np.random, state["bit_generator"])()),
+    np.random.RandomState: lambda state, device: np.random.RandomState(),
+}
+"""Functions that make generators for an encoded state, and the device of torch's."""
 
 
 def _set_generator(generator: Any, state: Any) -> Any:

@@ -40,6 +40,8 @@ class Memory:
     def __init__(self) -> None:
         self.python, self.numpy, self.old = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
         self.seen: deque[int] = deque([0], maxlen=3)
+        self.met: frozenset[int] = frozenset()
+        self.others = [np.random.default_rng(7)]
 
 
 class Draws(Counts):
@@ -54,7 +56,9 @@ class Draws(Counts):
         memory = self.memory
         drawn = memory.python.randrange(100) + int(memory.numpy.integers(100)) + memory.old.randint(100)
         drawn += int(torch.randint(100, (), generator=self.torch)) + memory.seen[0]
+        drawn += int(memory.others[0].integers(100)) + len(memory.met)
         memory.seen.append(drawn)
+        memory.met |= {drawn}
         self.newest = np.float64(drawn)
         return iter(np.random.default_rng(drawn).permutation(SIZE).tolist())
 

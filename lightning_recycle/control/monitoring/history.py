@@ -35,7 +35,7 @@ class Event:
     """One entry of ``strategy.history``.
 
     Args:
-        kind: what happened; the page on faults lists the kinds and their ``details``. Where a failure is being
+        kind: what happened; the page on events lists the kinds and their ``details``. Where a failure is being
             recovered, ``seconds`` of "resumed", "regrouped" and "recovered" count from it.
         time: seconds since the epoch.
         generation: the generation at that time.
