@@ -48,6 +48,7 @@ FIT = "\ntrainer.fit(model, data)"
 OUTPUTS: dict[str, list[str] | None] = {
     "first_run.py": ["validation loss"],
     "lose_a_worker.py": ["failure 5 (1, 0)", "redone 5", "recovered 5"],
+    "same_weights.py": ["largest difference", "e-1"],
     "before.py": None,
     "after.py": ["'val_accuracy'"],
 }
