@@ -74,13 +74,14 @@ class Charts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose first ``left`` columns are text."""
+    """A table, whose first ``left`` columns are text; with ``wraps``, the last one's text wraps."""
 
     kind: ClassVar[str] = "table"
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
     left: int
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -395,14 +396,15 @@ def averaged(record: Record, count: int) -> list[float]:
 
 
 def _all_runs(records: Sequence[Record]) -> Section | None:
-    """Every training run, with the command that repeats it."""
+    """Every training run, and the commands that repeat them."""
     rows: list[list[Cell | str]] = []
+    commands: list[list[Cell | str]] = []
     for record in records:
+        names = [record["model"]["name"], policy_text(record), failures_text(record)]
+        commands.append([*names, record["command"]])
         rows.append(
             [
-                record["model"]["name"],
-                policy_text(record),
-                failures_text(record),
+                *names,
                 duration_text(record["duration"]),
                 _num(len(record["runs"]), 0),
                 _num(record["throughput"], 2, "throughput"),
@@ -411,15 +413,15 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
                 _num(record["deviation"], key="deviation"),
                 _num(record["node_failures"], 1, "node_failures"),
                 *(_num(record[key], key=key) for key in ("fraction_of_ideal", "goodput", "ettr", "mfu")),
-                record["command"],
             ]
         )
     columns = ["model", "policy", "failures", "length", "runs", "samples/s", "of fault-free", "per GPU", "spread"]
-    columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU", "command"]
+    columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU"]
     lead = (
         "Per GPU: of the cluster, spares included. Spread: standard deviation of the ratio from run to run. Of ideal: "
         "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR: part of the "
         "time in which kept steps were trained."
     )
-    table = Table("Results, each with the command that repeats it", columns, rows, left=3)
-    return Section("runs", "All training runs", lead, [table])
+    results = Table("Results", columns, rows, left=3)
+    repeats = Table("Commands that repeat them", ["model", "policy", "failures", "command"], commands, left=4, wraps=True)
+    return Section("runs", "All training runs", lead, [results, repeats])
