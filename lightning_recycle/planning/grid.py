@@ -246,5 +246,5 @@ class Positions:
 
     def place(self, rank: int) -> tuple[int, ...]:
         """Pipeline and stage, and the member where positions have several."""
-        place = (self.pipeline(rank), self.stage(rank), self.member(rank))
+        place = (*divmod(rank // self.members, self.grid.stages), rank % self.members)
         return place if self.members > 1 else place[:2]
