@@ -237,8 +237,9 @@ def run_preemption(size: Size, fault: Fault) -> Stall:
 
 
 def read_stall(history: Sequence[Event], fault: Fault) -> Stall:
-    """Takes the last change of the roster at a step boundary from ``history``."""
-    paused = max(index for index, event in enumerate(history) if event.kind == "paused")
+    """Takes the first change of the roster at a step boundary from ``history``; plans change at boundaries, too."""
+    changed = next(index for index, event in enumerate(history) if event.kind in ("rejoined", "left"))
+    paused = max(index for index, event in enumerate(history[:changed]) if event.kind == "paused")
     connected = next(i for i, event in enumerate(history) if event.kind == "regrouped" and i > paused)
     rejoined = next((event for event in history[paused:] if event.kind == "rejoined"), None)
     failure = next((event for event in history if event.kind == "failure"), None)
