@@ -27,7 +27,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from typing_extensions import override
 
-from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.layer_cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planner import Partition
@@ -314,18 +313,13 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
     even = even_parts(num_layers, num_stages)
     if partition == "count":
         return even
-    sizes: Any = partition
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not all(is_integer(size, 1) for size in sizes):
+    if len(partition) != num_stages:
         raise ConfigurationError(
-            f"partition={sizes!r}: use 'count', or the number of layers of each stage, as in [3, 5, 4]."
+            f"partition={partition!r} describes {len(partition)} stages; pipeline_parallel_size is {num_stages}."
         )
-    if len(sizes) != num_stages:
-        raise ConfigurationError(
-            f"partition={sizes!r} describes {len(sizes)} stages; pipeline_parallel_size is {num_stages}."
-        )
-    if sum(sizes) != num_layers:
-        raise ConfigurationError(f"partition={sizes!r} distributes {sum(sizes)} layers; the model has {num_layers}.")
-    return held_ranges((0, *accumulate(sizes)))
+    if (layers := sum(partition)) != num_layers:
+        raise ConfigurationError(f"partition={partition!r} distributes {layers} layers; the model has {num_layers}.")
+    return held_ranges((0, *accumulate(partition)))
 
 
 # ---------------------------------------------------------------------- tied parameters

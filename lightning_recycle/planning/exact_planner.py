@@ -84,7 +84,7 @@ class ExactPlanner:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError.for_option(
-                "ExactPlanner", "backend", self.backend, f"give one of {', '.join(BACKENDS)}"
+                "ExactPlanner", "backend", self.backend, f"give one of {', '.join(BACKENDS)}", BACKENDS
             )
         require("milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)

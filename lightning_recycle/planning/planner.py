@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, option, suggests_options
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
+from lightning_recycle.errors import ConfigurationError, suggestion
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
@@ -71,7 +71,10 @@ def get_planner(planner: str | Planner) -> Planner:
     """
     if isinstance(planner, str):
         if planner not in _REGISTRY:
-            raise ConfigurationError(f"unknown planner {planner!r}: choose one of {', '.join(available_planners())}.")
+            known = available_planners()
+            raise ConfigurationError(
+                f"unknown planner {planner!r}: choose one of {', '.join(known)}.{suggestion(planner, known)}"
+            )
         return _REGISTRY[planner]()
     if not isinstance(planner, Planner):
         raise ConfigurationError(
@@ -136,6 +139,17 @@ _MEMORY = Check(
 )
 
 
+def _is_partition(value: Any) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return value == "count"
+    return len(value) > 0 and all(is_integer(layers, 1) for layers in value)
+
+
+_PARTITION = Check(
+    _is_partition, "use 'count', or the number of layers of each stage, 1 or more, as in [3, 5, 4]", ("count",)
+)
+
+
 @suggests_options
 @dataclass(frozen=True)
 class PlanningOptions(OptionGroup):
@@ -176,7 +190,7 @@ class PlanningOptions(OptionGroup):
     planner: str | Planner = option("heuristic", shared="name of the planner")
     plan_library: str | os.PathLike[str] | None = option(None, by_launcher=True)
     profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
-    partition: Literal["count"] | list[int] = option("count")
+    partition: Literal["count"] | list[int] = option("count", _PARTITION)
     split_backward: Switch = option("auto", SWITCH, shared="split backwards")
     staggered: Switch = option("auto", SWITCH, shared="let each stage step by itself")
     memory: MemoryLimit | str = option("auto", _MEMORY, shared="memory of a worker that plans may use")

@@ -138,7 +138,9 @@ class RayEngine(OptionGroup):
 
 
 _ENGINE = Check(
-    lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
+    lambda value: value in ("local", "ray") or isinstance(value, RayEngine),
+    "use 'local', 'ray' or RayEngine(...)",
+    ("local", "ray"),
 )
 
 

@@ -21,7 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from torchmetrics.wrappers import MetricTracker, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.microbatch_changes import Effect, MicrobatchChanges, put_together, taken_apart
 from lightning_recycle.session.object_graph import metric_parts
@@ -292,6 +292,7 @@ def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any
     if combined is None:
         raise UnsupportedFeatureError(
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max', or a torchmetrics object."
+            f"{suggestion(reduce_fx, reductions)}"
         )
     dtype = values[0][0].dtype
     return combined().to(dtype if dtype.is_floating_point else torch.get_default_dtype())

@@ -28,7 +28,7 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_recycle.data.dataloaders import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.worker_environment import Discovered
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
 from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.runtime.stage import can_be_reset, fully_sharded_modules
@@ -51,7 +51,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
     if precision not in _PRECISIONS:
         raise UnsupportedFeatureError(
             f"strategy='recycle' does not support precision={precision!r}: it is untested. Use one of"
-            f" {', '.join(map(repr, _PRECISIONS))}."
+            f" {', '.join(map(repr, _PRECISIONS))}.{suggestion(precision, _PRECISIONS)}"
         )
     if trainer.num_nodes != 1 and outside is None and not is_remote:
         raise UnsupportedFeatureError(

@@ -45,7 +45,7 @@ from typing_extensions import override
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import UnsupportedFeatureError, suggestion
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
@@ -256,6 +256,7 @@ class WorkerCollectives(StageGroup):
         if name not in operations:
             raise UnsupportedFeatureError(
                 f"reduce_op={reduce_op!r} is not supported; use one of {', '.join(operations)}."
+                f"{suggestion(name, operations)}"
             )
         return operations[name](values).to(tensor.device)
 

@@ -411,7 +411,7 @@ class Policy(ABC):
         whole(name, "effort", self.effort)
         for setting, choices in (("schedule", self.schedules), ("checkpoint", CHECKPOINTS)):
             if (value := getattr(self, setting)) not in choices:
-                raise ConfigurationError.for_option(name, setting, value, f"give one of {', '.join(choices)}")
+                raise ConfigurationError.for_option(name, setting, value, f"give one of {', '.join(choices)}", choices)
 
     @abstractmethod
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:

@@ -18,7 +18,7 @@ from importlib import resources
 from os import PathLike, fspath
 from pathlib import Path
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, suggestion
 
 __all__ = ["NodeEvent", "Trace", "available_traces", "load_trace"]
 
@@ -107,9 +107,10 @@ def load_trace(name: str | PathLike[str]) -> Trace:
         else:
             text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        known = ", ".join(available_traces())
+        known = available_traces()
         raise ConfigurationError(
-            f"unknown trace {name!r}: choose one of {known}, or give the path of a file."
+            f"unknown trace {name!r}: choose one of {', '.join(known)}, or give the path of a file."
+            f"{suggestion(name, known)}"
         ) from None
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     try:

@@ -267,9 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, item in _FLAGS.items():
         check: Check | None = item.metadata["check"]
-        values = (
-            _UNITS.get(item.name, "SECONDS") if check is None or not check.values else "|".join(check.values).lower()
-        )
+        choices = "|".join(map(str, check.choices)).lower() if check is not None else ""
+        values = choices or _UNITS.get(item.name, "SECONDS")
         parser.add_argument(_flag(name), dest=name, metavar=values, help=item.metadata["shared"])
     parser.add_argument("--runs", metavar="N", help="end after this many runs; by default never")
     parser.add_argument(
