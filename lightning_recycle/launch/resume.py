@@ -11,10 +11,8 @@ Restarts without a newer checkpoint in between are bounded, the more so if they 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +32,20 @@ from lightning_recycle.files import put_in_place_if_left, restored, waiting_asid
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import lightning_internals as internals
-from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
+from lightning_recycle.session.checkpoint_files import (
+    JOB_CHECKPOINT,
+    check_exists,
+    checkpoints_beside,
+    damage,
+    is_sharded,
+    local_path,
+    newest_first,
+)
 from lightning_recycle.session.worker_snapshot import COMPLETION
 
 log = logging.getLogger(__name__)
 
 _ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"
-_HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def settle_checkpoint(call: TrainerCall) -> TrainerCall:
@@ -59,7 +64,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
-        older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
+        older = JOB_CHECKPOINT.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
         internals.set_checkpoint_path(trainer, settled)
@@ -135,7 +140,7 @@ def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
     later = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
     completions = {file: _completion_of(file) for file in later if damage(file) is None}
     own = (file for file, found in completions.items() if found.get("run") == run and found["boundary"])
-    return _newest_first(own)
+    return newest_first(own)
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
@@ -181,8 +186,8 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io
-    others = {path for folder in {path.parent for path in lasts} for path in _beside(folder / _ANY)} - lasts
-    found = _first_whole([*_newest_first(lasts), *_newest_first(others)], checkpoint_io)
+    others = {path for folder in {path.parent for path in lasts} for path in checkpoints_beside(folder / _ANY)} - lasts
+    found = _first_whole([*newest_first(lasts), *newest_first(others)], checkpoint_io)
     if found is None:
         folders = ", ".join(sorted({str(path.parent) for path in lasts}))
         raise CheckpointError(
@@ -199,13 +204,12 @@ def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
     """
     local = local_path(path)
     if local is None or (found := restored(local)) is None:
-        if isinstance(checkpoint_io, TorchCheckpointIO) and not get_filesystem(path).exists(path):
-            raise CheckpointError(_missing(path, local))
+        check_exists(path, checkpoint_io)
         return path
     reason = _damage(found, checkpoint_io)
     if reason is None:
         return path if found == local else found
-    beside = _newest_first(other for other in _beside(local) if other != local)
+    beside = newest_first(other for other in checkpoints_beside(local) if other != local)
     if take_older:
         _warn(path, reason)
     whole = _first_whole(beside, checkpoint_io, warn=take_older)
@@ -213,16 +217,6 @@ def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
         return whole
     remedy = "there is no other whole one beside it" if whole is None else f"the newest whole one beside it is {whole}"
     raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
-
-
-def _missing(path: Any, local: Path | None) -> str:
-    """The error for a checkpoint that does not exist."""
-    text = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder"
-    if local is None:
-        return f"{text}."
-    beside = _newest_first(_beside(local)) if local.parent.is_dir() else []
-    found = f"; the newest checkpoint there: {beside[0]}" if beside else ""
-    return f"{text} in {local.parent.absolute()}{found}."
 
 
 def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
@@ -246,31 +240,6 @@ def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
     if isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path) or not path.exists():
         return damage(path)
     return None  # only the user's own CheckpointIO knows what its files look like
-
-
-def _beside(path: Path) -> list[Path]:
-    """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
-    names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
-    of_slurm = _HPC.fullmatch(path.name) is not None
-    return [
-        path.with_name(name)
-        for name in names
-        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
-        and not name.startswith(".")
-        and (_HPC.fullmatch(name) is not None) == of_slurm
-    ]
-
-
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """The paths by the time of their content; links to nothing come first."""
-
-    def written(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
-
-    return sorted(paths, key=written, reverse=True)
 
 
 # ---------------------------------------------------------------------- restarts

@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +27,9 @@ from typing import Any, TypeVar
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -34,6 +38,7 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.devices import storage_bytes
+from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -43,6 +48,7 @@ from lightning_recycle.files import (
     replacing,
     sync_folder,
     temporary_path,
+    waiting_aside,
     write_json,
 )
 from lightning_recycle.session.lightning_internals import (
@@ -61,6 +67,9 @@ _MANIFEST_VERSION = 1
 _CHUNK = 1 << 22  # bytes
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"  # torch's format before 1.6
+JOB_CHECKPOINT = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+"""Names of the checkpoints of a job of SLURM that is requeued."""
+
 Checksum = tuple[int, int]
 """Size in bytes and CRC-32 of a file."""
 
@@ -208,6 +217,46 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
     """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(checksums.items())}
     write_json(folder / _MANIFEST, {"version": _MANIFEST_VERSION, "files": files})
+
+
+def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
+    """Raises CheckpointError if ``ckpt_path=path`` does not exist, naming the newest checkpoint there.
+
+    The files of a user's own ``checkpoint_io`` are not looked for.
+    """
+    if not isinstance(checkpoint_io, TorchCheckpointIO) or get_filesystem(path).exists(path):
+        return
+    text, local = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder", local_path(path)
+    if local is not None:
+        others = newest_first(checkpoints_beside(local)) if local.parent.is_dir() else []
+        newest = f"; the newest checkpoint there: {others[0]}" if others else ""
+        text += f" in {local.parent.absolute()}{newest}"
+    raise CheckpointError(f"{text}.")
+
+
+def checkpoints_beside(path: Path) -> list[Path]:
+    """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
+    names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
+    of_job = JOB_CHECKPOINT.fullmatch(path.name) is not None
+    return [
+        path.with_name(name)
+        for name in names
+        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
+        and not name.startswith(".")
+        and (JOB_CHECKPOINT.fullmatch(name) is not None) == of_job
+    ]
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time of their content; links to nothing come first."""
+
+    def written(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    return sorted(paths, key=written, reverse=True)
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:

@@ -44,6 +44,7 @@ from lightning_recycle.session.checkpoint_batches import (
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
+    check_exists,
     is_sharded,
     load_sharded,
     local_path,
@@ -283,12 +284,13 @@ class Checkpoints(StageStates):
         self.complete()
         if weights_only is None:
             weights_only = self.context.run.weights_only  # False for a file that this run wrote itself
-        path = self._agreed(path)
+        path, checkpoint_io = self._agreed(path), self.module.trainer.strategy.checkpoint_io
+        check_exists(path, checkpoint_io)  # no launching process has looked for the file on this machine
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
         else:
             release_cache(self.context.device)
-            checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         self.completion = None
         completion = checkpoint.pop(COMPLETION, None)
