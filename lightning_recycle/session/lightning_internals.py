@@ -387,8 +387,8 @@ def combined_loaders(loop: Any) -> tuple[Any, Any]:
     return loop._combined_loader.iterables, loop._combined_loader._mode
 
 
-def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
-    """Makes a loop of :func:`fit_loops` read ``given`` loaders instead of its own.
+def read_loaders(trainer: pl.Trainer, name: str, loaders: tuple[Any, Any] | None) -> None:
+    """Makes a loop of :func:`fit_loops` read ``loaders`` instead of its own.
 
     Without any the user is asked, as in the epoch in which the loop has asked last.
     """
@@ -396,8 +396,8 @@ def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) 
     source, epoch = loop._data_source, getattr(loop, f"_last_{name}_dl_reload_epoch")
     trainer.fit_loop.epoch_progress.current.completed = max(0, epoch)
     loop._combined_loader = None
-    if given is not None:
-        loop._data_source = DataLoaderSource(CombinedLoader(*given), source.name)
+    if loaders is not None:
+        loop._data_source = DataLoaderSource(CombinedLoader(*loaders), source.name)
     setattr(trainer, "validating" if name == "val" else "training", True)
     try:
         loop.setup_data()

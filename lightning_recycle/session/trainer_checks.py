@@ -152,24 +152,24 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
         UnsupportedFeatureError: if layers of several stages are sharded as one module.
     """
     name = type(module).__name__
-    apart = [
+    unsharded = [
         n
         for n, p in module.named_parameters()
         if p.requires_grad and not is_divided_by(p, DATA_PARALLEL) and not is_elsewhere(n)
     ]
-    if shards > 1 and apart:
+    if shards > 1 and unsharded:
         raise ConfigurationError(
             f"With fsdp_size={shards} the members of a position compute different samples, and configure_model() of"
-            f" {name} leaves parameters that each of them would train alone: {', '.join(apart[:5])}. Call"
+            f" {name} leaves parameters that each of them would train alone: {', '.join(unsharded[:5])}. Call"
             " fully_shard(..., mesh=self.device_mesh['data_parallel']) for the modules that have them, or freeze them."
             " (A LayerSpec is built later; make layers under torch.device('meta') instead.)"
         )
-    here, names = set(module.parameters()), {part: path for path, part in module.named_modules()}
-    for part in fully_sharded_modules(module.modules()):
-        if not here.issuperset(fsdp_parameters(part)):
+    own_parameters, names = set(module.parameters()), {submodule: path for path, submodule in module.named_modules()}
+    for submodule in fully_sharded_modules(module.modules()):
+        if not own_parameters.issuperset(fsdp_parameters(submodule)):
             raise UnsupportedFeatureError(
-                f"configure_model() calls fully_shard() for {name}.{names[part]}, whose layers are on several stages:"
-                " call it for each layer instead."
+                f"configure_model() calls fully_shard() for {name}.{names[submodule]}, whose layers are on several"
+                " stages: call it for each layer instead."
             )
 
 
