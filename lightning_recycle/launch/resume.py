@@ -65,7 +65,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
         older = JOB_CHECKPOINT.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
-        settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
+        settled = _check_or_replace(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
         internals.set_checkpoint_path(trainer, settled)
         return call
@@ -105,13 +105,13 @@ def newest_saved(
             if bool(newest[path].details.get("mid_step")) is not mid_step:
                 continue
             is_complete = event.kind == SavePhase.COMPLETE.value
-            found = _whole(path, checkpoint_io)
-            if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
+            undamaged = _path_if_undamaged(path, checkpoint_io)
+            if undamaged is not None and (is_complete or _is_of_step(undamaged, event.step, checkpoint_io)):
                 if mid_step:
-                    log.warning(_MID_STEP, found)
-                beside = {local.parent for path in newest if (local := local_path(path)) is not None}
-                later = [] if differed or mid_step else _later(found, beside.union(folders), run)
-                return str(later[0]) if later else found
+                    log.warning(_MID_STEP, undamaged)
+                all_folders = {local.parent for path in newest if (local := local_path(path)) is not None}
+                newer = [] if differed or mid_step else _newer_saves(undamaged, all_folders.union(folders), run)
+                return str(newer[0]) if newer else undamaged
     return None
 
 
@@ -130,17 +130,17 @@ def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
     return bool(_completion_of(local).get("step", step) == step)
 
 
-def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
+def _newer_saves(path: str, folders: Iterable[Path], run: str) -> list[Path]:
     """Whole steps of ``run`` in ``folders``, newer than ``path``, newest first."""
     local = local_path(path)
     if local is None:
         return []
     since = local.stat().st_mtime_ns
     files = {file for folder in folders if folder.is_dir() for file in folder.glob(f"*{local.suffix}")}
-    later = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
-    completions = {file: _completion_of(file) for file in later if damage(file) is None}
-    own = (file for file, found in completions.items() if found.get("run") == run and found["boundary"])
-    return newest_first(own)
+    newer = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
+    completions = {file: _completion_of(file) for file in newer if damage(file) is None}
+    of_run = (file for file, saved in completions.items() if saved.get("run") == run and saved["boundary"])
+    return newest_first(of_run)
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
@@ -153,12 +153,13 @@ def _completion_of(path: Path) -> dict[str, Any]:
     return completion
 
 
-def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
+def _path_if_undamaged(path: str, checkpoint_io: CheckpointIO) -> str | None:
+    """``path``, or where an interrupted write left it; None if damaged or missing."""
     local = local_path(path)
     if local is None:
         return path if get_filesystem(path).exists(path) else None
-    found = _first_whole([local], checkpoint_io)
-    return None if found is None else str(found)
+    undamaged = _first_undamaged([local], checkpoint_io)
+    return None if undamaged is None else str(undamaged)
 
 
 def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
@@ -180,53 +181,53 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
             if folder is None:
                 return None
             if folder.is_dir():
-                aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
-                lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
+                renamed = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
+                lasts |= {path for path in renamed if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
                 lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io
     others = {path for folder in {path.parent for path in lasts} for path in checkpoints_beside(folder / _ANY)} - lasts
-    found = _first_whole([*newest_first(lasts), *newest_first(others)], checkpoint_io)
-    if found is None:
+    newest = _first_undamaged([*newest_first(lasts), *newest_first(others)], checkpoint_io)
+    if newest is None:
         folders = ", ".join(sorted({str(path.parent) for path in lasts}))
         raise CheckpointError(
             f"ckpt_path='last': every checkpoint in {folders} is damaged, as the warnings say. Delete them to start"
             " from the beginning."
         )
-    return found
+    return newest
 
 
-def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
+def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
     """The checkpoint ``path`` if whole; with ``take_older``, else the newest one.
 
     Raises CheckpointError if there is none.
     """
     local = local_path(path)
-    if local is None or (found := restored(local)) is None:
+    if local is None or (existing := restored(local)) is None:
         check_exists(path, checkpoint_io)
         return path
-    reason = _damage(found, checkpoint_io)
+    reason = _damage(existing, checkpoint_io)
     if reason is None:
-        return path if found == local else found
-    beside = newest_first(other for other in checkpoints_beside(local) if other != local)
+        return path if existing == local else existing
+    others = newest_first(other for other in checkpoints_beside(local) if other != local)
     if take_older:
         _warn(path, reason)
-    whole = _first_whole(beside, checkpoint_io, warn=take_older)
-    if take_older and whole is not None:
-        return whole
-    remedy = "there is no other whole one beside it" if whole is None else f"the newest whole one beside it is {whole}"
+    sound = _first_undamaged(others, checkpoint_io, warn=take_older)
+    if take_older and sound is not None:
+        return sound
+    remedy = "there is no other whole one beside it" if sound is None else f"the newest whole one beside it is {sound}"
     raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
 
 
-def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
+def _first_undamaged(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
     for path in paths:
-        found = restored(path)
-        if found is None:
+        local = restored(path)
+        if local is None:
             continue  # the callback that wrote it has deleted it since
-        reason = _damage(found, checkpoint_io)
+        reason = _damage(local, checkpoint_io)
         if reason is None:
-            return found
+            return local
         if warn:
             _warn(path, reason)
     return None
