@@ -121,7 +121,7 @@ class ExactPlanner:
             log.info("planner %s: not asked, %s.", self.backend, task)
             return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
 
-        found, bound, use = [schedule], 0.0, SolverUse()
+        schedules, bound, use = [schedule], 0.0, SolverUse()
 
         def receive(kind: str, value: Any) -> None:
             nonlocal bound, use
@@ -135,13 +135,13 @@ class ExactPlanner:
                 try:
                     solution = schedule_from_placements(schedule, value)
                     validate(solution)
-                    found.append(solution)
+                    schedules.append(solution)
                 except PlanningError as error:
                     # Possible where rounding or operations without duration leave an order open.
                     log.info("A solution of the solver was not usable: %s", error)
 
         failure = run_in_child(SOLVE, task, receive, self.time_limit + GRACE)
-        best = best_of(found)
+        best = best_of(schedules)
         if best is not schedule:
             best = with_memory_descent(best)
         finder = found_by if best is schedule else self.backend
