@@ -107,7 +107,7 @@ class TrainerState:
                 {key: _copied(value, None, None) for key, value in attrgetter(path)(trainer)._results.items()}
                 for path in _RESULTS
             ),
-            settings={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
+            settings={path: settings_of(_resolve(trainer, path), names) for path, names in _PRIVATE.items()},
             callbacks={key: state for key, state in states.items() if key in keys},
         )
 
@@ -144,11 +144,11 @@ class TrainerState:
             results.update({key: _copied(value, reduce, module).to(device) for key, value in logged.items()})
         for path, settings in self.settings.items():
             for name, value in settings.items():
-                setattr(_at(trainer, path), name, copy(value))
+                setattr(_resolve(trainer, path), name, copy(value))
         call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(self.callbacks)})
 
 
-def _at(trainer: pl.Trainer, path: str) -> Any:
+def _resolve(trainer: pl.Trainer, path: str) -> Any:
     return attrgetter(path)(trainer) if path else trainer
 
 
@@ -221,13 +221,13 @@ def rewind_to_batch(trainer: pl.Trainer) -> None:
 
 def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     """Settings that a run leaves in the parts of ``trainer``, by path."""
-    return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
+    return {path: settings_of(_resolve(trainer, path), names) for path, names in _FINAL.items()}
 
 
 def restore_settings(trainer: pl.Trainer, settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Sets what :func:`final_settings` returned in the worker."""
     for path, attributes in settings.items():
-        vars(_at(trainer, path)).update(attributes)
+        vars(_resolve(trainer, path)).update(attributes)
 
 
 def set_predictions(trainer: pl.Trainer, predictions: list[Any]) -> None:
