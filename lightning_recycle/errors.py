@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 OTHER_LIGHTNING = (
     "This Trainer is of the package pytorch_lightning; the strategy uses lightning.pytorch, the same code under another"
@@ -22,6 +22,11 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
     by_name = {str(choice).lower(): choice for choice in choices}
     near = difflib.get_close_matches(value.lower(), by_name, n=1) if isinstance(value, str) else ()
     return f" Did you mean {by_name[near[0]]!r}?" if near else ""
+
+
+def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -> str:
+    """The error for a ``name`` that is none of the ``known`` ones of a ``kind``."""
+    return f"unknown {kind} {name!r}: choose one of {', '.join(known)}{otherwise}.{suggestion(name, known)}"
 
 
 class ReCycleError(Exception):

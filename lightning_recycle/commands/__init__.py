@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
-from lightning_recycle.arguments import __version__, exit_without_reader
-from lightning_recycle.errors import ConfigurationError, ReCycleError, suggestion
+from lightning_recycle.arguments import BOOLEAN, __version__, exit_without_reader
+from lightning_recycle.errors import ConfigurationError, ReCycleError, suggestion, unknown
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -114,9 +114,7 @@ def run_command(
 
 def switch(name: str, value: Any) -> bool:
     """``value`` of the setting ``name``, which is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigurationError.for_option("", name, value, "give true or false", (True, False))
-    return value
+    return bool(BOOLEAN.checked("", name, value))
 
 
 def _line(error: BaseException, config: DictConfig | None) -> str:
@@ -127,8 +125,7 @@ def _line(error: BaseException, config: DictConfig | None) -> str:
         return _flat(str(own))
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        known = sorted(error.options)
-        return f"unknown {group} {option!r}: choose one of {', '.join(known)}.{suggestion(option, known)}"
+        return unknown(group, option, sorted(error.options))
     if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
         return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):

@@ -30,8 +30,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, TypeAlias
 
-from lightning_recycle.arguments import at_least, require, whole
-from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.arguments import at_least, choice, require, whole
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import run_in_child
 from lightning_recycle.planning.grid import OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import (
@@ -82,10 +82,7 @@ class ExactPlanner:
     max_operations: int = 8_000
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigurationError.for_option(
-                "ExactPlanner", "backend", self.backend, f"give one of {', '.join(BACKENDS)}", BACKENDS
-            )
+        choice(*BACKENDS).checked("ExactPlanner", "backend", self.backend)
         require("milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)
         whole("ExactPlanner", "threads", self.threads, 1)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
-from lightning_recycle.errors import ConfigurationError, suggestion
+from lightning_recycle.errors import ConfigurationError, unknown
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
@@ -71,10 +71,7 @@ def get_planner(planner: str | Planner) -> Planner:
     """
     if isinstance(planner, str):
         if planner not in _REGISTRY:
-            known = available_planners()
-            raise ConfigurationError(
-                f"unknown planner {planner!r}: choose one of {', '.join(known)}.{suggestion(planner, known)}"
-            )
+            raise ConfigurationError(unknown("planner", planner, available_planners()))
         return _REGISTRY[planner]()
     if not isinstance(planner, Planner):
         raise ConfigurationError(
@@ -128,12 +125,8 @@ Switch: TypeAlias = bool | Literal["auto"]
 _MICROBATCHES = re.compile(r"([1-9]\d*) micro-?batch(es)?")
 
 
-def _is_memory(value: Any) -> bool:
-    return is_memory_limit(value) or (isinstance(value, str) and _MICROBATCHES.fullmatch(value) is not None)
-
-
 _MEMORY = Check(
-    _is_memory,
+    lambda value: is_memory_limit(value) or (isinstance(value, str) and _MICROBATCHES.fullmatch(value) is not None),
     "give 'auto', the bytes of a worker as an integer, a fraction of the device of at most 1.0, or the number of"
     " micro-batches that a worker may hold, such as '4 micro-batches'",
 )

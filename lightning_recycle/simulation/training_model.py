@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
-from lightning_recycle.errors import ConfigurationError, suggestion
+from lightning_recycle.errors import ConfigurationError, unknown
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, one_f_one_b
 
 _STATE_BYTES_PER_PARAMETER = 16.0
@@ -406,9 +406,7 @@ def get_model(name: str, **changes: object) -> TrainingModel:
         ConfigurationError: when the name is unknown, or a changed setting is impossible.
     """
     if name not in _SETTINGS:
-        raise ConfigurationError(
-            f"unknown model {name!r}: choose one of {', '.join(_SETTINGS)}.{suggestion(name, _SETTINGS)}"
-        )
+        raise ConfigurationError(unknown("model", name, _SETTINGS))
     return TrainingModel(name=name, **{**_SETTINGS[name], **changes})
 
 

@@ -212,14 +212,14 @@ BAD = [
     (["failures.mtbf=often"], "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."),
     (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1. Did you mean llama3?"),
     (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),
-    (["policy.adaptive=maybe"], "policy.adaptive=maybe: give true or false"),
+    (["policy.adaptive=maybe"], "policy.adaptive=maybe: use true or false"),
     (["policy=spares", "policy.spares=two"], "policy.spares=two: give an integer of at least 0"),
     (["policy=spares", "cluster.extra_nodes=0"], "policy.spares=1: the cluster has 0 nodes more than gpt3_6_7b needs"),
     (["model.name=mine", "model.throughput=null"], "give model.throughput or model.efficiency"),
     (["duration=long"], "duration=long: give"),
     (["model.gpu=A10"], "model.gpu=A10: use V100-16GB, "),
-    (["schedule=planed"], "schedule=planed: give one of 1f1b, planned. Did you mean planned?"),
-    (["policy.schedule=best"], "policy.schedule=best: give one of 1f1b, planned"),
+    (["schedule=planed"], "schedule=planed: use 1f1b or planned. Did you mean planned?"),
+    (["policy.schedule=best"], "policy.schedule=best: use 1f1b or planned."),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
 ]
 
