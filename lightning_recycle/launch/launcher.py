@@ -269,7 +269,7 @@ def _folder_for_results() -> Iterator[str | None]:
 
 
 def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remedy: str | None = None) -> BaseException:
-    """The exception for ``outcome``, with the remedy ``remedy`` for a lost stage."""
+    """The exception for ``outcome``, with ``remedy`` for a lost stage."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):

@@ -240,7 +240,7 @@ def connect_seconds() -> float:
 def retry_connecting(connect: Callable[[], _T], seconds: float, address: str) -> _T:
     """The result of ``connect``, tried for ``seconds`` after an OSError.
 
-    While the coordinator starts, or between two runs, no process listens. ``address``: the address, for the log.
+    While the coordinator starts, or between two runs, no process listens. ``address``: for the log.
     """
     pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
     while True:

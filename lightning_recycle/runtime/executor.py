@@ -282,7 +282,7 @@ class Executor:
 
         Reports this worker's version, waits for all others' reports, connects, and does the actions that the decision
         has for it. Raises Interrupted if a newer generation is announced meanwhile, and after an exchange of layers,
-        which another one follows.
+        which a new generation follows.
         """
         runner = self.runner
         runner.before_recovery()

@@ -130,7 +130,7 @@ class _StepBuffers:
             members = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
             indices = [i for i, tensor in enumerate(statistics) if tensor.dtype == dtype and not stages]
             local_parts = [local_part(p) for p in members]
-            sizes = [_aligned(chunk.numel()) for chunk in local_parts]
+            sizes = [_aligned(local.numel()) for local in local_parts]
             ranges = [*_ranges([size * dtype.itemsize for size in sizes], bucket_bytes)] or [(0, 0)]  # statistics alone
             lengths = [sum(sizes[first:end]) + _aligned(end - first) for first, end in ranges]
             statistics_size = sum(_aligned(statistics[i].numel()) for i in indices)

@@ -224,7 +224,7 @@ class Vacancies:
     ) -> tuple[int, NonBlockingConnection, Process] | None:
         """A place of ``free`` for the longest-waiting spare, with connection and process.
 
-        It is of the column with the fewest ``workers_by_column``, by column. None without a spare or place.
+        It is of a column with the fewest workers, by ``workers_by_column``. None without a spare or place.
         """
         if not free or not self.spares:
             return None

@@ -171,14 +171,14 @@ class PlanningQueue:
         if not started.dropped:
             started.question = started.job.send(answer) if error is None else started.job.throw(error)
 
-    def _answer(self, begun: _StartedJob) -> Any:
-        question = begun.question
+    def _answer(self, started: _StartedJob) -> Any:
+        question = started.question
         if question is None:
             return None
         if not isinstance(question, InThread):
-            return self._process.ask(question, begun.interrupted, urgent=begun.urgency == Urgency.NEEDED)
+            return self._process.ask(question, started.interrupted, urgent=started.urgency == Urgency.NEEDED)
         try:
-            with cancelled_by(begun.interrupted):
+            with cancelled_by(started.interrupted):
                 return question.question()
         except PlanningError:
             raise
