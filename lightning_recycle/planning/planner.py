@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
 from lightning_recycle.errors import ConfigurationError, unknown
@@ -132,14 +132,10 @@ _MEMORY = Check(
 )
 
 
-def _is_partition(value: Any) -> bool:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return value == "count"
-    return len(value) > 0 and all(is_integer(layers, 1) for layers in value)
-
-
 _PARTITION = Check(
-    _is_partition, "use 'count', or the number of layers of each stage, 1 or more, as in [3, 5, 4]", ("count",)
+    lambda value: value == "count" or (isinstance(value, Sequence) and value and all(is_integer(n, 1) for n in value)),
+    "use 'count', or the number of layers of each stage, 1 or more, as in [3, 5, 4]",
+    ("count",),
 )
 
 
