@@ -133,7 +133,7 @@ _MEMORY = Check(
 
 
 _PARTITION = Check(
-    lambda value: value == "count" or (isinstance(value, Sequence) and value and all(is_integer(n, 1) for n in value)),
+    lambda value: value == "count" or (isinstance(value, Sequence) and all(is_integer(n, 1) for n in value or [0])),
     "use 'count', or the number of layers of each stage, 1 or more, as in [3, 5, 4]",
     ("count",),
 )
