@@ -289,13 +289,13 @@ class _CountsBytes(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.strategy.incarnation:
-            receive = communicator_module._receive
+            receive = communicator_module._receive_in_pieces
 
             def counted(communicator: Any, tensors: Sequence[Tensor], source: int) -> None:
                 _received.append(sum(tensor.nbytes for tensor in tensors))
                 receive(communicator, tensors, source)
 
-            communicator_module._receive = counted
+            communicator_module._receive_in_pieces = counted
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not trainer.strategy.incarnation or not _received:

@@ -116,17 +116,17 @@ class Check:
     Args:
         accepts: whether a value is right.
         remedy: the rest of the error for one that is not, such as "give an integer of at least 1".
-        values: all right values in words, where they can be listed.
+        choices: all right values, where they can be listed; the error names the nearest.
     """
 
     accepts: Callable[[Any], bool]
     remedy: str
-    values: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
 
     def checked(self, owner: str, name: str, value: Any) -> Any:
         """``value``; ConfigurationError for ``owner(name=value)`` if it is not right."""
         if not self.accepts(value):
-            raise ConfigurationError.for_option(owner, name, value, self.remedy)
+            raise ConfigurationError.for_option(owner, name, value, self.remedy, self.choices)
         return value
 
 
@@ -134,7 +134,7 @@ def choice(*values: Any) -> Check:
     """One of ``values``."""
     shown = [repr(value) for value in values]
     listed = f"{', '.join(shown[:-1])} or {shown[-1]}"
-    return Check(lambda value: value in values, f"use {listed}", tuple(map(str, values)))
+    return Check(lambda value: value in values, f"use {listed}", values)
 
 
 def integer(least: int, *, otherwise: str = "") -> Check:
@@ -150,7 +150,7 @@ def number(least: float = 0.0, *, above: bool = False) -> Check:
 
 
 SWITCH = choice("auto", True, False)
-BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", ("True", "False"))
+BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", (True, False))
 SECONDS = Check(lambda value: is_number(value, 0.0, above=True), "give a number of seconds, more than 0")
 SHARE = Check(lambda value: is_number(value, 0.0) and value <= 1, "give a share between 0 and 1")
 

@@ -5,7 +5,9 @@ Standard library only: ``lightning_recycle.planning`` must load without torch.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection, Iterable
 
 OTHER_LIGHTNING = (
     "This Trainer is of the package pytorch_lightning; the strategy uses lightning.pytorch, the same code under another"
@@ -13,6 +15,18 @@ OTHER_LIGHTNING = (
     " of them. Otherwise write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, in all"
     " modules of the script."
 )
+
+
+def suggestion(value: object, choices: Iterable[object]) -> str:
+    """The end of an error for ``value``: the nearest of ``choices``; "" if none is near."""
+    by_name = {str(choice).lower(): choice for choice in choices}
+    near = difflib.get_close_matches(value.lower(), by_name, n=1) if isinstance(value, str) else ()
+    return f" Did you mean {by_name[near[0]]!r}?" if near else ""
+
+
+def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -> str:
+    """The error for a ``name`` that is none of the ``known`` ones of a ``kind``."""
+    return f"unknown {kind} {name!r}: choose one of {', '.join(known)}{otherwise}.{suggestion(name, known)}"
 
 
 class ReCycleError(Exception):
@@ -24,16 +38,23 @@ class ConfigurationError(ReCycleError, ValueError):
 
     Attributes:
         option: the name of the argument with that value; "" where there is no single one.
-        remedy: what to give instead. Commands, whose users typed a setting or a flag, show both in their words.
+        remedy: what to give instead, in sentences. Commands, whose users typed a setting or a flag, show both in their
+            words.
     """
 
     option = remedy = ""
 
     @classmethod
-    def for_option(cls, owner: str, option: str, value: object, remedy: str) -> ConfigurationError:
-        """The error "owner(option=value): remedy."; ``owner`` may be empty."""
+    def for_option(
+        cls, owner: str, option: str, value: object, remedy: str, choices: Iterable[object] = ()
+    ) -> ConfigurationError:
+        """The error "owner(option=value): remedy."; ``owner`` may be empty.
+
+        If one of ``choices`` is near ``value``, the error ends by asking whether that was meant.
+        """
         given = f"{option}={value!r}"
-        error = cls(f"{f'{owner}({given})' if owner else given}: {remedy}.")
+        remedy = f"{remedy}.{suggestion(value, choices)}"
+        error = cls(f"{f'{owner}({given})' if owner else given}: {remedy}")
         error.option, error.remedy = option, remedy
         return error
 
@@ -42,7 +63,7 @@ class ConfigurationError(ReCycleError, ValueError):
         remedy = re.sub(r"'([\w.-]+)'", r"\1", self.remedy)
         for word, in_yaml in (("True", "true"), ("False", "false"), ("None", "null")):
             remedy = re.sub(rf"\b{word}\b", in_yaml, remedy)
-        return f"{typed}: {remedy}."
+        return f"{typed}: {remedy}"
 
 
 class UnsupportedFeatureError(ConfigurationError):

@@ -90,13 +90,20 @@ def test_a_group_answers_likewise() -> None:
             r"RecoveryOptions\(max_restarts=-1\): give an integer of at least 0",
         ),
         (lambda: RecoveryOptions(max_restarts=True), "max_restarts=True"),
-        (lambda: RecoveryOptions(rebalance="layers"), "use 'auto', 'always' or 'never'"),  # type: ignore[arg-type]
+        (lambda: RecoveryOptions(rebalance="sometimes"), "use 'auto', 'always' or 'never'.$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(start_timeout=0), "more than 0"),
         (lambda: VerificationOptions(verify=2), "between 0 and 1"),
         (lambda: PlanningOptions(split_backward=2), "split_backward=2"),  # type: ignore[arg-type]
+        (lambda: PlanningOptions(split_backward="ture"), r"or False. Did you mean True\?$"),  # type: ignore[arg-type]
+        (lambda: PlanningOptions(partition=[3, 0]), r"PlanningOptions\(partition=\[3, 0\]\): use 'count', or"),
+        (lambda: PlanningOptions(planner="highs2"), r"gurobi, heuristic, highs. Did you mean 'highs'\?$"),
+        (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
+        (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
+        (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
         (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
-        (lambda: ReCycleStrategy(engine="kubernetes"), "use 'local', 'ray' or RayEngine"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),  # type: ignore[arg-type]
         (lambda: ReCycleStrategy(recovery={}), r"give RecoveryOptions\(\.\.\.\)"),  # type: ignore[arg-type]
     ],
 )

@@ -13,7 +13,6 @@ every n-th matrix product. The number that flips follows from the fault alone.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import os
 import random
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recycle.arguments import is_integer, is_number, suggests_options
-from lightning_recycle.errors import ConfigurationError, InjectedFaultError
+from lightning_recycle.errors import ConfigurationError, InjectedFaultError, suggestion
 from lightning_recycle.planning.grid import Op, OpKind
 from lightning_recycle.runtime.connections import drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
@@ -123,13 +122,11 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            near = difflib.get_close_matches(str(self.kind), KINDS, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            self._refuse(f"unknown kind {self.kind!r}; use one of {_listed(KINDS)}.{meant}")
+            self._refuse(f"unknown kind {self.kind!r}; use {_one_of(KINDS, self.kind)}")
         if self.at not in _OPERATIONS and self.at not in POINTS:
-            self._refuse(f"unknown point {self.at!r}; use one of {_listed((*_OPERATIONS, *POINTS))}.")
+            self._refuse(f"unknown point {self.at!r}; use {_one_of((*_OPERATIONS, *POINTS), self.at)}")
         if self.when not in _MOMENTS:
-            self._refuse(f"when={self.when!r}: use one of {_listed(_MOMENTS)}.")
+            self._refuse(f"when={self.when!r}: use {_one_of(_MOMENTS, self.when)}")
         for name in ("pipeline", "stage", "step", "microbatch", "member"):
             value = getattr(self, name)
             if (value is not None or name in ("pipeline", "stage")) and not is_integer(value, 0):
@@ -160,11 +157,9 @@ class Fault:
 
     def _check_bitflip(self) -> None:
         if self.target not in TARGETS:
-            self._refuse(f"target={self.target!r}: say where the bit flips, with one of {_listed(TARGETS)}.")
+            self._refuse(f"target={self.target!r}: say where the bit flips, with {_one_of(TARGETS, self.target)}")
         if self.at in POINTS:
-            self._refuse(
-                f"{self.at!r} is a point, and a bit flips at an operation; use one of {_listed(tuple(_OPERATIONS))}."
-            )
+            self._refuse(f"{self.at!r} is a point, and a bit flips at an operation; use {_one_of(tuple(_OPERATIONS))}")
         if self.bit is not None and not is_integer(self.bit, 0):
             self._refuse(f"bit={self.bit!r}: give the place of a bit, from 0, the lowest.")
         if (self.target == "matmul") != (self.every is not None) or (
@@ -197,8 +192,8 @@ class Fault:
         return point == self.at and point in POINTS and self.step in (None, step)
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(map(repr, names))
+def _one_of(names: tuple[str, ...], given: object = None) -> str:
+    return f"one of {', '.join(map(repr, names))}.{suggestion(given, names)}"
 
 
 # ---------------------------------------------------------------------- faults at times

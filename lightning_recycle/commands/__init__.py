@@ -7,7 +7,6 @@ anything else is a bug and is shown in full.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
 
-from lightning_recycle.arguments import __version__, exit_without_reader
-from lightning_recycle.errors import ConfigurationError, ReCycleError
+from lightning_recycle.arguments import BOOLEAN, __version__, exit_without_reader
+from lightning_recycle.errors import ConfigurationError, ReCycleError, suggestion, unknown
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
@@ -115,9 +114,7 @@ def run_command(
 
 def switch(name: str, value: Any) -> bool:
     """``value`` of the setting ``name``, which is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigurationError.for_option("", name, value, "give true or false")
-    return value
+    return bool(BOOLEAN.checked("", name, value))
 
 
 def _line(error: BaseException, config: DictConfig | None) -> str:
@@ -128,16 +125,15 @@ def _line(error: BaseException, config: DictConfig | None) -> str:
         return _flat(str(own))
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return f"unknown {group} {option!r}: choose one of {', '.join(sorted(error.options))}."
+        return unknown(group, option, sorted(error.options))
     if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
         return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
         known = sorted(str(name) for name in cause.parent_node if not str(name).startswith("_") and name != "hydra")
         place, dot, name = str(cause.full_key).rpartition(".")
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = f"did you mean '{place}{dot}{near[0]}'? C" if near else "c"
         choices = ", ".join(known) + _elsewhere(place, name, known)
-        return f"unknown setting {cause.full_key!r}: {meant}hoose one of {choices}."
+        meant = suggestion(cause.full_key, [f"{place}{dot}{setting}" for setting in known])
+        return f"unknown setting {cause.full_key!r}: choose one of {choices}.{meant}"
     if isinstance(error, OverrideParseException):
         if "=" not in str(error.override):
             return f"cannot read {error.override!r}: settings are NAME=VALUE; see --help."

@@ -561,6 +561,12 @@ class ControlClient(ActivityRecorder):
         interruptible: bool = False,
         shown: bool = True,
     ) -> _T:
+        """Waits until ``ready`` returns a value other than None, and returns that.
+
+        ``what``: what it waits for, in words, reported to the coordinator if ``shown``. ``timeout``: seconds; those
+        without a coordinator do not count. Raises ControlPlaneError after it, Interrupted at a new generation if
+        ``interruptible``, and _RunIsOver once the run has ended.
+        """
         began = time.monotonic()
         with self.waiting(what, coordinated=True) if shown else contextlib.nullcontext(), self._changed:
             while True:
@@ -599,6 +605,11 @@ class ControlClient(ActivityRecorder):
             self._exit(f"lost its thread {name} ({summary})", EXIT_RAISED)
 
     def _receive(self) -> None:
+        """The receiver thread: takes the coordinator's messages until the run is over.
+
+        Stops end this process, except where it survives a finished run; all other messages go to :attr:`member`, and
+        its replies back. A lost connection is made again if the coordinator may return.
+        """
         while True:
             heard = self._connection.heard
             try:

@@ -246,11 +246,11 @@ class Journal:
     def processes(self) -> Mapping[int, Process]:
         return self._content.processes
 
-    def write(self, kept: JournaledState, processes: Mapping[int, Process]) -> None:
-        """Writes ``kept`` and the holders of its roster's positions, if they changed."""
-        if kept != self._content.kept:
-            holders = {rank: processes[rank] for rank in kept.roster.ranks if rank in processes}
-            self._content = replace(self._content, kept=kept, processes=holders)
+    def write(self, journaled: JournaledState, processes: Mapping[int, Process]) -> None:
+        """Writes ``journaled`` and the holders of its roster's positions, if they changed."""
+        if journaled != self._content.kept:
+            holders = {rank: processes[rank] for rank in journaled.roster.ranks if rank in processes}
+            self._content = replace(self._content, kept=journaled, processes=holders)
             self._replace()
 
     def begin(self, statuses: tuple[int, ...]) -> None:
@@ -286,7 +286,7 @@ class Journal:
     def _read(self) -> _Content | None:
         """Content of an earlier coordinator with the same key."""
         try:
-            found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
+            content = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -294,10 +294,10 @@ class Journal:
         except (ValueError, msgspec.MsgspecError):
             log.warning("%s is no file of a coordinator: it begins anew.", self.path)
             return None
-        if found.proof != self._proof:
+        if content.proof != self._proof:
             log.warning("%s was written by a coordinator of another run: it begins anew.", self.path)
             return None
-        return found
+        return content
 
     def _replace(self) -> None:
         if self._is_broken:

@@ -264,8 +264,8 @@ class RunConfig:
         )
 
 
-def settle(given: Settings, wants: RunRequest | None) -> RunConfig:
-    """Configuration of a run: its first worker's ``wants``, overruled by ``given``.
+def settle(overrides: Settings, wants: RunRequest | None) -> RunConfig:
+    """Configuration of a run: its first worker's ``wants``, overruled by ``overrides``.
 
     Raises ConfigurationError if they cannot work.
     """
@@ -276,7 +276,7 @@ def settle(given: Settings, wants: RunRequest | None) -> RunConfig:
             f"{', '.join(wants.needs_launcher)} needs a launching process, which starts all workers"
             " itself; with recycle-coordinator and recycle-run, leave it out."
         )
-    settled = replace(wants, settings={**wants.settings, **given})
+    settled = replace(wants, settings={**wants.settings, **overrides})
     check_settings(settled.settings)
     _group(RecoveryOptions, settled).check_start(wants.grid.pipelines)
     if wants.grid.num_workers * wants.members > _MOST_WORKERS:
@@ -320,16 +320,16 @@ def _difference(given: Settings, terms: RunConfig, wants: RunRequest) -> str | N
         return str(error)
     if not wants.microbatches_given:
         settled = replace(settled, grid=replace(settled.grid, microbatches=terms.grid.microbatches))
-    mine, theirs = complete_settings(settled), complete_settings(terms.wants)
+    requested, running = complete_settings(settled), complete_settings(terms.wants)
     compared = [
         ("Its grid (pipelines x stages x micro-batches)", str(settled.grid), str(terms.grid)),
         ("The number of processes of a position", settled.members, terms.members),
-        *((where(name), mine.get(name), theirs.get(name)) for name in {**theirs, **mine}),
+        *((where(name), requested.get(name), running.get(name)) for name in {**running, **requested}),
     ]
-    for what, own, others in compared:
-        if own != others:
+    for what, wanted, actual in compared:
+        if wanted != actual:
             return (
-                f"{what} is {own!r} in this script, and {others!r} in the run, as its first worker wanted: start all"
+                f"{what} is {wanted!r} in this script, and {actual!r} in the run, as its first worker wanted: start all"
                 " workers with the same script and the same options."
             )
     return None

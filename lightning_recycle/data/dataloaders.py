@@ -127,18 +127,18 @@ def batching_of(dataloader: DataLoader[Any], evaluation: bool = False) -> tuple[
     if dataloader.batch_size is not None:
         if isinstance(dataloader.dataset, IterableDataset):  # PyTorch's own sampler for these counts endlessly
             return dataloader.batch_size, SequentialSampler(dataloader.dataset)  # type: ignore[arg-type]
-        return dataloader.batch_size, _of_all_data(dataloader.sampler, evaluation)
+        return dataloader.batch_size, _cover_all_data(dataloader.sampler, evaluation)
     batch_sampler = dataloader.batch_sampler
     if (
         type(getattr(batch_sampler, "_batch_sampler", batch_sampler)) is BatchSampler
     ):  # as it is, or Lightning's wrapper
-        return int(batch_sampler.batch_size), _of_all_data(batch_sampler.sampler, evaluation)  # type: ignore[union-attr]
+        return int(batch_sampler.batch_size), _cover_all_data(batch_sampler.sampler, evaluation)  # type: ignore[union-attr]
     if batch_sampler is None:
-        return None, _of_all_data(dataloader.sampler, evaluation)
+        return None, _cover_all_data(dataloader.sampler, evaluation)
     return None, getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
-def _of_all_data(sampler: Any, evaluation: bool) -> Any:
+def _cover_all_data(sampler: Any, evaluation: bool) -> Any:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         return AllReplicas(sampler, repeats=not evaluation)
     return sampler
@@ -307,16 +307,16 @@ def compare(facts: Iterable[Sequence[Mapping[str, Any]]]) -> None:
 
     None is not compared.
     """
-    every = list(facts)
-    if len({len(loaders) for loaders in every}) > 1:
+    by_worker = list(facts)
+    if len({len(loaders) for loaders in by_worker}) > 1:
         raise ConfigurationError(different("What returns the DataLoaders", "numbers of DataLoaders"))
-    for said in zip(*every, strict=True):
-        for name in dict.fromkeys(name for own in said for name in own):
+    for reports in zip(*by_worker, strict=True):
+        for name in dict.fromkeys(name for report in reports for name in report):
             kind, owner = name.split(" of ")
-            if any(name not in own for own in said):
+            if any(name not in report for report in reports):
                 raise ConfigurationError(different(owner, f"classes of what gives the {kind}"))
-            known = {own[name] for own in said if own[name] is not None}
-            if len(known) > 1:
+            values = {report[name] for report in reports if report[name] is not None}
+            if len(values) > 1:
                 raise ConfigurationError(different(owner, name))
 
 
@@ -421,6 +421,7 @@ _ARRAY, _DEQUE, _FROZENSET, _GENERATOR = (f"lightning_recycle {kind}" for kind i
 
 
 def _encode(value: Any) -> Any:
+    """``value`` as data for weights_only checkpoints; raises _Unknown for other types."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -484,19 +485,19 @@ _EXACT = (bool, int, float, complex, str, bytes, type(None))
 
 def add_sample(digest: int, sample: Any) -> int:
     """The digest (63 bits) of the samples of ``digest`` (0: none) and ``sample``."""
-    found = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
+    hashed = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
     for leaf in tree_leaves(sample):
-        found.update(type(leaf).__qualname__.encode())
+        hashed.update(type(leaf).__qualname__.encode())
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            found.update(_tensor_bytes(leaf))
+            hashed.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            hashed.update(_tensor_bytes(leaf))
         elif isinstance(leaf, (np.ndarray, np.generic)):
-            found.update(f"{leaf.dtype}{leaf.shape}".encode())
+            hashed.update(f"{leaf.dtype}{leaf.shape}".encode())
             if not leaf.dtype.hasobject:
-                found.update(leaf.tobytes())
+                hashed.update(leaf.tobytes())
         elif isinstance(leaf, _EXACT):
-            found.update(repr(leaf).encode())
-    return int.from_bytes(found.digest(), "little") >> 1
+            hashed.update(repr(leaf).encode())
+    return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def _tensor_bytes(tensor: Tensor) -> Any:

@@ -233,10 +233,10 @@ class _SharesReader(IterableDataset[_Batch]):
     def __iter__(self) -> Iterator[_Batch]:
         info = get_worker_info()
         number = info.id if info is not None else 0
-        part = _PassShare(self.dataset, self.seed, self.epoch, number, self.states[number])
-        while not part.ended:
-            samples = part.take(self.batch_size)
-            yield number, samples, part.state()
+        share = _PassShare(self.dataset, self.seed, self.epoch, number, self.states[number])
+        while not share.ended:
+            samples = share.take(self.batch_size)
+            yield number, samples, share.state()
 
 
 class _PassShare:
@@ -475,6 +475,10 @@ class StreamLoader(ForwardLoader, SampleLoader):
             self._place["passes"][-1] = [self._next, self._reader.ended]
 
     def _find_place(self, epoch: int) -> None:
+        """Brings the reader to the restored place, if that is in ``epoch``.
+
+        Reads again what came between. Raises ConfigurationError if the stream ends earlier than it did.
+        """
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
         self._pass = None

@@ -161,10 +161,10 @@ class MicrobatchLoader(SampleLoader):
     @property
     def left_out(self) -> str:
         """Samples that training leaves out of each epoch unasked, in words; "" for none."""
-        rest = self._num_samples - self._num_steps * self.global_batch_size
-        if self.evaluation or rest <= 0 or self._drops_last:
+        left_over = self._num_samples - self._num_steps * self.global_batch_size
+        if self.evaluation or left_over <= 0 or self._drops_last:
             return ""
-        last = f"the last {rest} of {self._num_samples} {self._unit}"
+        last = f"the last {left_over} of {self._num_samples} {self._unit}"
         return f"{last}, fewer than a global batch of {self.global_batch_size}"
 
     @override
@@ -286,6 +286,11 @@ class MicrobatchLoader(SampleLoader):
         return number, self._orders[number]
 
     def _draw(self, epoch: int, rounds: int) -> None:
+        """Draws the order of pass ``rounds`` of ``epoch`` from the user's sampler.
+
+        The sampler and its generators have the state that they would have on one device; after a restart, the saved
+        one.
+        """
         sampler, number = self._user_sampler, _number(epoch, rounds)
         if self._draws is None or self._draws[0] != epoch:
             if self._restored is not None:
@@ -386,11 +391,11 @@ class MicrobatchLoader(SampleLoader):
         facts[f"samples of {type(self.dataset).__name__}"] = None  # unknown where nothing is read
         if self._prefetch and len(order):
             places = sorted({0, len(order) // 2, len(order) - 1})
-            found = self._probe([(number, index) for place in places for index in self._at(order[place])])
+            found = self._probe([(number, index) for place in places for index in self._first_indices(order[place])])
             facts[f"samples of {type(self.dataset).__name__}"] = found
         return facts
 
-    def _at(self, item: Any) -> list[Any]:
+    def _first_indices(self, item: Any) -> list[Any]:
         """The index, or the first ones, of an item of the sampler's order."""
         return [as_index(item)]
 
@@ -440,10 +445,10 @@ class MicrobatchLoader(SampleLoader):
         return False
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
-        own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
+        microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
         self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
         steps = range(first_step, self._prefetched_end)
-        keys = [(epoch, step, mb) for step in steps for mb in own if self._positions(epoch, step, mb)]
+        keys = [(epoch, step, mb) for step in steps for mb in microbatches if self._positions(epoch, step, mb)]
         loader = self._reading_processes(epoch, (self.addresses(*key) for key in keys), self.dataloader.num_workers)
         self._prefetched_to = None
         self._prefetcher = zip(keys, loader, strict=False)

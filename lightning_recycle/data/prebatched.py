@@ -88,11 +88,11 @@ class GivenBatchLoader(MicrobatchLoader):
     @override
     def __iter__(self) -> Iterator[StepHandle]:
         for handle in super().__iter__():
-            if not self.evaluation and self._missing(handle):
+            if not self.evaluation and self._lacks_batches(handle):
                 return  # the batch sampler has fewer in this epoch
             yield handle
 
-    def _missing(self, handle: StepHandle) -> bool:
+    def _lacks_batches(self, handle: StepHandle) -> bool:
         order = self._round(handle.epoch, handle.index)[1]
         return len(order) < (handle.index % self._num_steps + 1) * self.global_batch_size
 
@@ -120,7 +120,7 @@ class GivenBatchLoader(MicrobatchLoader):
                 f" divided into num_microbatches={self._parts} equal parts. Use num_microbatches=1, or batches of a"
                 f" multiple of {self._parts}."
             )
-        return [(number, int(index)) for index in samples[self._part(microbatch) :: self._parts]]
+        return [(number, int(index)) for index in samples[self._part_number(microbatch) :: self._parts]]
 
     @override
     def _addresses(self, epoch: int, step: int) -> list[Address]:
@@ -131,10 +131,10 @@ class GivenBatchLoader(MicrobatchLoader):
         return [(number, int(i)) for batch in order[first : first + self.global_batch_size] for i in batch]
 
     @override
-    def _at(self, item: Any) -> list[Any]:
-        return [as_index(index) for index in list(item)[:1]] if self._composes else super()._at(item)
+    def _first_indices(self, item: Any) -> list[Any]:
+        return [as_index(index) for index in list(item)[:1]] if self._composes else super()._first_indices(item)
 
-    def _part(self, microbatch: Microbatch) -> int:
+    def _part_number(self, microbatch: Microbatch) -> int:
         return global_index(self.grid, microbatch) // self.global_batch_size
 
     # ------------------------------------------------------------------ data
@@ -148,7 +148,7 @@ class GivenBatchLoader(MicrobatchLoader):
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         data = super().collated(handle, microbatch)
         if not self._composes:
-            data = sliced(data, self._part(microbatch), self._parts)
+            data = sliced(data, self._part_number(microbatch), self._parts)
             self._sizes[handle.epoch, handle.index, microbatch] = samples_in(data)
         return data
 
@@ -186,15 +186,15 @@ class GivenBatchLoader(MicrobatchLoader):
         batches, parts = self.global_batch_size, self._parts
         sizes = [max(samples[batch::batches]) for batch in range(batches)]  # of each of a batch's parts
         starts = [0, *accumulate(size * parts for size in sizes)]
-        found = []
+        ranges = []
         for index in range(len(samples)):
             part, batch = divmod(index, batches)
             start, size = starts[batch], sizes[batch]
             if self._composes:
-                found.append(range(start + part, starts[batch + 1], parts))
+                ranges.append(range(start + part, starts[batch + 1], parts))
             else:
-                found.append(range(start + size * part, start + size * (part + 1)))
-        return [found]
+                ranges.append(range(start + size * part, start + size * (part + 1)))
+        return [ranges]
 
 
 # ---------------------------------------------------------------------- iterables of batches

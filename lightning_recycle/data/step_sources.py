@@ -295,18 +295,18 @@ def as_one_step(batch: Any) -> Any:
         return batch
     check_combination([part.loader.dataloader for part in parts])
     newest = max(part.index for part in parts)  # the longest loader has not begun again
-    step = CombinedStep(tree_map(lambda part: part and _continued(part, newest), batch))
+    step = CombinedStep(tree_map(lambda part: part and _count_on(part, newest), batch))
     return StepHandle(step, parts[0].epoch, newest)
 
 
-def _continued(part: StepHandle, newest: int) -> StepHandle:
+def _count_on(handle: StepHandle, newest: int) -> StepHandle:
     """The step of a loader that has begun again within the epoch, counted on."""
-    loader = part.loader
+    loader = handle.loader
     assert isinstance(loader, StepLoader)
-    if part.index == newest:
-        return part
+    if handle.index == newest:
+        return handle
     length = len(loader)
-    return StepHandle(loader, part.epoch, newest // length * length + part.index)
+    return StepHandle(loader, handle.epoch, newest // length * length + handle.index)
 
 
 class CombinedStep(StepSource):
@@ -339,13 +339,13 @@ class CombinedStep(StepSource):
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         if self._is_whole:
             return self.collated_whole(handle)
-        return self._of_each(lambda part: part.loader.collated(part, microbatch))
+        return self._read_each(lambda part: part.loader.collated(part, microbatch))
 
     @override
     def collated_whole(self, handle: StepHandle) -> Any:
-        return self._of_each(lambda part: part.loader.collated_whole(part))
+        return self._read_each(lambda part: part.loader.collated_whole(part))
 
-    def _of_each(self, read: Callable[[StepHandle], Any]) -> Any:
+    def _read_each(self, read: Callable[[StepHandle], Any]) -> Any:
         return tree_map(lambda part: None if part is None else read(part), self._parts)
 
     @override

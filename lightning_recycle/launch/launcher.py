@@ -105,10 +105,15 @@ class SupervisorLauncher:
         return returned
 
     def _supervise(self, run: PreparedRun) -> Any:
+        """Runs the function in workers that this process starts; returns its result.
+
+        Keeps the records of the newest ``fit`` over other runs. After an error nothing is saved here: the state was in
+        workers.
+        """
         run = replace(run, call=settle_checkpoint(run.call))
         trainer, fits = run.call.trainer, run.call.fits
         self._has_fitted |= fits
-        of_fit = self.history, self.schedules
+        fit_records = self.history, self.schedules
         self.history, self.schedules = [], []
         savers = fits and any(map(saves_on_exception, trainer.checkpoint_callbacks))
         if fits:
@@ -129,7 +134,7 @@ class SupervisorLauncher:
             raise
         finally:
             if self._has_fitted and not fits:
-                self.history, self.schedules = of_fit
+                self.history, self.schedules = fit_records
 
     def _launch(self, run: PreparedRun, signals: EndSignals) -> Any:
         policy, restarts = RestartPolicy(run.setup.positions, run.options.recovery), run.setup.may_restart
@@ -263,8 +268,8 @@ def _folder_for_results() -> Iterator[str | None]:
 # ---------------------------------------------------------------------- errors
 
 
-def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then: str | None = None) -> BaseException:
-    """The exception for ``outcome``, with the remedy ``then`` for a lost stage."""
+def error_of(outcome: Any, positions: Positions, history: Sequence[Event], remedy: str | None = None) -> BaseException:
+    """The exception for ``outcome``, with ``remedy`` for a lost stage."""
     if isinstance(outcome, outcomes.StageLost):
         causes = "; ".join(f"worker {positions.name(rank)}: {cause}" for rank, cause in sorted(outcome.causes.items()))
         if not any(event.kind in ("step", "resumed") for event in history):
@@ -273,15 +278,15 @@ def error_of(outcome: Any, positions: Positions, history: Sequence[Event], then:
                 " a script that comes to trainer.fit() outside of its `if __name__ == '__main__':` when workers"
                 " import it is a common reason."
             )
-        if then is None:
-            then = (
+        if remedy is None:
+            remedy = (
                 "Start again from the newest checkpoint, as a run with a ModelCheckpoint does by itself unless"
                 " RecoveryOptions(on_stage_lost='raise'), and use more pipelines (more devices, or a smaller"
                 " pipeline_parallel_size) to survive more failures"
             )
         return StageLostError(
             f"All {positions.grid.pipelines} replicas of stage {outcome.stage} are lost ({causes}); its parameters"
-            f" exist nowhere else. {then[0].upper()}{then[1:]}."
+            f" exist nowhere else. {remedy[0].upper()}{remedy[1:]}."
         )
     if isinstance(outcome, outcomes.Crashed):
         return _exception_from(outcome.crash, positions)

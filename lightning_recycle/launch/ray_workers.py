@@ -92,14 +92,14 @@ def _pipeline_node(left: Mapping[str, int], stages: int) -> tuple[str, ...] | No
 
 def nodes_with_room(nodes: Sequence[Node], needs: Mapping[str, float], taken: Iterable[str]) -> Iterator[str | None]:
     """Nodes of further positions: each the one with most room left, or None."""
-    left = Counter({node.name: room(node, needs) for node in nodes})
-    left.subtract(taken)
+    room_left = Counter({node.name: room(node, needs) for node in nodes})
+    room_left.subtract(taken)
     while True:
-        name = max(sorted(left), key=left.__getitem__, default=None)
-        if name is None or left[name] < 1:
+        name = max(sorted(room_left), key=room_left.__getitem__, default=None)
+        if name is None or room_left[name] < 1:
             name = None
         else:
-            left[name] -= 1
+            room_left[name] -= 1
         yield name
 
 
@@ -300,18 +300,18 @@ class RayWorkerGroup(WorkerGroup):
         self._placing = threading.Lock()
         self._needs = {name: positions.members * amount for name, amount in resources.items()}  # of a position
         grid, nodes = positions.grid, schedulable_nodes()
-        found = pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
-        others = nodes_with_room(nodes, self._needs, [node for home in found for node in home or ()])
-        for pipeline, home in enumerate(found):
+        homes = pipeline_nodes(nodes, self._needs, grid.lanes, grid.stages)
+        others = nodes_with_room(nodes, self._needs, [node for home in homes for node in home or ()])
+        for pipeline, home in enumerate(homes):
             for stage in range(grid.stages):
                 node = next(others) if home is None else home[stage]
                 self._nodes.update(dict.fromkeys(positions.ranks(Worker(pipeline, stage)), node))
-        if None in found and len(alive_nodes()) > 1:
+        if None in homes and len(alive_nodes()) > 1:
             log.warning(
                 "%d of %d pipelines have no node of their own with room for them now: Ray places these wherever it"
                 " finds room, and the loss of one node may cost several replicas of a stage.",
-                found.count(None),
-                len(found),
+                homes.count(None),
+                len(homes),
             )
         if positions.members > 1 and None in self._nodes.values():
             log.warning(
@@ -420,16 +420,16 @@ class RayWorkerGroup(WorkerGroup):
         """Lets the workers of a node that is about to go leave at a step boundary."""
 
         def watch() -> None:
-            told: frozenset[str] = frozenset()
+            asked: frozenset[str] = frozenset()
             while not self.closed.wait(_POLL_SECONDS):
                 try:
                     going = draining_nodes()
                 except Exception as error:  # the head of the cluster is gone for a moment; the training needs it not
                     log.debug("Ray could not be asked for draining nodes: %s", error)
                     continue
-                for node in going - told:
+                for node in going - asked:
                     coordinator.ask_to_leave(node)
-                told = going
+                asked = going
 
         threading.Thread(target=watch, name="recycle-draining-nodes", daemon=True).start()
 

@@ -11,10 +11,8 @@ Restarts without a newer checkpoint in between are bounded, the more so if they 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +32,20 @@ from lightning_recycle.files import put_in_place_if_left, restored, waiting_asid
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import lightning_internals as internals
-from lightning_recycle.session.checkpoint_files import damage, is_sharded, local_path
+from lightning_recycle.session.checkpoint_files import (
+    JOB_CHECKPOINT,
+    check_exists,
+    checkpoints_beside,
+    damage,
+    is_sharded,
+    local_path,
+    newest_first,
+)
 from lightning_recycle.session.worker_snapshot import COMPLETION
 
 log = logging.getLogger(__name__)
 
 _ANY = f"any{ModelCheckpoint.FILE_EXTENSION}"
-_HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def settle_checkpoint(call: TrainerCall) -> TrainerCall:
@@ -59,8 +64,8 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
         path = internals.select_checkpoint_path(trainer, wanted, has_model=given.get("model") is not None)
         if path is None:
             return call if wanted is None else call.from_checkpoint(None)
-        older = _HPC.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
-        settled = _checked(path, trainer.strategy.checkpoint_io, take_older=older is not None)
+        older = JOB_CHECKPOINT.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
+        settled = _check_or_replace(path, trainer.strategy.checkpoint_io, take_older=older is not None)
     if by_user:
         internals.set_checkpoint_path(trainer, settled)
         return call
@@ -100,13 +105,13 @@ def newest_saved(
             if bool(newest[path].details.get("mid_step")) is not mid_step:
                 continue
             is_complete = event.kind == SavePhase.COMPLETE.value
-            found = _whole(path, checkpoint_io)
-            if found is not None and (is_complete or _is_of_step(found, event.step, checkpoint_io)):
+            undamaged = _path_if_undamaged(path, checkpoint_io)
+            if undamaged is not None and (is_complete or _is_of_step(undamaged, event.step, checkpoint_io)):
                 if mid_step:
-                    log.warning(_MID_STEP, found)
-                beside = {local.parent for path in newest if (local := local_path(path)) is not None}
-                later = [] if differed or mid_step else _later(found, beside.union(folders), run)
-                return str(later[0]) if later else found
+                    log.warning(_MID_STEP, undamaged)
+                all_folders = {local.parent for path in newest if (local := local_path(path)) is not None}
+                newer = [] if differed or mid_step else _newer_saves(undamaged, all_folders.union(folders), run)
+                return str(newer[0]) if newer else undamaged
     return None
 
 
@@ -125,17 +130,17 @@ def _is_of_step(path: str, step: int, checkpoint_io: CheckpointIO) -> bool:
     return bool(_completion_of(local).get("step", step) == step)
 
 
-def _later(path: str, folders: Iterable[Path], run: str) -> list[Path]:
+def _newer_saves(path: str, folders: Iterable[Path], run: str) -> list[Path]:
     """Whole steps of ``run`` in ``folders``, newer than ``path``, newest first."""
     local = local_path(path)
     if local is None:
         return []
     since = local.stat().st_mtime_ns
     files = {file for folder in folders if folder.is_dir() for file in folder.glob(f"*{local.suffix}")}
-    later = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
-    completions = {file: _completion_of(file) for file in later if damage(file) is None}
-    own = (file for file, found in completions.items() if found.get("run") == run and found["boundary"])
-    return _newest_first(own)
+    newer = [file for file in files if not file.is_symlink() and file.stat().st_mtime_ns > since]
+    completions = {file: _completion_of(file) for file in newer if damage(file) is None}
+    of_run = (file for file, saved in completions.items() if saved.get("run") == run and saved["boundary"])
+    return newest_first(of_run)
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
@@ -148,12 +153,13 @@ def _completion_of(path: Path) -> dict[str, Any]:
     return completion
 
 
-def _whole(path: str, checkpoint_io: CheckpointIO) -> str | None:
+def _path_if_undamaged(path: str, checkpoint_io: CheckpointIO) -> str | None:
+    """``path``, or where an interrupted write left it; None if damaged or missing."""
     local = local_path(path)
     if local is None:
         return path if get_filesystem(path).exists(path) else None
-    found = _first_whole([local], checkpoint_io)
-    return None if found is None else str(found)
+    undamaged = _first_undamaged([local], checkpoint_io)
+    return None if undamaged is None else str(undamaged)
 
 
 def folders_of_saves(trainer: pl.Trainer) -> set[Path]:
@@ -175,64 +181,53 @@ def _newest_last(trainer: pl.Trainer) -> Path | None:
             if folder is None:
                 return None
             if folder.is_dir():
-                aside = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
-                lasts |= {path for path in aside if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
+                renamed = [path for path in waiting_aside(folder) if path.suffix == callback.FILE_EXTENSION]
+                lasts |= {path for path in renamed if path.name.startswith(callback.CHECKPOINT_NAME_LAST)}
                 lasts |= {Path(path) for path in internals.last_checkpoints(callback, trainer)}
     if not lasts:
         return None
     checkpoint_io = trainer.strategy.checkpoint_io
-    others = {path for folder in {path.parent for path in lasts} for path in _beside(folder / _ANY)} - lasts
-    found = _first_whole([*_newest_first(lasts), *_newest_first(others)], checkpoint_io)
-    if found is None:
+    others = {path for folder in {path.parent for path in lasts} for path in checkpoints_beside(folder / _ANY)} - lasts
+    newest = _first_undamaged([*newest_first(lasts), *newest_first(others)], checkpoint_io)
+    if newest is None:
         folders = ", ".join(sorted({str(path.parent) for path in lasts}))
         raise CheckpointError(
             f"ckpt_path='last': every checkpoint in {folders} is damaged, as the warnings say. Delete them to start"
             " from the beginning."
         )
-    return found
+    return newest
 
 
-def _checked(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
+def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) -> Any:
     """The checkpoint ``path`` if whole; with ``take_older``, else the newest one.
 
     Raises CheckpointError if there is none.
     """
     local = local_path(path)
-    if local is None or (found := restored(local)) is None:
-        if isinstance(checkpoint_io, TorchCheckpointIO) and not get_filesystem(path).exists(path):
-            raise CheckpointError(_missing(path, local))
+    if local is None or (existing := restored(local)) is None:
+        check_exists(path, checkpoint_io)
         return path
-    reason = _damage(found, checkpoint_io)
+    reason = _damage(existing, checkpoint_io)
     if reason is None:
-        return path if found == local else found
-    beside = _newest_first(other for other in _beside(local) if other != local)
+        return path if existing == local else existing
+    others = newest_first(other for other in checkpoints_beside(local) if other != local)
     if take_older:
         _warn(path, reason)
-    whole = _first_whole(beside, checkpoint_io, warn=take_older)
-    if take_older and whole is not None:
-        return whole
-    remedy = "there is no other whole one beside it" if whole is None else f"the newest whole one beside it is {whole}"
+    sound = _first_undamaged(others, checkpoint_io, warn=take_older)
+    if take_older and sound is not None:
+        return sound
+    remedy = "there is no other whole one beside it" if sound is None else f"the newest whole one beside it is {sound}"
     raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
 
 
-def _missing(path: Any, local: Path | None) -> str:
-    """The error for a checkpoint that does not exist."""
-    text = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder"
-    if local is None:
-        return f"{text}."
-    beside = _newest_first(_beside(local)) if local.parent.is_dir() else []
-    found = f"; the newest checkpoint there: {beside[0]}" if beside else ""
-    return f"{text} in {local.parent.absolute()}{found}."
-
-
-def _first_whole(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
+def _first_undamaged(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
     for path in paths:
-        found = restored(path)
-        if found is None:
+        local = restored(path)
+        if local is None:
             continue  # the callback that wrote it has deleted it since
-        reason = _damage(found, checkpoint_io)
+        reason = _damage(local, checkpoint_io)
         if reason is None:
-            return found
+            return local
         if warn:
             _warn(path, reason)
     return None
@@ -246,31 +241,6 @@ def _damage(path: Path, checkpoint_io: CheckpointIO) -> str | None:
     if isinstance(checkpoint_io, TorchCheckpointIO) or is_sharded(path) or not path.exists():
         return damage(path)
     return None  # only the user's own CheckpointIO knows what its files look like
-
-
-def _beside(path: Path) -> list[Path]:
-    """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
-    names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
-    of_slurm = _HPC.fullmatch(path.name) is not None
-    return [
-        path.with_name(name)
-        for name in names
-        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
-        and not name.startswith(".")
-        and (_HPC.fullmatch(name) is not None) == of_slurm
-    ]
-
-
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """The paths by the time of their content; links to nothing come first."""
-
-    def written(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
-
-    return sorted(paths, key=written, reverse=True)
 
 
 # ---------------------------------------------------------------------- restarts

@@ -239,16 +239,16 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
     if options.recovery.num_pipelines is None:
         return  # the grid is made of them
     least = options.recovery.min_pipelines or grid.pipelines
-    held = devices // grid.stages
+    complete = devices // grid.stages
     if devices > grid.num_workers:
         raise ConfigurationError(
             f"devices={devices} are more than the {grid.num_workers} positions of num_pipelines={grid.pipelines} with"
-            f" {grid.stages} stages: use devices={grid.num_workers}, or num_pipelines={held}."
+            f" {grid.stages} stages: use devices={grid.num_workers}, or num_pipelines={complete}."
         )
-    if held < least:
-        fewer = f", or RecoveryOptions(min_pipelines={held})" if held else ""
+    if complete < least:
+        fewer = f", or RecoveryOptions(min_pipelines={complete})" if complete else ""
         raise ConfigurationError(
-            f"devices={devices} hold {held} pipelines of {grid.stages} stages, and the run begins with {least}: use"
+            f"devices={devices} hold {complete} pipelines of {grid.stages} stages, and the run begins with {least}: use"
             f" devices={least * grid.stages}{fewer}."
         )
 
@@ -294,13 +294,13 @@ def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:
     trainer, module = call.trainer, parts.module
     call.attach_data()
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    with _as_before(module), _as_before(datamodule):
+    with _restoring(module), _restoring(datamodule):
         call_setup_hooks(trainer)
         parts.describe()
 
 
 @contextmanager
-def _as_before(owner: Any) -> Iterator[None]:
+def _restoring(owner: Any) -> Iterator[None]:
     """Afterwards ``owner`` has its old attributes and its layers.
 
     Objects made by setup() may be large, or open.
@@ -310,6 +310,6 @@ def _as_before(owner: Any) -> Iterator[None]:
         yield
     finally:
         if owner is not None:
-            kept = {name: value for name, value in vars(owner).items() if name in _OF_THE_MODEL}
+            parts_of_model = {name: value for name, value in vars(owner).items() if name in _OF_THE_MODEL}
             vars(owner).clear()
-            vars(owner).update({**before, **kept})
+            vars(owner).update({**before, **parts_of_model})

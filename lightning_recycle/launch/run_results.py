@@ -100,13 +100,13 @@ class StageResult:
     def merged(cls, members: Sequence[StageResult]) -> StageResult:
         """The result of a stage from those of the members of a position, in order."""
         first = members[0]
-        states = [part.state for part in members if part.state is not None]
-        optimizers = [part.optimizers for part in members if part.optimizers is not None]
+        states = [member.state for member in members if member.state is not None]
+        optimizers = [member.optimizers for member in members if member.optimizers is not None]
         return replace(
             first,
             state=merge_shards(states) if len(states) == len(members) else None,
             optimizers=merge_shards(optimizers) if len(optimizers) == len(members) else None,
-            beside=merge_shards([part.beside for part in members]),
+            beside=merge_shards([member.beside for member in members]),
         )
 
 
@@ -227,11 +227,11 @@ class LeaderResult:
 def result_route(session: Session, gathering: Gathering) -> ResultRoute:
     """Route of the run's result: all workers ask, and are answered alike."""
     if not gathering.depends_on_size:
-        return gathering.way(0)
-    return gathering.way(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _size(session))))
+        return gathering.route(0)
+    return gathering.route(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _result_bytes(session))))
 
 
-def _size(session: Session) -> int:
+def _result_bytes(session: Session) -> int:
     optimizers = session.trainer.optimizers if _brings_optimizers(session) else []
     states = [list(optimizer.state.values()) for optimizer in optimizers]
     return tensor_bytes([*weights_of(session.module).values(), states])
@@ -242,25 +242,26 @@ def _brings_optimizers(session: Session) -> bool:
 
 
 def stage_result(
-    session: Session, user: UserObjects, way: ResultRoute, folder: str | None = None
+    session: Session, user: UserObjects, route: ResultRoute, folder: str | None = None
 ) -> StageResult | StageResultFile:
     """This stage's part, for a message or in a new file of ``folder``."""
-    if way is ResultRoute.FILES and folder is not None:
+    if route is ResultRoute.FILES and folder is not None:
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            torch.save(_part(session, user, way, copies=False), path)
+            torch.save(_collect_stage(session, user, route, copies=False), path)
             return StageResultFile(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The result comes home in a message instead of a file: %s", error)
             with contextlib.suppress(OSError):  # there may be nothing to delete
                 path.unlink()
-    return _part(session, user, way, copies=True)
+    return _collect_stage(session, user, route, copies=True)
 
 
-def _part(session: Session, user: UserObjects, way: ResultRoute, copies: bool) -> StageResult:
+def _collect_stage(session: Session, user: UserObjects, route: ResultRoute, copies: bool) -> StageResult:
+    """This worker's part of the result; without tensors if they stay in the workers."""
     state, optimizers, beside = None, None, {}
-    if way is not ResultRoute.STAYS:
+    if route is not ResultRoute.STAYS:
         module = session.module
         state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
         if _brings_optimizers(session):
@@ -276,14 +277,14 @@ def _carried_layers(session: Session) -> Callable[[str], bool]:
 
 
 def leader_result(
-    session: Session, user: UserObjects, way: ResultRoute, most_bytes: float, returned: Any
+    session: Session, user: UserObjects, route: ResultRoute, most_bytes: float, returned: Any
 ) -> LeaderResult:
     """The common part, from this worker, the leader."""
     trainer, is_of_layer = session.trainer, session.parts.is_of_layer
-    whole = session.grid.stages == 1 and way is not ResultRoute.STAYS and session.mesh is None
+    is_whole = session.grid.stages == 1 and route is not ResultRoute.STAYS and session.mesh is None
     # What makes layers parallel stays: it belongs to the mesh of this position.
     is_carried = (lambda name: not is_of_layer(name)) if session.mesh is None else (lambda name: not name)
-    objects = user.pack(None if whole else is_carried, True, most_bytes)
+    objects = user.pack(None if is_whole else is_carried, True, most_bytes)
     return LeaderResult(
         returned=to_cpu(returned),
         trainer={
@@ -388,37 +389,37 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     """
     trainer = call.trainer
     state: dict[str, torch.Tensor] = {}
-    parts: list[StageResult] = []
-    extras: LeaderResult | None = None
+    stages: list[StageResult] = []
+    leader: LeaderResult | None = None
     for rank in sorted(results):
-        part, found = unpack(results.pop(rank))
-        parts.append(part.read() if isinstance(part, StageResultFile) else part)
-        extras = found or extras
-    assert extras is not None
-    parts.sort(key=lambda part: (part.stage, part.member))
-    parts = [StageResult.merged(list(members)) for _, members in groupby(parts, key=lambda part: part.stage)]
-    here = all(part.state is not None for part in parts)
+        result, from_leader = unpack(results.pop(rank))
+        stages.append(result.read() if isinstance(result, StageResultFile) else result)
+        leader = from_leader or leader
+    assert leader is not None
+    stages.sort(key=lambda result: (result.stage, result.member))
+    stages = [StageResult.merged(list(members)) for _, members in groupby(stages, key=lambda result: result.stage)]
+    has_weights = all(result.state is not None for result in stages)
     call.attach_data()
     user = UserObjects(call)
-    if here:
-        for part in parts:
-            state.update(part.state or {})
-        trained = {name: flag for part in parts for name, flag in part.objects.trained.items()}
-        reshape = partial(user.take, extras.objects) if extras.objects.whole else partial(_add, trainer, trained)
+    if has_weights:
+        for result in stages:
+            state.update(result.state or {})
+        trained = {name: flag for result in stages for name, flag in result.objects.trained.items()}
+        reshape = partial(user.take, leader.objects) if leader.objects.whole else partial(_add_new, trainer, trained)
         _take_weights(trainer, state, reshape)
-    _restore_trainer(trainer, extras)
-    trainer.precision_plugin.load_state_dict(extras.precision)
-    for part in parts if here else []:
-        user.take(part.objects, state)
-        set_tensors_beside(trainer.lightning_module, part.beside)
-    user.take(extras.objects, state)
+    _restore_trainer(trainer, leader)
+    trainer.precision_plugin.load_state_dict(leader.precision)
+    for result in stages if has_weights else []:
+        user.take(result.objects, state)
+        set_tensors_beside(trainer.lightning_module, result.beside)
+    user.take(leader.objects, state)
     if trainer.state.fn == TrainerFn.FITTING:
-        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if here else WEIGHTS_STAY
-        _restore_optimizers(trainer, [part.optimizers for part in parts], extras)
-    if trainer.state.fn == TrainerFn.PREDICTING and extras.returned is not None:
+        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if has_weights else WEIGHTS_STAY
+        _restore_optimizers(trainer, [result.optimizers for result in stages], leader)
+    if trainer.state.fn == TrainerFn.PREDICTING and leader.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
-        internals.set_predictions(trainer, extras.returned if several else [extras.returned])
-    return extras.returned
+        internals.set_predictions(trainer, leader.returned if several else [leader.returned])
+    return leader.returned
 
 
 def _take_weights(
@@ -435,7 +436,7 @@ def _take_weights(
         if is_overridden("configure_model", module) and weights_of(module).keys() != state.keys():
             module.configure_model()  # has run in the workers only
             take_pruned_form(module, state)
-        if _forms(weights_of(module)) != _forms(state):  # made or changed by hooks
+        if _shapes(weights_of(module)) != _shapes(state):  # made or changed by hooks
             reshape(state)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
@@ -444,22 +445,22 @@ def _take_weights(
     except Exception as error:
         raise ReCycleError(
             f"The trained weights do not fit into the {type(module).__name__} of this process: {error} They are in"
-            f" {_kept(trainer, state)}: load that with torch.load() and put them into a module that is built as in the"
+            f" {_store(trainer, state)}: load that with torch.load() and put them into a module that is built as in the"
             " workers. Make modules and buffers in __init__() or configure_model() instead of other hooks, to get them"
             " back in the module."
         ) from error
 
 
-def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
+def _add_new(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
     """Adds weights that hooks have given to local modules.
 
     ``trained``: whether each parameter requires a gradient, by name.
     """
     module = trainer.lightning_module
-    modules, here = dict(module.named_modules()), _forms(weights_of(module))
+    modules, shapes = dict(module.named_modules()), _shapes(weights_of(module))
     for name, tensor in state.items():
         owner, _, attribute = name.rpartition(".")
-        if here.get(name) == tensor.shape or owner not in modules:
+        if shapes.get(name) == tensor.shape or owner not in modules:
             continue
         if name in trained:
             modules[owner].register_parameter(attribute, torch.nn.Parameter(tensor.clone(), trained[name]))
@@ -467,11 +468,13 @@ def _add(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, t
             modules[owner].register_buffer(attribute, tensor.clone())
 
 
-def _forms(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]:
+def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]:
+    """The shape of each weight; None for a lazy one."""
     return {name: None if is_lazy(weight) else weight.shape for name, weight in weights.items()}
 
 
-def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
+def _store(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
+    """Saves weights that fit no module here; returns the file's path, in words."""
     for folder in (trainer.default_root_dir, tempfile.gettempdir()):
         try:
             descriptor, path = tempfile.mkstemp(prefix="trained_weights_", suffix=".pt", dir=folder)
@@ -483,21 +486,21 @@ def _kept(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
     return "no file, as none could be written"
 
 
-def _restore_trainer(trainer: pl.Trainer, extras: LeaderResult) -> None:
-    internals.restore_settings(trainer, extras.trainer)
-    for name, loop_state in extras.loops.items():
+def _restore_trainer(trainer: pl.Trainer, leader: LeaderResult) -> None:
+    internals.restore_settings(trainer, leader.trainer)
+    for name, loop_state in leader.loops.items():
         internals.load_progress(getattr(trainer, name), loop_state)
-    internals.restore_loaders(trainer, extras.loaders)
+    internals.restore_loaders(trainer, leader.loaders)
 
 
-def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], extras: LeaderResult) -> None:
+def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], leader: LeaderResult) -> None:
     strategy = cast(ConfiguredStrategy, trainer.strategy)
-    known = [stage for stage in stages if stage is not None]
-    strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(known) < len(stages) else None
+    states = [stage for stage in stages if stage is not None]
+    strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(states) < len(stages) else None
     if strategy.missing_optimizers is None:
         try:
             strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(
-                trainer.lightning_module, known, extras.copies, extras.schedulers
+                trainer.lightning_module, states, leader.copies, leader.schedulers
             )
         except ConfigurationError as error:  # most scripts do not need them here; who does is told
             strategy.missing_optimizers = str(error)

@@ -243,7 +243,7 @@ def _ensure_fork_server() -> None:
     It ignores SIGINT only after its imports, which take seconds; its children until then would not.
     """
     resource_tracker.ensure_running()  # unblocks SIGINT if it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with modules_found():
             forkserver.ensure_running()
@@ -255,7 +255,7 @@ def _ensure_fork_server() -> None:
             f" {tempfile.gettempdir()}, is too long for a socket in it. Set TMPDIR to a shorter one, such as /tmp."
         ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
 def _fork_server_pid() -> int | None:

@@ -321,8 +321,8 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         for name, member in {**variables.globals, **variables.nonlocals}.items():
             yield f", which uses the variable {name}", member
     else:
-        own = getattr(value, "__getstate__", None)  # objects have one from Python 3.11 on
-        state = own() if callable(own) else getattr(value, "__dict__", None)
+        get_state = getattr(value, "__getstate__", None)  # objects have one from Python 3.11 on
+        state = get_state() if callable(get_state) else getattr(value, "__dict__", None)
         for name, member in (state if isinstance(state, dict) else {}).items():
             if name == "_modules":
                 yield from ((f".{child}", module) for child, module in member.items())

@@ -112,15 +112,15 @@ def run_worker(
     with session.errors_judged():
         returned = call()
         session.checkpoints.weights.release()
-        way = run_results.result_route(session, setup.gathering)
-        whole = None
-        if setup.outsiders and way is ResultRoute.MESSAGES:
-            whole = session.checkpoints.joined("weights", weights_of(session.module))
-        part: Callable[[], Any] = partial(run_results.stage_result, session, user, way, setup.gathering.folder)
-        extras: Callable[[], Any] = partial(
-            run_results.leader_result, session, user, way, setup.gathering.large_bytes, returned
+        route = run_results.result_route(session, setup.gathering)
+        weights = None
+        if setup.outsiders and route is ResultRoute.MESSAGES:
+            weights = session.checkpoints.joined("weights", weights_of(session.module))
+        part: Callable[[], Any] = partial(run_results.stage_result, session, user, route, setup.gathering.folder)
+        common: Callable[[], Any] = partial(
+            run_results.leader_result, session, user, route, setup.gathering.large_bytes, returned
         )
-        session.checkpoints.deliver_result(part if reports else _no_result, extras if reports else _no_result)
+        session.checkpoints.deliver_result(part if reports else _no_result, common if reports else _no_result)
     client.leave()
     if continues:
         session.leave()
@@ -128,9 +128,9 @@ def run_worker(
         if call.fits:
             strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
             strategy.missing_optimizers = run_results.STAY_IN_THE_WORKERS
-        strategy.missing_weights = run_results.WEIGHTS_STAY if whole is None else None
-        if whole is not None:
-            session.parts.rebuild(whole)
+        strategy.missing_weights = run_results.WEIGHTS_STAY if weights is None else None
+        if weights is not None:
+            session.parts.rebuild(weights)
     return returned
 
 
@@ -187,7 +187,7 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
     if (since := time.monotonic() - _run_ended) < _BETWEEN_RUNS_SECONDS:
         time.sleep(_BETWEEN_RUNS_SECONDS - since)
     try:
-        client = patiently(
+        client = retry_connecting(
             lambda: ControlClient(
                 None,
                 address,
@@ -237,10 +237,10 @@ def connect_seconds() -> float:
     return seconds
 
 
-def patiently(connect: Callable[[], _T], seconds: float, whom: str) -> _T:
+def retry_connecting(connect: Callable[[], _T], seconds: float, address: str) -> _T:
     """The result of ``connect``, tried for ``seconds`` after an OSError.
 
-    While the coordinator starts, or between two runs, no process listens. ``whom``: the address, for the log.
+    While the coordinator starts, or between two runs, no process listens. ``address``: for the log.
     """
     pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
     while True:
@@ -251,7 +251,7 @@ def patiently(connect: Callable[[], _T], seconds: float, whom: str) -> _T:
             if left <= 0:
                 raise
             if pause == _FIRST_PAUSE:
-                log.warning("No coordinator can be reached at %s yet (%s); trying for %.0f s.", whom, error, left)
+                log.warning("No coordinator can be reached at %s yet (%s); trying for %.0f s.", address, error, left)
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # many workers do not come at the same moment
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -244,11 +244,11 @@ class ChainTracer:
         Raises Reached if the step ends here.
         """
         hidden = self.enter(index, args, kwargs)
-        rest = {name: self._caches.get(id(value), value) for name, value in kwargs.items()}
+        keywords = {name: self._caches.get(id(value), value) for name, value in kwargs.items()}
         if args:
-            self.calls[index] = Call((None, *(self._caches.get(id(value), value) for value in args[1:])), rest)
+            self.calls[index] = Call((None, *(self._caches.get(id(value), value) for value in args[1:])), keywords)
         else:
-            self.calls[index] = Call((), {**rest, next(iter(rest)): None})
+            self.calls[index] = Call((), {**keywords, next(iter(keywords)): None})
         path = self.chain.paths[index]
         value, shape = RemoteTensor.of(f"what layer {path!r} returned"), self._shape
         if self.received is not None:
@@ -316,16 +316,16 @@ class ChainTracer:
 
 
 @contextmanager
-def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, like: Tensor) -> Iterator[None]:
+def seeing_one_stage(layers: Iterable[nn.Module], function: str, remedy: str, template: Tensor) -> Iterator[None]:
     """Within the block absent ``layers`` show stand-ins for their parameters.
 
-    These have the dtype and device of ``like``; their use, and missing attributes, raise an error of ``function``.
+    These have the dtype and device of ``template``; their use, and missing attributes, raise an error of ``function``.
     """
     tracer = ChainTracer(Chain((), ()), function, remedy=remedy)
     for layer in layers:
         if isinstance(layer, AbsentLayer) and not isinstance(parameters_of(layer), _Elsewhere):  # since an earlier call
             name = f"a parameter of {layer.name}"
-            layer.__dict__["_parameters"] = _Elsewhere({name: like.new_empty(0)})
+            layer.__dict__["_parameters"] = _Elsewhere({name: template.new_empty(0)})
     AbsentLayer.refusal = tracer.error
     try:
         with tracer.on():
@@ -451,14 +451,14 @@ class AbsentPart(AbsentLayer):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        if name in own.get("_plain", ()):
-            return own["_plain"][name]
-        children = own.get("_modules")
+        attributes = self.__dict__
+        if name in attributes.get("_plain", ()):
+            return attributes["_plain"][name]
+        children = attributes.get("_modules")
         if isinstance(children, _Elsewhere) and name in children.entries:
             if _tracer is not None:
                 return children.entries[name]
-        elif name not in own.get("_missing", ()):
+        elif name not in attributes.get("_missing", ()):
             return super().__getattr__(name)
         if _tracer is not None:  # no AttributeError, which hasattr() would take for an answer
             raise _tracer.error(f"uses {self.path}.{name}, which is on another stage")

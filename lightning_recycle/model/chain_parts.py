@@ -105,10 +105,10 @@ class ChainParts(ModelParts):
             for path, outside in self._held.outside:
                 parent_path, _, name = path.rpartition(".")
                 self._drop(module.get_submodule(parent_path), name, call_trace.AbsentPart(path, outside))
-        kept = set(module.modules())
+        remaining = set(module.modules())
         for _, _, original in self._dropped:
-            for part in set(original.modules()) - kept:
-                _release(part)
+            for dropped in set(original.modules()) - remaining:
+                _release(dropped)
         last = len(layers) - 1
         self._watched = {
             index: call_trace.watch(layers[index], chain.paths[index], index, last=index == last) for index in owned
@@ -219,20 +219,20 @@ class ChainParts(ModelParts):
     @override
     def rebuild(self, state: Mapping[str, Any]) -> None:
         self._put_back()
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         places = []
         for path, module in self.module.named_modules():
             for name, parameter in parameters_of(module).items():
                 if parameter is not None:
                     same = self._held.same_as[f"{path}.{name}" if path else name]
                     places.append((module, name, same))
-                    if same not in found or found[same].is_meta:
-                        found[same] = parameter
+                    if same not in parameters or parameters[same].is_meta:
+                        parameters[same] = parameter
         for module, name, same in places:
-            if found[same].is_meta:
-                empty = torch.empty_like(found[same], device=self.module.device)
-                found[same] = nn.Parameter(empty, found[same].requires_grad)
-            parameters_of(module)[name] = found[same]
+            if parameters[same].is_meta:
+                empty = torch.empty_like(parameters[same], device=self.module.device)
+                parameters[same] = nn.Parameter(empty, parameters[same].requires_grad)
+            parameters_of(module)[name] = parameters[same]
         set_weights(self.module, state, with_dtypes=True)
 
 

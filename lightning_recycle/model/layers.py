@@ -27,7 +27,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from typing_extensions import override
 
-from lightning_recycle.arguments import is_integer
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.planning.layer_cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planner import Partition
@@ -57,21 +56,21 @@ class Tie:
         return tuple(stage for stage, _ in self.copies)
 
 
-def ties_between_stages(groups: Iterable[Sequence[str]], parts: Sequence[range]) -> tuple[Tie, ...]:
+def ties_between_stages(groups: Iterable[Sequence[str]], ranges: Sequence[range]) -> tuple[Tie, ...]:
     """The ties across stages; within a stage the parameter is one object.
 
     A name of a layer that several stages share may be alone in its group.
     """
-    found = []
+    ties = []
     for group in groups:
         copies: dict[int, str] = {}
         for name in group:
             layer, _ = split_name(name)
-            for stage in (stage for stage, part in enumerate(parts) if layer in part):
+            for stage in (stage for stage, layers in enumerate(ranges) if layer in layers):
                 copies.setdefault(stage, name)
         if len(copies) > 1:
-            found.append(Tie(tuple(group), tuple(sorted(copies.items()))))
-    return tuple(found)
+            ties.append(Tie(tuple(group), tuple(sorted(copies.items()))))
+    return tuple(ties)
 
 
 def split_name(name: str) -> tuple[int, str]:
@@ -140,11 +139,11 @@ def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
     """Puts the tensors of :func:`tensors_beside` into a module of the same form."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
-        part = module.get_submodule(owner)
-        if isinstance(getattr(part, attribute, None), Tensor):
-            getattr(part, attribute).data = tensor.clone()
+        holder = module.get_submodule(owner)
+        if isinstance(getattr(holder, attribute, None), Tensor):
+            getattr(holder, attribute).data = tensor.clone()
         else:
-            part.register_buffer(attribute, tensor.clone(), persistent=False)
+            holder.register_buffer(attribute, tensor.clone(), persistent=False)
 
 
 def set_weights(module: nn.Module, weights: Mapping[str, Any], with_dtypes: bool = False) -> None:
@@ -278,14 +277,14 @@ def has_recipes(module: nn.Module) -> bool:
 
 def take_pruned_form(module: nn.Module, names: Collection[str]) -> None:
     """Masks the parameters that are masked in a state dict with ``names``, only them."""
-    for path, part in module.named_modules():
+    for path, submodule in module.named_modules():
         prefix = f"{path}." if path else ""
-        for name in [name for name, value in parameters_of(part).items() if value is not None]:
+        for name in [name for name, value in parameters_of(submodule).items() if value is not None]:
             plain = name.removesuffix("_orig")
             if name == plain and f"{prefix}{name}_orig" in names and f"{prefix}{name}_mask" in names:
-                prune.identity(part, name)
-            elif name != plain and hasattr(part, plain + "_mask") and f"{prefix}{plain}" in names:
-                prune.remove(part, plain)
+                prune.identity(submodule, name)
+            elif name != plain and hasattr(submodule, plain + "_mask") and f"{prefix}{plain}" in names:
+                prune.remove(submodule, plain)
 
 
 # ---------------------------------------------------------------------- stages
@@ -314,18 +313,13 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
     even = even_parts(num_layers, num_stages)
     if partition == "count":
         return even
-    sizes: Any = partition
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not all(is_integer(size, 1) for size in sizes):
+    if len(partition) != num_stages:
         raise ConfigurationError(
-            f"partition={sizes!r}: use 'count', or the number of layers of each stage, as in [3, 5, 4]."
+            f"partition={partition!r} describes {len(partition)} stages; pipeline_parallel_size is {num_stages}."
         )
-    if len(sizes) != num_stages:
-        raise ConfigurationError(
-            f"partition={sizes!r} describes {len(sizes)} stages; pipeline_parallel_size is {num_stages}."
-        )
-    if sum(sizes) != num_layers:
-        raise ConfigurationError(f"partition={sizes!r} distributes {sum(sizes)} layers; the model has {num_layers}.")
-    return held_ranges((0, *accumulate(sizes)))
+    if (layers := sum(partition)) != num_layers:
+        raise ConfigurationError(f"partition={partition!r} distributes {layers} layers; the model has {num_layers}.")
+    return held_ranges((0, *accumulate(partition)))
 
 
 # ---------------------------------------------------------------------- tied parameters
@@ -342,9 +336,9 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
     borrowed: dict[int, nn.Module] = {}  # layers of other stages, built for their values
     for group in groups:
         members = [(name, *split_name(name)) for name in group]
-        here = [member for member in members if member[1] not in absent]
-        older = [member for member in here if member[1] not in built]
-        if not here:
+        local = [member for member in members if member[1] not in absent]
+        older = [member for member in local if member[1] not in built]
+        if not local:
             continue
         if older:
             source = _parameter(layers[older[0][1]], *older[0])
@@ -353,7 +347,7 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
             if first in absent and first not in borrowed:
                 borrowed[first] = absent[first].build(first, seed)
             source = _parameter(borrowed.get(first, layers[first]), *members[0])
-        for name, index, inner in here:
+        for name, index, inner in local:
             parameter = _parameter(layers[index], name, index, inner)
             if parameter.shape != source.shape:
                 raise ConfigurationError(
@@ -369,12 +363,12 @@ def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str
 
     Modules that were here before take precedence over names below ``came``. All have the same values.
     """
-    held = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
+    parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
     for group in groups:
-        here = sorted((name for name in group if name in held), key=lambda name: name.startswith(tuple(came)))
-        for name in here[1:]:
-            if held[name] is not held[here[0]]:
-                _replace(module, held[name], held[here[0]])
+        local = sorted((name for name in group if name in parameters), key=lambda name: name.startswith(tuple(came)))
+        for name in local[1:]:
+            if parameters[name] is not parameters[local[0]]:
+                _replace(module, parameters[name], parameters[local[0]])
 
 
 def layers_tied_to(indices: Collection[int], groups: Iterable[Sequence[str]]) -> set[int]:

@@ -203,8 +203,8 @@ class ModelParts:
         set_weights(self.module, state)
 
 
-def _shared_with_the_one_before(stages: Sequence[range], stage: int) -> tuple[int, ...]:
-    return tuple(part for part in stages[stage] if stage and part in stages[stage - 1])
+def _shared_with_previous(stages: Sequence[range], stage: int) -> tuple[int, ...]:
+    return tuple(layer for layer in stages[stage] if stage and layer in stages[stage - 1])
 
 
 _REPLACED_STEPS = {  # method of a PipelineModule -> what to override instead
@@ -269,7 +269,7 @@ class LayerParts(ModelParts):
 
     @override
     def keep(self, stages: Sequence[range], stage: int) -> None:
-        self._of_others = _shared_with_the_one_before(stages, stage)
+        self._of_others = _shared_with_previous(stages, stage)
         self.module.keep_layers(stages[stage])
 
     @override
@@ -290,7 +290,7 @@ class LayerParts(ModelParts):
 
     @override
     def exchange(self, stages: Sequence[range], stage: int, layers: Mapping[int, nn.Module]) -> None:
-        self._of_others = _shared_with_the_one_before(stages, stage)
+        self._of_others = _shared_with_previous(stages, stage)
         self.module.exchange_layers(stages[stage], layers)
 
     @override

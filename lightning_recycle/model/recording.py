@@ -165,10 +165,10 @@ def disguised(cls: type[Any], also: type[Any]) -> type[Any]:
     """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     original = getattr(cls, "_disguised_from", cls)
-    return type(cls.__name__, (also, cls), {**names, "_disguised_from": original, "__reduce_ex__": _as_it_was})
+    return type(cls.__name__, (also, cls), {**names, "_disguised_from": original, "__reduce_ex__": _reduce_undisguised})
 
 
-def _as_it_was(module: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduce_undisguised(module: Any, protocol: Any) -> tuple[Any, ...]:
     """Pickles and copies a module with its earlier class."""
     double = object.__new__(type(module)._disguised_from)
     double.__dict__.update(module.__dict__)
@@ -208,7 +208,7 @@ def redirect_forward(module: nn.Module, layers: Sequence[str], ask: Callable[[Ca
 
     Also calls of its submodules that contain all of ``layers``.
     """
-    for path, holder in list(_holders(module, layers)):
+    for path, holder in list(_modules_around(module, layers)):
         if holder not in _redirected:
             made = disguised(type(holder), _Redirected)  # type: ignore[arg-type]
             if "forward" not in vars(made):
@@ -219,18 +219,19 @@ def redirect_forward(module: nn.Module, layers: Sequence[str], ask: Callable[[Ca
 
 def restore_forward(module: nn.Module) -> None:
     """Ends :func:`redirect_forward`."""
-    for part in module.modules():
-        if _redirected.pop(part, None) is not None and isinstance(
-            part, _Redirected
+    for submodule in module.modules():
+        if _redirected.pop(submodule, None) is not None and isinstance(
+            submodule, _Redirected
         ):  # its class may be the user's again already
-            part.__class__ = type(part).__bases__[1]  # which was disguised
+            submodule.__class__ = type(submodule).__bases__[1]  # which was disguised
 
 
-def _holders(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    for path, part in module.named_modules():
-        has_forward = type(part).forward not in (nn.Module.forward, pl.LightningModule.forward)
+def _modules_around(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with a ``forward`` that hold all of ``layers``, by path."""
+    for path, submodule in module.named_modules():
+        has_forward = type(submodule).forward not in (nn.Module.forward, pl.LightningModule.forward)
         if has_forward and all(layer.startswith(f"{path}." if path else "") for layer in layers):
-            yield path, part
+            yield path, submodule
 
 
 def _redirecting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +242,7 @@ def _redirecting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, *args, **kwargs)
         if any(is_cache(leaf) or isinstance(leaf, _AbsentCache) for leaf in _leaves((args, kwargs))):
             raise UnsupportedFeatureError(
-                f"{_named(self, path)} was called with a cache of keys and values, of which each stage has its layers'"
+                f"{_label(self, path)} was called with a cache of keys and values, of which each stage has its layers'"
                 " part only. Call it without one, with all tokens: use_cache=False in calls and in generate()."
             )
         return ask((path, args, kwargs))
@@ -249,7 +250,7 @@ def _redirecting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return asking
 
 
-def _named(module: nn.Module, path: str) -> str:
+def _label(module: nn.Module, path: str) -> str:
     return f"self.{path}" if path else f"{type(module).__name__}"
 
 

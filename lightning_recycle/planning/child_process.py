@@ -208,15 +208,15 @@ class _Child:
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno())],
+                [sys.executable, "-c", _START, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 env=environment,
             )
         except OSError as error:
@@ -224,12 +224,12 @@ class _Child:
             self._output.close()
             raise OSError(f"it could not be started: {error}") from error
         finally:
-            theirs.close()
+            child_end.close()
         self._began = self.was_idle = False
         # Neither a question that a stuck process does not read nor half an answer is waited for without a bound.
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as own_end:
             for bound in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, bound, struct.pack("ll", int(SILENCE_SECONDS), 0))
+                own_end.setsockopt(socket.SOL_SOCKET, bound, struct.pack("ll", int(SILENCE_SECONDS), 0))
 
     def ask(
         self, task: bytes, interrupted: threading.Event, time_limit: float, on_message: Reporter | None = None
@@ -239,7 +239,7 @@ class _Child:
         ``on_message`` gets the reports of code that may hold the interpreter: then no silence is too long. Raises
         EOFError or OSError when the process has ended or is stuck.
         """
-        asked = heard = time.monotonic()
+        asked_at = heard_at = time.monotonic()
         is_sent = False
         while True:
             if self._began and not is_sent:
@@ -247,7 +247,7 @@ class _Child:
                 is_sent = True
             if self._connection.poll(_LOOK_SECONDS):
                 kind, value = _read(self._connection.recv_bytes())
-                heard, self._began = time.monotonic(), True
+                heard_at, self._began = time.monotonic(), True
                 self.was_idle = kind in ("answer", "failed")
                 if self.was_idle:
                     return kind, value
@@ -257,9 +257,9 @@ class _Child:
             if interrupted.is_set():
                 raise Cancelled
             bound = SILENCE_SECONDS if self._began else _START_SECONDS
-            if on_message is None and now - heard > bound:
+            if on_message is None and now - heard_at > bound:
                 raise TimeoutError(f"it showed no sign of life for {bound:g} s")
-            if now - asked > time_limit:
+            if now - asked_at > time_limit:
                 raise PlanningError("it ran past its time limit and was stopped")
 
     @property

@@ -181,12 +181,12 @@ class Memory:
 
     def delta(self, kind: OpKind, stage: int, recomputed: bool = False) -> float:
         """Change of a worker's bytes by an operation; ``recomputed``: there is an R."""
-        held = self.after_forward[stage]
-        kept = held if self.checkpoint is None else self.checkpoint[stage]
+        activations = self.after_forward[stage]
+        stored = activations if self.checkpoint is None else self.checkpoint[stage]
         if kind is OpKind.FORWARD and recomputed:
-            return kept
+            return stored
         if kind is OpKind.RECOMPUTE:
-            return held - kept
+            return activations - stored
         return sum(self.parts(kind, stage))
 
     def parts(self, kind: OpKind, stage: int) -> tuple[float, float]:
@@ -231,9 +231,9 @@ class Memory:
         """
         limits = []
         for stage in range(self.stages):
-            each = max(self.after_forward[stage], self.after_backward[stage])
-            self._check(stage, each)
-            limits.append(int(min(most, self.most(stage, each))))
+            needed = max(self.after_forward[stage], self.after_backward[stage])
+            self._check(stage, needed)
+            limits.append(int(min(most, self.most(stage, needed))))
         return tuple(limits)
 
     def _check(self, stage: int, each: float) -> None:

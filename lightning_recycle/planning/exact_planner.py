@@ -30,8 +30,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, TypeAlias
 
-from lightning_recycle.arguments import at_least, require, whole
-from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.arguments import at_least, choice, require, whole
+from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import run_in_child
 from lightning_recycle.planning.grid import OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import (
@@ -82,10 +82,7 @@ class ExactPlanner:
     max_operations: int = 8_000
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigurationError.for_option(
-                "ExactPlanner", "backend", self.backend, f"give one of {', '.join(BACKENDS)}"
-            )
+        choice(*BACKENDS).checked("ExactPlanner", "backend", self.backend)
         require("milp", f"The planner {self.backend!r}")
         at_least("ExactPlanner", "time_limit", self.time_limit)
         whole("ExactPlanner", "threads", self.threads, 1)
@@ -121,7 +118,7 @@ class ExactPlanner:
             log.info("planner %s: not asked, %s.", self.backend, task)
             return replace(first, seconds=time.monotonic() - started, solver=SolverUse(reason=task))
 
-        found, bound, use = [schedule], 0.0, SolverUse()
+        schedules, bound, use = [schedule], 0.0, SolverUse()
 
         def receive(kind: str, value: Any) -> None:
             nonlocal bound, use
@@ -135,13 +132,13 @@ class ExactPlanner:
                 try:
                     solution = schedule_from_placements(schedule, value)
                     validate(solution)
-                    found.append(solution)
+                    schedules.append(solution)
                 except PlanningError as error:
                     # Possible where rounding or operations without duration leave an order open.
                     log.info("A solution of the solver was not usable: %s", error)
 
         failure = run_in_child(SOLVE, task, receive, self.time_limit + GRACE)
-        best = best_of(found)
+        best = best_of(schedules)
         if best is not schedule:
             best = with_memory_descent(best)
         finder = found_by if best is schedule else self.backend

@@ -259,7 +259,7 @@ def _idle_splits(codes: Codes, sequence: Sequence[int], starts: Sequence[float])
     to_weight, to_fused = (WEIGHT - BACKWARD) * stages * n, (FUSED - BACKWARD) * stages * n
     previous = [-1] * codes.problem.grid.num_workers  # the last operation of each worker so far
     since_forward: list[set[int]] = [set() for _ in previous]  # at stage 0: the B since the last F
-    found: set[int] = set()
+    fusible: set[int] = set()
     for code in sequence:
         key, number = divmod(code, n)
         kind, stage = divmod(key, stages)
@@ -268,19 +268,19 @@ def _idle_splits(codes: Codes, sequence: Sequence[int], starts: Sequence[float])
             backward = code - to_weight
             if stage == 0:
                 if backward in since_forward[rank]:
-                    found.add(backward)
+                    fusible.add(backward)
             elif previous[rank] == backward:
                 # The operation of the stage before that waits, which is either B or BW; the other one has no start.
                 waiting = max(starts[backward - n], starts[backward - n + to_fused])
                 if starts[code] + times[key][number] + communication <= waiting:
-                    found.add(backward)
+                    fusible.add(backward)
         elif stage == 0:
             if kind == FORWARD:
                 since_forward[rank].clear()
             else:
                 since_forward[rank].add(code)
         previous[rank] = code
-    return found
+    return fusible
 
 
 _AGAIN_SHARE = 0.25  # of the effort of a plan, for each plan with and without a limit in bytes
@@ -360,27 +360,27 @@ def _with_room(schedule: Schedule, memory: Memory) -> Schedule:
     programs = {}
     for worker in schedule.live_workers:
         program = schedule.program(worker)
-        spared = _spared(program, memory, worker.stage)
+        spared = _needless_recomputations(program, memory, worker.stage)
         programs[worker] = [op for op in program if op.kind is not OpKind.RECOMPUTE or op.microbatch not in spared]
     return _timed(schedule.problem, programs)
 
 
-def _spared(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
+def _needless_recomputations(program: Sequence[Op], memory: Memory, stage: int) -> set[Microbatch | None]:
     """The micro-batches of one worker that need no R; taking the first back is best."""
-    again = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
+    recomputed = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.RECOMPUTE}
     forwards = {op.microbatch: position for position, op in enumerate(program) if op.kind is OpKind.FORWARD}
-    room, more = memory.room(stage), memory.delta(OpKind.RECOMPUTE, stage, recomputed=True)
-    held, now = [], 0.0  # in each operation; after the newest
+    room, extra = memory.room(stage), memory.delta(OpKind.RECOMPUTE, stage, recomputed=True)
+    occupied, current = [], 0.0  # in each operation; after the newest
     for op in program:
-        before, now = now, now + memory.delta(op.kind, stage, op.microbatch in again)
-        held.append(before + memory.needed(op.kind, stage))
+        before, current = current, current + memory.delta(op.kind, stage, op.microbatch in recomputed)
+        occupied.append(before + memory.needed(op.kind, stage))
     spared: set[Microbatch | None] = set()
-    for microbatch, position in again.items():
+    for microbatch, position in recomputed.items():
         between = range(forwards[microbatch] + 1, position)  # F itself needs the same either way
-        if all(held[at] + more <= room for at in between):
+        if all(occupied[at] + extra <= room for at in between):
             spared.add(microbatch)
             for at in between:
-                held[at] += more
+                occupied[at] += extra
     return spared
 
 

@@ -107,13 +107,13 @@ def bounds_of(bounds: Sequence[float], microbatch: int, grid: Grid) -> tuple[int
 def _is_earlier(bound: float, index: int, pipeline: int, grid: Grid) -> bool:
     last, pipelines = grid.microbatches - 1, grid.pipelines
     # How many of the pipeline's micro-batches, and of all pipelines', in units of 1 / PARTS: whole numbers are exact.
-    mine = round((bound - math.floor(bound)) * PARTS) * grid.microbatches
-    if mine < PARTS:
-        return index >= last and (pipeline + 1) * mine // PARTS > pipeline * mine // PARTS
+    share = round((bound - math.floor(bound)) * PARTS) * grid.microbatches
+    if share < PARTS:
+        return index >= last and (pipeline + 1) * share // PARTS > pipeline * share // PARTS
     if index >= last:
         return True
-    place = (index * _stride(last) + pipeline * last // pipelines) % last
-    return place * pipelines + pipeline < (mine - PARTS) * pipelines // PARTS
+    turn = (index * _stride(last) + pipeline * last // pipelines) % last
+    return turn * pipelines + pipeline < (share - PARTS) * pipelines // PARTS
 
 
 @lru_cache(maxsize=64)
@@ -207,25 +207,25 @@ class Stages:
         reached: dict[float, int] = {0: 0}  # by bound, the fewest shared layers before it
         back: list[dict[float, float]] = []
         for stage in range(stages):
-            after: dict[float, int] = {}
+            next_reached: dict[float, int] = {}
             chosen: dict[float, float] = {}
-            behind = room[stages - stage - 1] * (1 + 1e-9)  # what the later stages can take
+            later_room = room[stages - stage - 1] * (1 + 1e-9)  # what the later stages can take
             for begin, shared in reached.items():
                 for end in self._ends(stage, begin, limit):
-                    if self._before[0][count] - self._before[0][math.ceil(end)] > behind:
+                    if self._before[0][count] - self._before[0][math.ceil(end)] > later_room:
                         continue
-                    found = shared + (end != math.floor(end))
-                    if end not in after or found < after[end]:
-                        after[end], chosen[end] = found, begin
-            reached = _useful(after)
+                    total = shared + (end != math.floor(end))
+                    if end not in next_reached or total < next_reached[end]:
+                        next_reached[end], chosen[end] = total, begin
+            reached = _useful(next_reached)
             back.append(chosen)
         return self._traced(back) if count in reached else None
 
     def _ends(self, stage: int, begin: float, limit: float) -> Iterator[float]:
         """Whole ends of a stage, and the last within a layer."""
-        behind = len(self.busiest) - stage - 1  # each of them needs a layer
-        last = len(self.work) - behind
-        own = end = math.ceil(begin) + 1
+        later_stages = len(self.busiest) - stage - 1  # each of them needs a layer
+        last = len(self.work) - later_stages
+        first_end = end = math.ceil(begin) + 1
 
         def may_end(at: float) -> bool:
             return self.load(stage, begin, at) <= limit and (self.fits is None or self.fits(stage, begin, at))
@@ -233,7 +233,7 @@ class Stages:
         while end <= last and may_end(end):
             yield end
             end += 1
-        if self.shares_layers and behind and own < end <= last:
+        if self.shares_layers and later_stages and first_end < end <= last:
             low, high = 0, PARTS  # parts of the layer before `end` that the stage may take, and may not
             while high - low > 1:
                 middle = (low + high) // 2
@@ -251,7 +251,7 @@ class Stages:
 
 def _useful(reached: dict[float, int]) -> dict[float, int]:
     """Of the bounds within each layer, those that share fewer layers than later ones."""
-    kept: dict[float, int] = {}
+    useful: dict[float, int] = {}
     fewest: dict[int, int] = {}  # shared layers, by the layer in which the bound lies
     for end in sorted(reached, reverse=True):
         layer = math.floor(end)
@@ -259,8 +259,8 @@ def _useful(reached: dict[float, int]) -> dict[float, int]:
             if reached[end] >= fewest.get(layer, math.inf):
                 continue
             fewest[layer] = reached[end]
-        kept[end] = reached[end]
-    return kept
+        useful[end] = reached[end]
+    return useful
 
 
 _PRECISION = 1e-6  # relative: two loads that are closer are equal
@@ -319,17 +319,17 @@ def transfers(grid: Grid, roster: Collection[int], before: Bounds, after: Bounds
     }
     had = held_ranges(before)
     giver_of = {layer: giver for giver, layers in reversed(list(enumerate(had))) for layer in layers}
-    found = []
+    moves = []
     for giver in range(grid.stages):
         for taker, gets in enumerate(held_ranges(after)):
             layers = tuple(layer for layer in gets if giver_of[layer] == giver and layer not in had[taker])
             if not layers:
                 continue
             for turn, receiver in enumerate(workers[taker]):
-                own = grid.rank(Worker(grid.worker(receiver).pipeline, giver))
-                donor = own if own in workers[giver] else workers[giver][turn % len(workers[giver])]
-                found.append(Transfer(donor, receiver, layers))
-    return tuple(found)
+                nearest = grid.rank(Worker(grid.worker(receiver).pipeline, giver))
+                donor = nearest if nearest in workers[giver] else workers[giver][turn % len(workers[giver])]
+                moves.append(Transfer(donor, receiver, layers))
+    return tuple(moves)
 
 
 def traffic(moves: Collection[Transfer], state_bytes: Sequence[float]) -> tuple[float, float]:
@@ -447,13 +447,13 @@ class LayerCosts:
 
         def spread(values: Sequence[float], held: bool = False) -> tuple[float, ...]:
             """Values by layer from values by stage, over micro-batches or ``held`` layers."""
-            found: list[list[float]] = [[] for _ in range(count)]
+            pieces: list[list[float]] = [[] for _ in range(count)]
             for parts, value in zip(parts_of(bounds), values, strict=True):
-                own = {layer: by_layer[layer] * (1.0 if held else part) for layer, part in parts.items()}
-                total = sum(own.values())
-                for layer, weight in own.items():
-                    found[layer].append(value * (weight / total if total else 1 / len(own)))
-            return tuple(sum(each) / (len(each) if held else 1) for each in found)
+                shares = {layer: by_layer[layer] * (1.0 if held else part) for layer, part in parts.items()}
+                total = sum(shares.values())
+                for layer, weight in shares.items():
+                    pieces[layer].append(value * (weight / total if total else 1 / len(shares)))
+            return tuple(sum(each) / (len(each) if held else 1) for each in pieces)
 
         return cls(
             forward=spread(costs.forward),
@@ -540,20 +540,20 @@ class LayerCosts:
         backward = self.backward_input if split_backward else self.backward
         layers = []
         for layer, (stage, _) in shared.items():
-            earlier = tuple(number for number, own in enumerate(bounds) if own[stage + 1] > layer)
-            later = tuple(number for number, own in enumerate(bounds) if own[stage + 1] <= layer)
-            whole = self._held(self.reduce, cuts)[stage]
-            layers.append(SharedLayer(stage, self.reduce[layer] / whole if whole else 0.0, earlier, later))
+            earlier = tuple(number for number, layout in enumerate(bounds) if layout[stage + 1] > layer)
+            later = tuple(number for number, layout in enumerate(bounds) if layout[stage + 1] <= layer)
+            total = self._held(self.reduce, cuts)[stage]
+            layers.append(SharedLayer(stage, self.reduce[layer] / total if total else 0.0, earlier, later))
 
         def relative(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-            mean = self._stages(values, cuts)
-            known = {
-                own: tuple(
-                    mine / usual if usual else 1.0 for mine, usual in zip(self._stages(values, own), mean, strict=True)
+            means = self._stages(values, cuts)
+            ratios = {
+                layout: tuple(
+                    cost / mean if mean else 1.0 for cost, mean in zip(self._stages(values, layout), means, strict=True)
                 )
-                for own in set(bounds)
+                for layout in set(bounds)
             }
-            return tuple(known[own] for own in bounds)
+            return tuple(ratios[layout] for layout in bounds)
 
         return MicrobatchVariation(
             relative(self.forward),

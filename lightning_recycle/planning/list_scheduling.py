@@ -251,17 +251,17 @@ class _Arrivals:
                 return True
         if not backwards or kind not in (FORWARD, WEIGHT):
             return False
-        most = self.patience[kind == WEIGHT]
+        patience = self.patience[kind == WEIGHT]
         if kind == FORWARD and self.is_last_forward(rank):
-            most = 0.0
+            patience = 0.0
         elif (
             self.backwards_begun[rank] < self.express.first_backwards
             or self.backwards_left[rank] <= self.express.last_backwards
         ):
-            most = inf
+            patience = inf
         idle = backwards[0] - now
-        left = seconds - idle
-        return left > self.together and idle < most * left
+        remaining = seconds - idle
+        return remaining > self.together and idle < patience * remaining
 
     def begin(self, rank: int, kind: int, number: int, arrival: float) -> None:
         """An operation begins, whose result arrives at ``arrival``."""

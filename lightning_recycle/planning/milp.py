@@ -192,11 +192,11 @@ class _MilpModel:
 
     def _counts(self, g: int) -> dict[StageOp, list[Any]]:
         """N[o,t] of a route."""
-        found: dict[StageOp, list[Any]] = {}
+        rows: dict[StageOp, list[Any]] = {}
         known = isinstance(self.sizes[g], int)
         count = self.sizes[g] if known else self._count(g)
         for step, (first, last) in self.windows[g].items():
-            row = found[step] = []
+            row = rows[step] = []
             lasts = self._duration(g, step)
             for t in range(first, last):
                 most = min(count, (t - first) // lasts + 1) if lasts else count
@@ -204,7 +204,7 @@ class _MilpModel:
                 if least > most:
                     raise _InfeasibleError
                 row.append(least if least == most else self.mip.add_var(lb=least, ub=most, var_type=mip.INTEGER))
-        return found
+        return rows
 
     def _started(self, g: int, step: StageOp, t: int) -> Any:
         """N[o,t]."""
@@ -286,20 +286,20 @@ class _MilpModel:
     def placements(self) -> list[Placement]:
         """The solution, with starts in the unit of the costs."""
         starts = [{step: self._starts(g, step) for step in windows} for g, windows in enumerate(self.windows)]
-        found: list[Placement] = []
+        placed: list[Placement] = []
         for f, family in enumerate(self.problem.families):
             groups = [g for g, route in enumerate(self.routes) if route.family == f]
             members: dict[int, list[int]] = {g: [] for g in groups}
             arrivals = sorted((t, g) for g in groups for t in starts[g][FORWARD, 0])
             for number, (_, g) in zip(family.microbatches, arrivals, strict=True):
                 members[g].append(number)
-            found += [
+            placed += [
                 (*step, number, self.routes[g].hosts[step[1]], self.problem.slot * t)
                 for g in groups
                 for step, times in starts[g].items()
                 for number, t in zip(members[g], times, strict=True)
             ]
-        return found
+        return placed
 
     def _starts(self, g: int, step: StageOp) -> list[int]:
         times: list[int] = []

@@ -167,7 +167,7 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
         raise ConfigurationError(
             f"{len(set(failed))} workers have failed, but distribution={tuple(distribution)!r} is for {len(gone)}."
         )
-    taken: dict[Worker, Worker] = {}
+    positions: dict[Worker, Worker] = {}
     spare: list[Worker] = []
     vacant: list[Worker] = []
     for stage in range(grid.stages):
@@ -178,14 +178,14 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
                 f"all {grid.lanes} replicas of stage {stage} have failed: no worker can copy its state. "
                 "Restart from a checkpoint."
             )
-        taken |= {worker: worker for worker in live if worker not in gone}
+        positions |= {worker: worker for worker in live if worker not in gone}
         free = [worker for worker in peers if worker not in gone and worker in failed]
         displaced = [worker for worker in live if worker in gone]
-        taken |= dict(zip(displaced, free, strict=False))
+        positions |= dict(zip(displaced, free, strict=False))
         spare += displaced[len(free) :]
         vacant += free[len(displaced) :]
-    taken |= dict(zip(spare, vacant, strict=True))
-    return dict(sorted(taken.items()))
+    positions |= dict(zip(spare, vacant, strict=True))
+    return dict(sorted(positions.items()))
 
 
 def _memory_pressure(problem: Problem, stage: int, failures: int) -> float:

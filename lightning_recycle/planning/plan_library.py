@@ -249,8 +249,8 @@ class PlanLibrary:
         Raises:
             PlanningError: when there is no plan for one of them; the others are stored all the same.
         """
-        wanted = list(problems)
-        first = {representative(problem): problem for problem in reversed(wanted)}
+        requested = list(problems)
+        first = {representative(problem): problem for problem in reversed(requested)}
         results = {common: self._exact(problem) for common, problem in first.items()}
         missing = [common for common, result in results.items() if result is None]
         errors: list[ReCycleError] = []
@@ -270,7 +270,7 @@ class PlanLibrary:
                     errors.append(error)
         if errors:
             raise errors[0]
-        found = [(problem, results[representative(problem)]) for problem in wanted]
+        found = [(problem, results[representative(problem)]) for problem in requested]
         return [
             replace(result, schedule=renamed(result.schedule, problem))
             for problem, result in found

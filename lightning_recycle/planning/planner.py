@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, option, suggests_options
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
+from lightning_recycle.errors import ConfigurationError, unknown
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
@@ -71,7 +71,7 @@ def get_planner(planner: str | Planner) -> Planner:
     """
     if isinstance(planner, str):
         if planner not in _REGISTRY:
-            raise ConfigurationError(f"unknown planner {planner!r}: choose one of {', '.join(available_planners())}.")
+            raise ConfigurationError(unknown("planner", planner, available_planners()))
         return _REGISTRY[planner]()
     if not isinstance(planner, Planner):
         raise ConfigurationError(
@@ -125,14 +125,17 @@ Switch: TypeAlias = bool | Literal["auto"]
 _MICROBATCHES = re.compile(r"([1-9]\d*) micro-?batch(es)?")
 
 
-def _is_memory(value: Any) -> bool:
-    return is_memory_limit(value) or (isinstance(value, str) and _MICROBATCHES.fullmatch(value) is not None)
-
-
 _MEMORY = Check(
-    _is_memory,
+    lambda value: is_memory_limit(value) or (isinstance(value, str) and _MICROBATCHES.fullmatch(value) is not None),
     "give 'auto', the bytes of a worker as an integer, a fraction of the device of at most 1.0, or the number of"
     " micro-batches that a worker may hold, such as '4 micro-batches'",
+)
+
+
+_PARTITION = Check(
+    lambda value: value == "count" or (isinstance(value, Sequence) and all(is_integer(n, 1) for n in value or [0])),
+    "use 'count', or the number of layers of each stage, 1 or more, as in [3, 5, 4]",
+    ("count",),
 )
 
 
@@ -176,7 +179,7 @@ class PlanningOptions(OptionGroup):
     planner: str | Planner = option("heuristic", shared="name of the planner")
     plan_library: str | os.PathLike[str] | None = option(None, by_launcher=True)
     profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
-    partition: Literal["count"] | list[int] = option("count")
+    partition: Literal["count"] | list[int] = option("count", _PARTITION)
     split_backward: Switch = option("auto", SWITCH, shared="split backwards")
     staggered: Switch = option("auto", SWITCH, shared="let each stage step by itself")
     memory: MemoryLimit | str = option("auto", _MEMORY, shared="memory of a worker that plans may use")

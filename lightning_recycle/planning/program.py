@@ -104,14 +104,14 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
         for operations in schedule.workers.values()
     ]
     last_moment = min(moments, default=0.0) if staggered else barrier
-    found: dict[int, StageChecks] = {}
+    by_stage: dict[int, StageChecks] = {}
     for stage, workers in stages.items():
         programs = {worker: schedule.workers[worker] for worker in workers}
         completed = [_completed(operations) for operations in programs.values()]
         if len(workers) < 2 or [] in completed:  # a worker without micro-batches has nothing to be checked on
             continue
         count = max(map(len, completed))
-        ready = list(accumulate((max(own[k % len(own)] for own in completed) for k in range(count)), max))
+        ready = list(accumulate((max(row[k % len(row)] for row in completed) for k in range(count)), max))
         seconds = max(_duration(operations) for operations in programs.values())
         places = {
             worker: _places(operations, ready, seconds, operations[0].start + schedule.period if staggered else barrier)
@@ -122,15 +122,15 @@ def plan_checks(schedule: Schedule, share: float) -> dict[int, StageChecks]:
             waited = max(0.0, max(place.end for place in each) - last_moment)
             costs.append(max(waited, 0.0 if all(place.fits for place in each) else seconds))
         ranks = tuple(sorted(schedule.grid.rank(worker) for worker in workers))
-        found[stage] = StageChecks(
-            ranks, 1, {worker: tuple(place.before for place in own) for worker, own in places.items()}, tuple(costs)
+        by_stage[stage] = StageChecks(
+            ranks, 1, {worker: tuple(place.before for place in row) for worker, row in places.items()}, tuple(costs)
         )
     # In the same steps, whose checks then delay the same next step.
-    dearest = max((max(checks.costs) for checks in found.values()), default=0.0)
+    dearest = max((max(checks.costs) for checks in by_stage.values()), default=0.0)
     every = max(1, math.ceil(dearest / (share * schedule.period) - _TOLERANCE))
     return {
         stage: checks if len(checks.free) == len(checks.costs) else replace(checks, every=every)
-        for stage, checks in found.items()
+        for stage, checks in by_stage.items()
     }
 
 
@@ -188,21 +188,21 @@ def _places(operations: Sequence[ScheduledOp], ready: Sequence[float], seconds: 
     ``end``: when the worker goes on after REDUCE, with the next step if no worker waits, else when all are REDUCED.
     """
     reduce = operations.index(_reduce(operations))
-    rest = _after_reduce(operations) if end > operations[-1].end else 0.0
-    fits = end - operations[reduce].end - rest >= seconds - _TOLERANCE
-    found: list[_Place] = []
+    remaining = _after_reduce(operations) if end > operations[-1].end else 0.0
+    fits = end - operations[reduce].end - remaining >= seconds - _TOLERANCE
+    places: list[_Place] = []
     index = 1
     for earliest in ready:
         while index < reduce:
             begin = max(earliest, operations[index - 1].end)
             if operations[index].start - begin >= seconds - _TOLERANCE:
-                found.append(_Place(index, True, begin + seconds))
+                places.append(_Place(index, True, begin + seconds))
                 break
             index += 1
         else:
             begin = max(earliest, operations[reduce - 1].end if reduce else 0.0)
-            found.append(_Place(reduce, fits, begin + seconds))
-    return found
+            places.append(_Place(reduce, fits, begin + seconds))
+    return places
 
 
 _FEW_PIPELINES = 16
@@ -250,18 +250,18 @@ class Program:
         grid.
         """
 
-        def of(old: int | None) -> int | None:
+        def new_rank(old: int | None) -> int | None:
             return None if old is None else rank(old)
 
-        def renamed(task: Task) -> Task:
-            task = replace(task, source=of(task.source), destination=of(task.destination))
+        def rename_task(task: Task) -> Task:
+            task = replace(task, source=new_rank(task.source), destination=new_rank(task.destination))
             microbatch = task.op.microbatch
             if parts == 1 or microbatch is None:
                 return task
             microbatch = replace(microbatch, pipeline=microbatch.pipeline * parts + part)
             return replace(task, op=replace(task.op, microbatch=microbatch), index=task.index * parts + part)
 
-        return replace(self, tasks=tuple(map(renamed, self.tasks)), neighbours=tuple(map(rank, self.neighbours)))
+        return replace(self, tasks=tuple(map(rename_task, self.tasks)), neighbours=tuple(map(rank, self.neighbours)))
 
     def has_checks(self, step: int) -> bool:
         """Whether workers of any stage check each other in ``step``."""
@@ -308,7 +308,7 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
     grid = schedule.grid
     program = schedule.program(worker)
     deferred = {op.microbatch for op in program if op.kind is OpKind.BACKWARD_WEIGHT}
-    again = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}
+    recomputed = {op.microbatch for op in program if op.kind is OpKind.RECOMPUTE}
     tasks: list[Task] = []
     for op in program:
         if op.microbatch is None:
@@ -325,8 +325,8 @@ def worker_program(schedule: Schedule, worker: Worker) -> tuple[Task, ...]:
         else:
             source, destination = after, before
         index = global_index(grid, op.microbatch)
-        split, twice = op.microbatch in deferred, op.microbatch in again
-        tasks.append(Task(op, str(op), index, source, destination, split_backward=split, recomputed=twice))
+        split, is_recomputed = op.microbatch in deferred, op.microbatch in recomputed
+        tasks.append(Task(op, str(op), index, source, destination, split_backward=split, recomputed=is_recomputed))
     return tuple(tasks)
 
 
@@ -341,11 +341,11 @@ def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     if schedule.grid.lanes <= _FEW_PIPELINES:
         by_stage = [frozenset(w for w in schedule.workers if w.stage == stage) for stage in range(-1, stages + 1)]
         return {worker: by_stage[worker.stage] | by_stage[worker.stage + 2] for worker in schedule.workers}
-    found: dict[Worker, set[Worker]] = defaultdict(set)
+    linked: dict[Worker, set[Worker]] = defaultdict(set)
 
     def link(one: Worker, other: Worker) -> None:
-        found[one].add(other)
-        found[other].add(one)
+        linked[one].add(other)
+        linked[other].add(one)
 
     for one, other in schedule.exchanges():
         link(one, other)
@@ -363,4 +363,4 @@ def links(schedule: Schedule) -> Mapping[Worker, frozenset[Worker]]:
     for stage in range(stages - 1):
         if live[stage] and live[stage + 1]:
             link(live[stage][0], live[stage + 1][0])
-    return {worker: frozenset(others) for worker, others in found.items()}
+    return {worker: frozenset(others) for worker, others in linked.items()}

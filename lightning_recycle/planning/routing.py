@@ -143,17 +143,17 @@ class LanePlaces:
     @cached_property
     def _substitutes(self) -> dict[Worker, Worker]:
         """The worker that replaces each failed worker of a lane's home."""
-        found = {}
+        substitutes = {}
         free = [self.lanes] * self.grid.stages
-        for place in sorted(self._failed):
-            if place.pipeline >= self.lanes:
+        for lost in sorted(self._failed):
+            if lost.pipeline >= self.lanes:
                 break
-            stage = place.stage
+            stage = lost.stage
             while Worker(free[stage], stage) in self._failed:
                 free[stage] += 1
-            found[place] = Worker(free[stage], stage)
+            substitutes[lost] = Worker(free[stage], stage)
             free[stage] += 1
-        return found
+        return substitutes
 
     def lane(self, worker: Worker) -> int | None:
         """The lane of a live worker; None if it is in none."""
@@ -168,12 +168,12 @@ class LanePlaces:
 
     def microbatches(self, lane: int) -> list[Microbatch]:
         """The micro-batches of a lane, by their numbers within it."""
-        own = self.grid.microbatches
+        per_lane = self.grid.microbatches
         first = lane * self._extra + min(lane, self.longer)
-        others = range(first, first + self.count(lane) - own)
+        others = range(first, first + self.count(lane) - per_lane)
         return [
-            *(Microbatch(lane, index) for index in range(own)),
-            *(Microbatch(self.lanes + number // own, number % own) for number in others),
+            *(Microbatch(lane, index) for index in range(per_lane)),
+            *(Microbatch(self.lanes + number // per_lane, number % per_lane) for number in others),
         ]
 
     def lane_of(self, microbatch: Microbatch) -> int:
@@ -419,7 +419,7 @@ def renamed(schedule: Schedule, problem: Problem) -> Schedule:
             "things of the two problems differ: plan again."
         )
     pipelines = _pipelines(schedule.problem, problem)
-    places = _places(schedule.problem, problem, pipelines)
+    places = _match_workers(schedule.problem, problem, pipelines)
     grid = problem.grid
     keeps_homes = grid.lanes == grid.pipelines  # otherwise not every worker has micro-batches of its own
     names = [
@@ -475,26 +475,26 @@ def _marks(problem: Problem) -> dict[int, set[tuple[int, float]]]:
     return marks
 
 
-def _places(old: Problem, new: Problem, pipelines: list[int]) -> dict[Worker, Worker]:
+def _match_workers(old: Problem, new: Problem, pipelines: list[int]) -> dict[Worker, Worker]:
     """By live worker of ``old``, the worker of ``new`` that runs its part."""
     places: dict[Worker, Worker] = {}
-    for stage, (before, after) in enumerate(zip(_columns(old), _columns(new), strict=True)):
+    for stage, (old_speeds, new_speeds) in enumerate(zip(_columns(old), _columns(new), strict=True)):
         free: dict[float, list[int]] = {}
         displaced = []
-        taken = set()
-        for pipeline, speed in enumerate(before):
+        used = set()
+        for pipeline, speed in enumerate(old_speeds):
             target = pipelines[pipeline]
-            if speed == after[target]:
-                taken.add(target)
+            if speed == new_speeds[target]:
+                used.add(target)
                 if speed != _FAILED:
                     places[Worker(pipeline, stage)] = Worker(target, stage)
             elif speed != _FAILED:
                 displaced.append(pipeline)
-        for pipeline, speed in enumerate(after):
-            if pipeline not in taken:
+        for pipeline, speed in enumerate(new_speeds):
+            if pipeline not in used:
                 free.setdefault(speed, []).append(pipeline)
         for pipeline in displaced:
-            places[Worker(pipeline, stage)] = Worker(free[before[pipeline]].pop(0), stage)
+            places[Worker(pipeline, stage)] = Worker(free[old_speeds[pipeline]].pop(0), stage)
     return places
 
 

@@ -194,19 +194,19 @@ class _RuleSearch:
         forward_first = self.limit[: point.split] + self.keeps[point.keep][point.split :]
         return Rule(self.ages, forward_first, self.patiences[point.patience], self.expresses[point.express])
 
-    def _climb(self, at: _Point) -> None:
+    def _climb(self, current: _Point) -> None:
         """Improves the numbers of a point, already played, one by one from a few starts."""
-        seen = {at}
+        seen = {current}
 
         def better(point: _Point) -> bool:
-            nonlocal at
+            nonlocal current
             if point in seen or self._finished:
                 return False
             seen.add(point)
             before = self.ruled
             self._try(self._template(point))
             if self.ruled is not before:
-                at = point
+                current = point
             return self.ruled is not before
 
         stages = self.stages
@@ -219,16 +219,16 @@ class _RuleSearch:
             *((self._awaiting,) if len(self.expresses) > 1 else ()),
         ):
             better(start)
-        while any(better(point) for point in self._neighbours(at)):
+        while any(better(point) for point in self._neighbours(current)):
             pass
 
-    def _neighbours(self, at: _Point) -> Iterator[_Point]:
+    def _neighbours(self, point: _Point) -> Iterator[_Point]:
         stages = self.stages
         splits = range(stages + 1) if stages <= 8 else sorted({0, 1, *(stages * k // 8 for k in range(9))})
-        yield from (at._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - at.split)))
-        yield from (at._replace(patience=patience) for patience in range(len(self.patiences)))
-        yield from (at._replace(keep=keep) for keep in range(len(self.keeps)))
-        yield from (at._replace(express=express) for express in range(len(self.expresses)))
+        yield from (point._replace(split=split) for split in sorted(splits, key=lambda split: abs(split - point.split)))
+        yield from (point._replace(patience=patience) for patience in range(len(self.patiences)))
+        yield from (point._replace(keep=keep) for keep in range(len(self.keeps)))
+        yield from (point._replace(express=express) for express in range(len(self.expresses)))
 
     def _changed(self, rule: Rule) -> Rule:
         """``rule`` with random changes, or a random template, or micro-batches shuffled."""
@@ -307,10 +307,10 @@ class _Descent:
         self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
         self.plays = effort // _DESCENT_SHARE // self.operations
         self.peaks = codes.peaks(solution.sequence, self.memory)
-        one = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
-        self.least = [fixed + each for fixed, each in zip(self.memory.fixed, one, strict=True)]
+        largest = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]
+        self.least = [fixed + each for fixed, each in zip(self.memory.fixed, largest, strict=True)]
         fineness = 1 if codes.problem.memory is None else _FINENESS
-        self.step = min(each / all for each, all in zip(one, self.memory.capacity, strict=True)) / fineness
+        self.step = min(each / all for each, all in zip(largest, self.memory.capacity, strict=True)) / fineness
 
     def run(self) -> Solution:
         """The best solution once no level is left, or no play."""

@@ -219,7 +219,7 @@ class Communicator:
             plans += self.mesh.plans(position, _POSITION_LOOP)
         groups: dict[str, Group] = {}
         errors: list[BaseException] = []
-        begun: list[float] = []  # when the transport was asked to connect
+        transport_began: list[float] = []  # when the transport was asked to connect
         done = threading.Event()
 
         def sockets_of(plan: GroupPlan) -> OpenSockets:
@@ -228,7 +228,7 @@ class Communicator:
         def connect() -> None:
             try:
                 groups.update(self._factory.create(generation, plans, check_links, cancelled, sockets_of))
-                begun.append(time.monotonic())
+                transport_began.append(time.monotonic())
                 self.transport.connect(generation, rosters, groups, self._rendezvous, cancelled)
             except BaseException as error:  # handed to the thread that waits
                 errors.append(error)
@@ -238,7 +238,7 @@ class Communicator:
         threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
         while not done.wait(LOOK.total_seconds()):
             self.check()  # abandons the thread, which ends when its connections time out
-            if begun and time.monotonic() - begun[0] < self.transport.connect_seconds:
+            if transport_began and time.monotonic() - transport_began[0] < self.transport.connect_seconds:
                 self.on_progress()  # or all that wait for it would have to connect again
         for error in errors:
             if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
@@ -555,9 +555,9 @@ class Communicator:
 
     def end_collective(self, reduction: Reduction) -> None:
         """Waits until the tensor holds the sum, or the broadcast values."""
-        for begun in reduction.carried:
+        for operation in reduction.carried:
             with self.translated:
-                self.transport.end_collective(begun)
+                self.transport.end_collective(operation)
             self.on_progress()
         for part, staged, work in reduction.parts:
             self._await_collective(reduction.group, work)
@@ -622,44 +622,44 @@ def send_object(communicator: Communicator, value: Any, destination: int) -> Non
     skeleton, tensors = take_apart(value, lambda tensor: type(tensor) is Tensor and tensor.layout is torch.strided)
     layouts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     head = torch.frombuffer(bytearray(pickle.dumps((skeleton, layouts))), dtype=torch.uint8)
-    _send(communicator, [torch.tensor([len(head)])], destination)
-    _send(communicator, [head], destination)
-    _send(communicator, [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors], destination)
+    _send_in_pieces(communicator, [torch.tensor([len(head)])], destination)
+    _send_in_pieces(communicator, [head], destination)
+    _send_in_pieces(communicator, [t.detach().resolve_conj().resolve_neg().contiguous() for t in tensors], destination)
 
 
 def receive_object(communicator: Communicator, source: int) -> Any:
     """Receives an object from rank ``source``; tensors arrive on the CPU."""
     size = torch.empty(1, dtype=torch.int64)
-    _receive(communicator, [size], source)
+    _receive_in_pieces(communicator, [size], source)
     head = torch.empty(int(size), dtype=torch.uint8)
-    _receive(communicator, [head], source)
+    _receive_in_pieces(communicator, [head], source)
     skeleton, layouts = pickle.loads(head.numpy().tobytes())
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
-    _receive(communicator, tensors, source)
+    _receive_in_pieces(communicator, tensors, source)
     return put_together(skeleton, tensors)
 
 
-def _send(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
+def _send_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], destination: int) -> None:
     """Sends the bytes of contiguous ``tensors``; returns when they have arrived."""
     by_device = communicator.transport.carries(destination)
-    answers: deque[Any] = deque()
-    for number, part in enumerate(_pieces(tensors)):
+    receipts: deque[Any] = deque()
+    for number, piece in enumerate(_pieces(tensors)):
         if number >= _PARTS_AT_ONCE:
-            communicator.receive(answers.popleft())
+            communicator.receive(receipts.popleft())
         with communicator.translated:
-            value = tuple(t.to(communicator.device) if by_device else communicator.memory.staged(t) for t in part)
+            value = tuple(t.to(communicator.device) if by_device else communicator.memory.staged(t) for t in piece)
         tag = _PART_TAGS[number % _PARTS_AT_ONCE]
-        answers.append(communicator.post_receive(Channel.GRADIENTS, destination, tag))
+        receipts.append(communicator.post_receive(Channel.GRADIENTS, destination, tag))
         communicator.send(Channel.ACTIVATIONS, value, destination, tag)
         communicator.on_progress()
-    for answer in answers:
-        communicator.receive(answer)
+    for receipt in receipts:
+        communicator.receive(receipt)
         communicator.on_progress()
     communicator.release_buffers(destination, _PART_TAGS)
 
 
-def _receive(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send`."""
+def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
+    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send_in_pieces`."""
     parts = _pieces(tensors)
     posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _PART_TAGS[: len(parts)])
     for number, part in enumerate(parts):

@@ -125,7 +125,7 @@ class WeightGradQueue:
         Gradients of the same parameter, or part of it, are summed first, as in autograd: the bits depend on the order.
         ``done`` is called with each complete parameter.
         """
-        left = Counter(queued.key for queued in self._pending)
+        remaining = Counter(queued.key for queued in self._pending)
         uses = Counter(id(queued.parameter) for queued in self._pending) if done is not None else Counter()
         partial: dict[Any, Tensor] = {}
         for queued in self._pending:
@@ -135,8 +135,8 @@ class WeightGradQueue:
                 grad = grad.to(parameter.dtype)
             if key in partial:
                 grad = partial.pop(key) + grad
-            left[key] -= 1
-            if left[key]:
+            remaining[key] -= 1
+            if remaining[key]:
                 partial[key] = grad
             else:
                 _accumulate(parameter, queued.part, grad)
@@ -147,17 +147,17 @@ class WeightGradQueue:
         self._pending.clear()
 
 
-def _accumulate(parameter: nn.Parameter, part: _ViewPart | None, grad: Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, view_part: _ViewPart | None, grad: Tensor) -> None:
     """Adds ``grad``, perhaps in autocast's dtype, to the gradient of ``parameter``."""
     if parameter.grad is None:
-        if part is None:
+        if view_part is None:
             parameter.grad = grad.to(parameter.dtype)
             return
         parameter.grad = torch.zeros_like(parameter)
-    if part is None:
+    if view_part is None:
         parameter.grad += grad
     else:
-        part.of(parameter.grad).add_(grad)
+        view_part.of(parameter.grad).add_(grad)
 
 
 def defer_weight_grad(parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor | None:
@@ -331,13 +331,13 @@ def _define_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None
         ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *rest = ctx.saved_tensors
+        x, weight, *biases = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad.reshape(-1, grad.shape[-1]).mm(weight.to(grad.dtype)).view(x.shape)
         wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
-        of_weight, of_bias = offer(grad, x, weight, rest[0] if wants_bias else None, next(numbers))
-        return grad_x, of_weight, of_bias if wants_bias else None
+        grad_weight, grad_bias = offer(grad, x, weight, biases[0] if wants_bias else None, next(numbers))
+        return grad_x, grad_weight, grad_bias if wants_bias else None
 
     linear.register_autograd(backward, setup_context=setup_context)
     return linear

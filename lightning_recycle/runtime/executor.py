@@ -100,18 +100,18 @@ class Executor:
                     self.runner.follow(self._in_plane(program))
                 self.runner.run_program(number)
 
-        self._retried(run)
+        self._retry(run)
         assert step.result is not None
         return step.result
 
     def confirm_newest(self) -> None:
         """Waits until the parameters are final, before any use of them."""
         if not self.runner.is_confirmed:
-            self._retried(self.runner.confirm)
+            self._retry(self.runner.confirm)
 
     # ------------------------------------------------------------------ attempts
 
-    def _retried(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
+    def _retry(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
         """``attempt()``, made again after each failure and recovery; ``recover``: first."""
         with self.runner.attempt.computing(True):
             self.client.leave_hook()
@@ -153,7 +153,7 @@ class Executor:
             self.client.send(messages.Broken(self.client.rank, self.client.generation, str(error), unreachable))
             self.client.await_announcement(_ANNOUNCEMENT_TIMEOUT)
 
-    def _is_own(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
+    def _is_users_error(self, error: Exception, place: tuple[int, str], exact: bool) -> bool:
         """Whether ``error`` is the user's own; does not return if this worker is evicted.
 
         ``place``: the step and operation that raised it; ``exact``: whether this worker can do the same again. The
@@ -170,7 +170,7 @@ class Executor:
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
         data = self.runner.attempt.reads_from
         exact = not self.runner.attempt.is_past and (data is None or data.can_read_again)
-        if self._is_own(error, self.runner.attempt.place, exact):
+        if self._is_users_error(error, self.runner.attempt.place, exact):
             raise error
         step, operation = self.runner.attempt.place
         log.warning("Worker %s does %s of step %d once more after %r.", self.worker, operation, step, error)
@@ -197,9 +197,9 @@ class Executor:
                 raise Interrupted
             self.runner.attempt.place = (self.version, f"evaluation of batch {handle.index}")
             recorded = self._forwards.run_batch(handle, split, record)
-            return self._exchanged(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
+            return self._exchange(f"batch {handle.index}", (handle.loader.digest(handle), recorded))
 
-        parts = self._retried(run)
+        parts = self._retry(run)
         if len({digest for digest, _ in parts.values()}) > 1:
             raise ConfigurationError(
                 f"Workers have read different samples for batch {handle.index} of an evaluation, or before it. A stream"
@@ -207,17 +207,17 @@ class Executor:
             )
         return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
-    def _exchanged(self, name: str, mine: Any) -> Mapping[int, Any]:
+    def _exchange(self, name: str, contribution: Any) -> Mapping[int, Any]:
         """The parts of all workers of the generation; Interrupted if it ends before."""
         attempt = self.runner.attempt
         before, attempt.is_past = attempt.is_past, True  # with this part the others may have all parts, and go on
         try:
-            parts = self.client.arrive_in_generation(name, mine)
+            contributions = self.client.arrive_in_generation(name, contribution)
         except Interrupted:
             attempt.is_past = before  # no worker has them
             raise
         attempt.is_past = before
-        return parts
+        return contributions
 
     def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
         """Runs ``value`` through one worker of each stage, despite failures.
@@ -235,12 +235,12 @@ class Executor:
             self.runner.attempt.place = (self.version, "self(x)")
             self.client.doing(self.version, "self(x)")
             output = self._forwards.run_value(value, draw)
-            mine = (deliver(output),) if self._forwards.leads_last else None
-            return self._exchanged("output of self(x)", mine)
+            answer = (deliver(output),) if self._forwards.leads_last else None
+            return self._exchange("output of self(x)", answer)
 
-        parts = self._retried(run)
+        answers = self._retry(run)
         self.runner.attempt.place = place
-        (output,) = next(part for part in parts.values() if part is not None)
+        (output,) = next(answer for answer in answers.values() if answer is not None)
         return output
 
     # ------------------------------------------------------------------ collectives of the position in hooks
@@ -267,7 +267,7 @@ class Executor:
 
     def regroup(self) -> None:
         """Takes part in the announced generation, and in any that follows before its end."""
-        self._retried(lambda: None, recover=True)
+        self._retry(lambda: None, recover=True)
 
     def judge_error(self, error: Exception) -> None:
         """Returns if ``error``, raised outside of steps, is the user's own.
@@ -275,10 +275,15 @@ class Executor:
         Does not return if a fault of the machine may explain it and others go on without this worker.
         """
         with readers_may_die():
-            self._is_own(error, (OUTSIDE, place_of(error)), exact=False)
+            self._is_users_error(error, (OUTSIDE, place_of(error)), exact=False)
 
     def _recover(self) -> None:
-        """Enters the announced generation, and carries out its decision."""
+        """Enters the announced generation, and carries out its decision.
+
+        Reports this worker's version, waits for all others' reports, connects, and does the actions that the decision
+        has for it. Raises Interrupted if a newer generation is announced meanwhile, and after an exchange of layers,
+        which a new generation follows.
+        """
         runner = self.runner
         runner.before_recovery()
         announced = self.client.enter_generation()

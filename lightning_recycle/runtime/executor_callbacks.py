@@ -161,21 +161,21 @@ class SpeculativeCommits:
         self._client, self._column, self._columns, self._hold = client, column, columns, hold
         self._reported_in = (-1, -1)  # the generation and the step of the newest report
 
-    def is_likely(self, own: CommitPayload) -> bool:
+    def is_likely(self, own_payload: CommitPayload) -> bool:
         """Whether a speculation will hold, by earlier reports; one answer in a column."""
         others = {column: payload for column, payload in self.reports.items() if column != self._column}
         enough = len(others) == self._columns - 1
-        return enough and self._hold(_GROWTH * norm_of({**others, self._column: own}))
+        return enough and self._hold(_GROWTH * norm_of({**others, self._column: own_payload}))
 
     def was_right(self, known: Mapping[int, CommitPayload]) -> bool:
         """Whether speculating on a step that all have reported was right."""
         return self._hold(norm_of(known))
 
-    def report(self, step: int, own: CommitPayload | None, speculative: bool) -> None:
+    def report(self, step: int, payload: CommitPayload | None, speculative: bool) -> None:
         """Reports ``step`` once in a generation; ``speculative``: without waiting."""
         if self._reported_in != (self._client.generation, step):
             self._reported_in = (self._client.generation, step)
-            self._client.send_commit(step, own, speculative)
+            self._client.send_commit(step, payload, speculative)
 
     def is_reported(self, step: int) -> bool:
         return self._client.committed(step) is not None

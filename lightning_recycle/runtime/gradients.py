@@ -119,34 +119,34 @@ class _StepBuffers:
         statistics: Sequence[Tensor] = (),
     ) -> None:
         self.made_of, self.holds = (parameters, statistics), _layout(parameters, statistics)
-        held = set(map(id, parameters))
-        ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in held]
+        ids = set(map(id, parameters))
+        ordered = [p for p in parameters if p not in holders] + [p for p in holders if id(p) in ids]
         kinds = dict.fromkeys((holders.get(p, ()), p.dtype) for p in ordered)
         kinds.update(dict.fromkeys(((), tensor.dtype) for tensor in statistics))
         self.buffers: list[Tensor] = []
         self.statistics: list[Tensor] = [torch.empty(0)] * len(statistics)
         buckets: list[Bucket] = []
         for stages, dtype in kinds:
-            mine = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
-            beside = [i for i, tensor in enumerate(statistics) if tensor.dtype == dtype and not stages]
-            parts = [local_part(p) for p in mine]
-            sizes = [_aligned(part.numel()) for part in parts]
+            members = [p for p in ordered if p.dtype == dtype and holders.get(p, ()) == stages]
+            indices = [i for i, tensor in enumerate(statistics) if tensor.dtype == dtype and not stages]
+            local_parts = [local_part(p) for p in members]
+            sizes = [_aligned(local.numel()) for local in local_parts]
             ranges = [*_ranges([size * dtype.itemsize for size in sizes], bucket_bytes)] or [(0, 0)]  # statistics alone
             lengths = [sum(sizes[first:end]) + _aligned(end - first) for first, end in ranges]
-            behind = sum(_aligned(statistics[i].numel()) for i in beside)
-            lengths[-1] += behind
+            statistics_size = sum(_aligned(statistics[i].numel()) for i in indices)
+            lengths[-1] += statistics_size
             buffer = torch.empty(sum(lengths), dtype=dtype, device=device)  # filled when a step begins in it
             self.buffers.append(buffer)
-            for (first, end), part in zip(ranges, buffer.split(lengths), strict=True):
-                places = _views(part, [one.shape for one in parts[first:end]])
+            for (first, end), chunk in zip(ranges, buffer.split(lengths), strict=True):
+                views = _views(chunk, [local.shape for local in local_parts[first:end]])
                 # Each counts its own writes: a view of its own would count those of all.
-                buckets.append(Bucket(part, mine[first:end], [view.data for view in places], stages))
-            found = _views(buffer[len(buffer) - behind :], [statistics[i].shape for i in beside])
-            for i, view in zip(beside, found, strict=True):
+                buckets.append(Bucket(chunk, members[first:end], [view.data for view in views], stages))
+            statistics_views = _views(buffer[len(buffer) - statistics_size :], [statistics[i].shape for i in indices])
+            for i, view in zip(indices, statistics_views, strict=True):
                 self.statistics[i] = view
         # Each is complete once its first parameter is, which a backward reaches last.
-        place = {id(parameter): number for number, parameter in enumerate(ordered)}
-        self.buckets = sorted(buckets, key=lambda b: (b.stages, -place[id(b.parameters[0])] if b.parameters else 1))
+        order = {id(parameter): number for number, parameter in enumerate(ordered)}
+        self.buckets = sorted(buckets, key=lambda b: (b.stages, -order[id(b.parameters[0])] if b.parameters else 1))
         # Each parameter with its gradient, and this process's part of that.
         self.pairs = [pair for b in self.buckets for pair in zip(b.parameters, b.grads, b.views, strict=True)]
 
@@ -240,11 +240,11 @@ class GradientBuffers:
     def tensors(self) -> list[Tensor]:
         """All buffers, and the gradients beside them that parameters hold."""
         lent = [] if self._lent is None else [self._lent]
-        own = self._own()
+        own = self._ids_in_buffers()
         beside = [local_part(grad) for grad in self.held().values() if id(grad) not in own]
         return [*(buffer for each in (*self._sets, *lent) for buffer in each.buffers), *beside]
 
-    def _own(self) -> set[int]:
+    def _ids_in_buffers(self) -> set[int]:
         """The ids of gradients that lie in buffers."""
         sets = self._sets if self._lent is None else [*self._sets, self._lent]
         return {id(grad) for each in sets for _, grad, _ in each.pairs}
@@ -297,7 +297,7 @@ class GradientBuffers:
     def add(self, step: int, share: AccumulationPart) -> None:
         """Adds the sum of ``step`` to ``parameter.grad``, as a backward would."""
         held = [(parameter, grad) for parameter in self.parameters if (grad := parameter.grad) is not None]
-        own = self._own() if held else set()
+        own = self._ids_in_buffers() if held else set()
         for parameter, grad in held:
             if id(grad) in own:  # the next steps write to its memory
                 parameter.grad = grad.clone()
@@ -431,27 +431,27 @@ class BucketedReduction:
         self._ends, self._versions, self._bucket_of = {}, {}, {}
         self._seen, self._expected = {}, {}
         has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
-        own = [bucket for bucket in buckets if not bucket.stages]
-        common = [bucket for bucket in buckets if bucket.stages]
-        self._summed_in_reduce = torch.zeros(1) if not own else None
-        if len(own) == 1 and self._sums.sums_at_once(own[0].buffer):
-            self._summed_in_reduce = own[0].buffer
-        alone = own if has_peers and self._summed_in_reduce is None else []
-        self._only_counted = [] if alone else own
+        of_stage = [bucket for bucket in buckets if not bucket.stages]
+        of_ties = [bucket for bucket in buckets if bucket.stages]
+        self._summed_in_reduce = torch.zeros(1) if not of_stage else None
+        if len(of_stage) == 1 and self._sums.sums_at_once(of_stage[0].buffer):
+            self._summed_in_reduce = of_stage[0].buffer
+        early = of_stage if has_peers and self._summed_in_reduce is None else []
+        self._only_counted = [] if early else of_stage
         in_one_order = self._sums.transport.in_one_order
-        self._queues = [deque(alone + common)] if in_one_order else [deque(alone), deque(common)]
+        self._queues = [deque(early + of_ties)] if in_one_order else [deque(early), deque(of_ties)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
-        self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in alone + common}
+        self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in early + of_ties}
         adding = [task for task in reversed(program) if task.op.kind in _COMPLETING]
-        if adding and (common or len(alone) > 1):
+        if adding and (of_ties or len(early) > 1):
             self._last = adding[0]
-            self._ends = dict.fromkeys(alone, self._last)
-            for stages in {bucket.stages for bucket in common}:
-                held = set().union(*(self._missing[bucket] for bucket in common if bucket.stages == stages))
-                end = next((t for t in adding if t is adds_to_all or held - self._stage.untouched(t.index)), None)
+            self._ends = dict.fromkeys(early, self._last)
+            for stages in {bucket.stages for bucket in of_ties}:
+                unfinished = set().union(*(self._missing[bucket] for bucket in of_ties if bucket.stages == stages))
+                end = next((t for t in adding if t is adds_to_all or unfinished - self._stage.untouched(t.index)), None)
                 self._expected[stages] = end
                 end = self._last if self._grows_later.get(stages, True) else end
-                self._ends.update((bucket, end) for bucket in common if bucket.stages == stages)
+                self._ends.update((bucket, end) for bucket in of_ties if bucket.stages == stages)
 
     def during_weights(self, task: Task) -> Callable[[nn.Parameter], None] | None:
         """The callback of the W of ``task``, for each complete parameter, or None."""
@@ -465,6 +465,11 @@ class BucketedReduction:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
+        """Sums buckets within the last backward, each once its gradients are complete.
+
+        A parameter counts as complete at its first gradient if no earlier backward gave it several. Raises
+        UnsupportedFeatureError if it gets another one then.
+        """
         trained = [p for bucket in self._missing if self._ends[bucket] is self._last for p in bucket.parameters]
         self._expect(trained)
         times: Counter[nn.Parameter] = Counter()

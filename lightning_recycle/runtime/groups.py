@@ -324,13 +324,13 @@ class GroupFactory:
         prefix = f"generation{generation}/gate"
 
         rank = self._rank
-        wanted = [Link.between(plan.name, rank, other) for plan in plans for other in plan.ranks if other != rank]
+        needed = [Link.between(plan.name, rank, other) for plan in plans for other in plan.ranks if other != rank]
         with contextlib.closing(Gate(self._host)) as gate:
             self._rendezvous.publish(f"{prefix}{rank}", gate.address)
-            found = self._rendezvous.lookup([f"{prefix}{other}" for other in others], cancelled)
-            addresses = dict(zip(others, found, strict=True))
+            gates = self._rendezvous.lookup([f"{prefix}{other}" for other in others], cancelled)
+            addresses = dict(zip(others, gates, strict=True))
             try:
-                connected = connect(gate, self._key, generation, rank, wanted, addresses, cancelled, _CONNECT_SECONDS)
+                connected = connect(gate, self._key, generation, rank, needed, addresses, cancelled, _CONNECT_SECONDS)
             except NoAnswerError as error:
                 if check_links and error.silent:
                     raise UnreachableError(error.silent) from error

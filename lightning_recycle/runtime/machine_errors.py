@@ -110,11 +110,11 @@ def readers_may_die() -> Iterator[None]:
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
     """``error`` and its causes, in order."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
 
 
 def _exception_class(entry: type[BaseException] | str) -> type[BaseException]:

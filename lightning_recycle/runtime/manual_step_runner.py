@@ -118,7 +118,7 @@ class ManualStepRunner(StepRunner):
         self.client.doing(step, "keeping the state")
         self._state.keep()
         self._has_begun = True
-        way = StepPath()
+        step_path = StepPath()
         for task in self._of_kind(OpKind.FORWARD):
             self.client.doing(step, task.label, task.op.kind.value, task.index)
             self.attempt.place = (step, task.label)
@@ -126,21 +126,22 @@ class ManualStepRunner(StepRunner):
                 hook(step, task.op)
         started = time.perf_counter()
         try:
-            done = self._body(step, microbatches, self, way)
+            returned = self._body(step, microbatches, self, step_path)
         except Exception:
             if self._broken is not None:  # whatever the user's code made of it is no error of its own
                 raise self._broken from None
             raise
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
-        mine = {m.index: result for m, result in zip(microbatches, done, strict=True) if m.counts}
+        counted = {m.index: result for m, result in zip(microbatches, returned, strict=True) if m.counts}
         self.timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
         self.reduced, self.payload = True, CommitPayload()
-        way.add("the end of the step")
-        self.check(way)
-        if mine:
-            losses, outputs = {i: loss for i, (loss, _) in mine.items()}, {i: output for i, (_, output) in mine.items()}
+        step_path.add("the end of the step")
+        self.check(step_path)
+        if counted:
+            losses = {i: loss for i, (loss, _) in counted.items()}
+            outputs = {i: output for i, (_, output) in counted.items()}
             self.client.send(messages.Losses(self.client.rank, step, losses, outputs))
         self._run_hooks(step, OpKind.REDUCE, OpKind.STEP)
         self._commit_and_apply()
@@ -192,18 +193,18 @@ class ManualStepRunner(StepRunner):
         finally:
             self._waited += time.perf_counter() - started
 
-    def check(self, way: StepPath) -> None:
+    def check(self, step_path: StepPath) -> None:
         """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
         # Numbers are equal if and only if their number times the sum of their squares is the square of their sum.
-        numbers = way.numbers()
+        numbers = step_path.numbers()
         sums = torch.tensor([1, *numbers, *(number**2 for number in numbers)], dtype=torch.int64)
         self.all_reduce(sums)
         count, *totals = sums.tolist()
         for total, squares in zip(totals[:_HASHES], totals[_HASHES:], strict=True):
             if count * squares != total**2:
-                ways: Mapping[int, str] = self.client.arrive_in_generation("way of a step", str(way))
+                ways: Mapping[int, str] = self.client.arrive_in_generation("way of a step", str(step_path))
                 raise UnsupportedFeatureError(
-                    different_ways([f"{way} (worker {rank})" for rank, way in sorted(ways.items())])
+                    different_ways([f"{step_path} (worker {rank})" for rank, step_path in sorted(ways.items())])
                 )
 
     # ------------------------------------------------------------------ a failure
@@ -312,7 +313,7 @@ class Lockstep:
     """
 
     def __init__(self, places: Sequence[AbstractContextManager[Any]] = ()) -> None:
-        self._places = places
+        self._contexts = places
 
     @property
     def number(self) -> int:
@@ -320,16 +321,16 @@ class Lockstep:
         coroutine = getattr(_here, "coroutine", None)
         return 0 if coroutine is None else coroutine.number
 
-    def meet(self, what: str, part: Any, together: Callable[[list[Any]], _T]) -> _T:
-        """A point where all functions meet; the result of ``together``, for each of them.
+    def meet(self, what: str, contribution: Any, combine: Callable[[list[Any]], _T]) -> _T:
+        """A point where all functions meet; the result of ``combine``, for each of them.
 
-        ``together`` is called once, with all parts; a call of ``meet`` within it is not a meeting. Raises
+        ``combine`` is called once, with all parts; a call of ``meet`` within it is not a meeting. Raises
         UnsupportedFeatureError if the functions come to different points.
         """
         coroutine: _Coroutine | None = getattr(_here, "coroutine", None)
         if coroutine is None:
-            return together([part])
-        return coroutine.meet(_Met(what, part, together))  # type: ignore[no-any-return]
+            return combine([contribution])
+        return coroutine.meet(_Met(what, contribution, combine))  # type: ignore[no-any-return]
 
     def run(self, bodies: Sequence[Callable[[], _T]]) -> list[_T]:
         """Runs all of ``bodies``; returns their results."""
@@ -340,20 +341,20 @@ class Lockstep:
         try:
             while True:
                 states: list[_Met] = []
-                for coroutine, place in zip(coroutines, self._places, strict=True):
-                    with place:
+                for coroutine, context in zip(coroutines, self._contexts, strict=True):
+                    with context:
                         states.append(coroutine.resume(answer))
                 ways = list(dict.fromkeys(state.what for state in states))
                 if len(ways) > 1:
                     raise UnsupportedFeatureError(different_ways(ways))
-                together, parts = states[0].together, [state.part for state in states]
-                if together is None:
-                    return parts
-                with self._places[0]:
-                    answer = together(parts)
+                combine, contributions = states[0].together, [state.part for state in states]
+                if combine is None:
+                    return contributions
+                with self._contexts[0]:
+                    answer = combine(contributions)
         finally:
-            for coroutine, place in zip(coroutines, self._places, strict=True):
-                with place:
+            for coroutine, context in zip(coroutines, self._contexts, strict=True):
+                with context:
                     coroutine.end()
 
 

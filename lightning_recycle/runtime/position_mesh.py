@@ -48,10 +48,10 @@ _COLLECTIVES = tuple(
 def ranks_by_group(sizes: Sequence[int], member: int) -> dict[str, tuple[int, ...]]:
     """The members of each group of ``member``: of all, and of each dimension."""
     shards, tensor = sizes
-    shard, part = divmod(member, tensor)
+    shard, tensor_rank = divmod(member, tensor)
     return {
         _WHOLE: tuple(range(shards * tensor)),
-        DATA_PARALLEL: tuple(other * tensor + part for other in range(shards)),
+        DATA_PARALLEL: tuple(other * tensor + tensor_rank for other in range(shards)),
         TENSOR_PARALLEL: tuple(shard * tensor + other for other in range(tensor)),
     }
 
@@ -203,23 +203,23 @@ class PositionMesh:
         """Contributions of all FSDP members, in order; as many numbers each."""
         group = self.groups[DATA_PARALLEL]
 
-        def gathered(mine: bytes, size: int) -> list[bytes]:
-            part = torch.frombuffer(bytearray(mine[:size].ljust(size, b"\0")), dtype=torch.uint8)
-            found = [torch.empty_like(part) for _ in range(group.size())]
-            group.run("allgather", [found], [part])
-            return [each.numpy().tobytes() for each in found]
+        def gathered(payload: bytes, size: int) -> list[bytes]:
+            message = torch.frombuffer(bytearray(payload[:size].ljust(size, b"\0")), dtype=torch.uint8)
+            received = [torch.empty_like(message) for _ in range(group.size())]
+            group.run("allgather", [received], [message])
+            return [each.numpy().tobytes() for each in received]
 
         head = struct.Struct(f"={1 + len(numbers)}d")
         room = self._room  # the same on all members: that which the newest exchange of this generation needed
-        parts = gathered(head.pack(len(data), *numbers) + data, head.size + room)
-        heads = [head.unpack_from(part) for part in parts]
+        messages = gathered(head.pack(len(data), *numbers) + data, head.size + room)
+        heads = [head.unpack_from(message) for message in messages]
         sizes = [int(size) for size, *_ in heads]
         self._room = max(sizes)
-        contents = [part[head.size :][:size] for part, size in zip(parts, sizes, strict=True)]
+        contents = [message[head.size :][:size] for message, size in zip(messages, sizes, strict=True)]
         if self._room > room:
-            rests = gathered(data[room:], self._room - room)
-            contents = [(c + rest)[:size] for c, rest, size in zip(contents, rests, sizes, strict=True)]
-        return [(list(found), content) for (_, *found), content in zip(heads, contents, strict=True)]
+            remainders = gathered(data[room:], self._room - room)
+            contents = [(c + remainder)[:size] for c, remainder, size in zip(contents, remainders, sizes, strict=True)]
+        return [(list(received), content) for (_, *received), content in zip(heads, contents, strict=True)]
 
     def plans(self, ranks: Sequence[int], loop: int) -> list[GroupPlan]:
         found: dict[tuple[int, ...], str] = {}  # dimensions with the same members share a group
@@ -318,17 +318,17 @@ class _OwnPart:
 
         return run
 
-    def _fill(self, found: Any, given: Any) -> None:
-        """Fills ``found`` from ``given``: tensors, or lists of them."""
-        if isinstance(found, list):
-            for part, mine in zip(found, given if isinstance(given, list) else [given] * len(found), strict=False):
-                self._fill(part, mine)
-        elif isinstance(given, list):
-            found.copy_(given[self._rank])
-        elif given.numel() > found.numel():
-            found.view(-1).copy_(given.reshape(self._size, -1)[self._rank])
-        elif given.numel():
-            found.view(-1, given.numel()).copy_(given.reshape(1, -1).expand(found.numel() // given.numel(), -1))
+    def _fill(self, target: Any, source: Any) -> None:
+        """Fills ``target`` from ``source``: tensors, or lists of them."""
+        if isinstance(target, list):
+            for item, one in zip(target, source if isinstance(source, list) else [source] * len(target), strict=False):
+                self._fill(item, one)
+        elif isinstance(source, list):
+            target.copy_(source[self._rank])
+        elif source.numel() > target.numel():
+            target.view(-1).copy_(source.reshape(self._size, -1)[self._rank])
+        elif source.numel():
+            target.view(-1, source.numel()).copy_(source.reshape(1, -1).expand(target.numel() // source.numel(), -1))
 
 
 def _done() -> Any:

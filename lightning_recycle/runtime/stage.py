@@ -371,6 +371,7 @@ class Stage:
         return self._in_flight[microbatch].queue.tensors()
 
     def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
+        """Runs the backward from ``grads`` of the outputs; without them, from the loss."""
         if grads is None:
             if not held.outputs:
                 pass  # this micro-batch has no loss

@@ -128,24 +128,24 @@ class Shadow:
     def in_place(self) -> Iterator[None]:
         """Within the block, the parameters hold the values of the previous version."""
         with torch.no_grad():
-            newest = [_replaced(p, copy) for p, copy in zip(self._parameters, self._copies, strict=True)]
+            newest = [_swap_part(p, copy) for p, copy in zip(self._parameters, self._copies, strict=True)]
         try:
             yield
         finally:
             with torch.no_grad():
                 for parameter, data in zip(self._parameters, newest, strict=True):
-                    _replaced(parameter, data)
+                    _swap_part(parameter, data)
 
 
-def _replaced(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def _swap_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Makes ``value`` this process's part of ``parameter``; returns the old part."""
     part = local_part(parameter).detach()
     if not is_sharded(parameter):
-        before, parameter.data = parameter.data, value.to(parameter.device)
-        return before
-    before = part.clone()
+        old, parameter.data = parameter.data, value.to(parameter.device)
+        return old
+    old = part.clone()
     part.copy_(value)  # a shard stays where it is: FSDP knows it by its memory
-    return before
+    return old
 
 
 class LayerKeeper(Protocol):

@@ -318,11 +318,11 @@ class FirstSteps:
         if not all(self._seconds.get(name) for name in (*_FUSED, *_SPLIT)):
             return None  # with one micro-batch a step, one kind more may be missing
         forward, fused = (median(self._seconds[name]) for name in _FUSED)
-        split_forward, b, w = (median(self._seconds[name]) for name in _SPLIT)
+        split_forward, backward, weight = (median(self._seconds[name]) for name in _SPLIT)
         place, processors = processors_of(self._device)
         return SplitTrial(
             fused=(forward, fused),
-            split=(split_forward, b, w),
+            split=(split_forward, backward, weight),
             busy_fused=sum(median(self._busy[name]) for name in _FUSED),
             busy_split=sum(median(self._busy[name]) for name in _SPLIT),
             place=place,

@@ -304,19 +304,19 @@ class StepRunner:
             note = self._incoming[task].note
         if self._watcher is not None:
             self._watcher.takes(step, task, inputs, target)
-        first, again = self._measurements.first, task.recomputed
+        first, recomputed = self._measurements.first, task.recomputed
         split = task.split_backward or (first is not None and first.splits(task.index))
         measured = self._measured(OpKind.FORWARD, task, inputs)
         with self.callbacks.microbatch(task.index, self._statistics) as values, measured:
-            output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=again)
+            output = self.stage.forward(step, task.index, inputs, target, split_backward=split, recomputed=recomputed)
             if self._is_last:
                 loss = self.stage.loss(step, task.index, output, target, self._microbatches)
                 self._losses[task.index] = loss.clone() if self._waits_to_read else float(loss)
                 if self.callbacks.records_outputs:
                     with self.client.busy("a hook that sees outputs"):
                         values.record = self.callbacks.record_output(output, target, self._samples(step, task))
-        if self._is_last and (made := values.output(note)):
-            self._outputs[task.index] = made
+        if self._is_last and (output_bytes := values.output(note)):
+            self._outputs[task.index] = output_bytes
         if self._watcher is not None:
             self._watcher.computed(task, output, self._losses.get(task.index))
         if task.destination is not None:
@@ -391,10 +391,10 @@ class StepRunner:
         """This stage's report of its reduced gradient of ``step``."""
         if not (self._rules.norm or self._rules.overflow):
             return CommitPayload(math.nan, False)
-        totals, beside = (step, self.steps[step].share), self.callbacks.unoptimized_parameters()
+        totals, unoptimized = (step, self.steps[step].share), self.callbacks.unoptimized_parameters()
         return CommitPayload(
-            self.gradients.squared_norm(*totals, (*self._not_counted, *beside)) if self._rules.norm else math.nan,
-            self._rules.overflow and not self.gradients.is_finite(*totals, beside),
+            self.gradients.squared_norm(*totals, (*self._not_counted, *unoptimized)) if self._rules.norm else math.nan,
+            self._rules.overflow and not self.gradients.is_finite(*totals, unoptimized),
         )
 
     def _commit_and_apply(self) -> None:
@@ -562,7 +562,7 @@ class StepRunner:
         """The context of an F, R, BW, B or W; ``inputs``: of the F."""
         timed = self.timings.of[kind]
         first = self._measurements.first
-        return timed if first is None else _both(timed, first.part(kind, task.index, self.stage, inputs))
+        return timed if first is None else _nested(timed, first.part(kind, task.index, self.stage, inputs))
 
     def _samples(self, step: int, task: Task) -> int:
         data = self.steps[step]
@@ -571,6 +571,6 @@ class StepRunner:
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield

@@ -162,9 +162,9 @@ class _SumMessages:
         return sum_of_bytes(self._data[number])
 
 
-def _move(move: Callable[[socket.socket, memoryview], int], left: dict[socket.socket, memoryview]) -> None:
-    """Sends or receives what is ``left`` by socket, without blocking."""
-    for sock, view in list(left.items()):
+def _move(move: Callable[[socket.socket, memoryview], int], remaining: dict[socket.socket, memoryview]) -> None:
+    """Sends or receives what is ``remaining`` by socket, without blocking."""
+    for sock, view in list(remaining.items()):
         try:
             moved = move(sock, view)
         except BlockingIOError:
@@ -172,9 +172,9 @@ def _move(move: Callable[[socket.socket, memoryview], int], left: dict[socket.so
         if moved == 0:
             raise ConnectionResetError("the other side has ended the connection")
         if moved == len(view):
-            del left[sock]
+            del remaining[sock]
         else:
-            left[sock] = view[moved:]
+            remaining[sock] = view[moved:]
 
 
 class SmallAllreduce:
@@ -187,7 +187,7 @@ class SmallAllreduce:
     def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout: float) -> None:
         self._rank, self._links, self._timeout = rank, dict(links), timeout
         self._sums = 0
-        self._parts: dict[tuple[int, torch.dtype], _SumMessages] = {}
+        self._messages_by_size: dict[tuple[int, torch.dtype], _SumMessages] = {}
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is small enough; the same on all workers."""
@@ -199,21 +199,21 @@ class SmallAllreduce:
         Raises OSError if a connection ends, nothing moves for too long, or a peer sums something else.
         """
         key = (tensor.numel(), tensor.dtype)
-        parts = self._parts.get(key)
-        if parts is None:
-            parts = self._parts[key] = _SumMessages(*key, self._rank, self._links)
+        messages = self._messages_by_size.get(key)
+        if messages is None:
+            messages = self._messages_by_size[key] = _SumMessages(*key, self._rank, self._links)
         expected = self._sums, tensor.numel() * tensor.element_size()
         self._sums += 1
-        parts.values[self._rank].copy_(tensor.view(-1))
-        _HEADER.pack_into(parts.bytes[self._rank], 0, *expected, parts.total(self._rank))
-        self._exchange(parts)
+        messages.values[self._rank].copy_(tensor.view(-1))
+        _HEADER.pack_into(messages.bytes[self._rank], 0, *expected, messages.total(self._rank))
+        self._exchange(messages)
         for peer in self._links:
-            number, size, total = _HEADER.unpack_from(parts.bytes[peer])
+            number, size, total = _HEADER.unpack_from(messages.bytes[peer])
             if (number, size) != expected:
                 raise ConnectionError(f"sum {number} of {size} bytes came for {expected}")
-            if total != parts.total(peer):
+            if total != messages.total(peer):
                 raise ConnectionError(f"the part of worker {peer} is damaged: other bits arrived than were sent")
-        first, second, *others = parts.values.values()
+        first, second, *others = messages.values.values()
         total = torch.add(first, second)
         for other in others:
             total.add_(other)

@@ -68,12 +68,12 @@ class MicrobatchRecord:
     def of(cls, step: int, task: Task, inputs: Any, target: Any) -> MicrobatchRecord | None:
         """A record, or None if the stage's inputs cannot be sent to others."""
         try:
-            given, told = mapped((inputs, target), _copy)
-            wanted = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
+            inputs_copy, target_copy = mapped((inputs, target), _copy)
+            requires_grad = tuple(tensor.requires_grad for tensor in tensors_of(inputs))
         except Exception as error:  # whatever an object of the user's raises that cannot be pickled
             log.debug("Micro-batch %d cannot be recorded: %s", task.index, error)
             return None
-        return cls(step, task.index, given, told, wanted, task.split_backward)
+        return cls(step, task.index, inputs_copy, target_copy, requires_grad, task.split_backward)
 
 
 def is_sound(values: Sequence[Tensor | float | None]) -> bool:
@@ -143,7 +143,11 @@ class Recomputation:
         return [p.grad for p in self.parameters if p.requires_grad and p.grad is not None]
 
     def __call__(self, record: MicrobatchRecord) -> dict[str, bytes]:
-        """This worker's checksums of all results that ``record`` has checksums of."""
+        """This worker's checksums of all results that ``record`` has checksums of.
+
+        Runs F, and B and W where the record has them, with the record's randomness; this worker's gradients stay
+        unchanged.
+        """
         stage, index = self._stage, record.microbatch
         inputs, target, grads = mapped((record.inputs, record.target, record.grads), _copy)
         for tensor, wanted in zip(tensors_of(inputs), record.wanted, strict=True):
@@ -170,12 +174,12 @@ class Recomputation:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        apart = GradientsApart(self.parameters)
-        apart.begin()
+        buffers = GradientsApart(self.parameters)
+        buffers.begin()
         try:
             yield
         finally:
-            apart.end()
+            buffers.end()
 
 
 def _with_numbers(record: MicrobatchRecord, sums: dict[str, bytes], results: list[Any]) -> dict[str, bytes]:
@@ -262,8 +266,8 @@ class Verifier:
         """Sets the step to inspect, and the last step whose values are accepted."""
         self._inspected, self._excused = inspected, excused
 
-    def begin(self, step: int, whole: bool) -> None:
-        """Begins an attempt at ``step``; ``whole``: no stage has finished it before."""
+    def begin(self, step: int, is_first_attempt: bool) -> None:
+        """Begins an attempt at ``step``; ``is_first_attempt``: no stage has finished it before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._own = self._disputed = self._incoming = self.target = None
         self._records = {}
@@ -272,7 +276,7 @@ class Verifier:
         self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
         if self._open < 0:
             return
-        number = checks.drawn(step) if checks is not None and self._comparing and whole else None
+        number = checks.drawn(step) if checks is not None and self._comparing and is_first_attempt else None
         if checks is None or number is None:
             self._pass()
             return
@@ -391,21 +395,21 @@ class Verifier:
         """Recomputes a peer's record, if the step has checks; Interrupted if it differs."""
         if self._incoming is None:
             return
-        other, incoming = self._checks, self._incoming
+        checked, incoming = self._checks, self._incoming
         self._incoming = None
-        with self._client.waiting(f"rank {other}"):
+        with self._client.waiting(f"rank {checked}"):
             record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
             if self._own is None:
                 self._pass()
                 return
-            record, other = self._own, self._client.rank
+            record, checked = self._own, self._client.rank
         sums = self._recompute(record)
         if sums != record.sums:
-            if other == self._client.rank and (varies := self._what_varies(record, sums)):
+            if checked == self._client.rank and (varies := self._what_varies(record, sums)):
                 self._give_up(f"{varies} gives other bits each time")
                 return
-            self.dispute(record, other, sums)
+            self.dispute(record, checked, sums)
         self._pass()
 
     def dispute(self, record: MicrobatchRecord, other: int, sums: Mapping[str, bytes]) -> NoReturn:
@@ -461,14 +465,14 @@ class Verifier:
 
     def _outputs(self, record: MicrobatchRecord) -> list[tuple[str, bytes]]:
         """By name, the checksum of each leaf layer's output in a forward."""
-        seen: list[tuple[str, bytes]] = []
+        checksums: list[tuple[str, bytes]] = []
 
         def summed(output: Any) -> bytes:
             # Not what stands for tensors of other stages.
             return checksum([tensor for tensor in tensors_of(output) if type(tensor) is Tensor])
 
         def watch(name: str, module: nn.Module) -> Any:
-            return module.register_forward_hook(lambda _, __, output: seen.append((name, summed(output))))
+            return module.register_forward_hook(lambda _, __, output: checksums.append((name, summed(output))))
 
         handles = [watch(name, module) for name, module in self._stage.named_leaves()]
         try:
@@ -476,7 +480,7 @@ class Verifier:
         finally:
             for handle in handles:
                 handle.remove()
-        return seen
+        return checksums
 
 
 def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchRecord:
@@ -486,10 +490,10 @@ def _to_device(record: MicrobatchRecord, device: torch.device) -> MicrobatchReco
 
 def _as_message(record: MicrobatchRecord) -> tuple[Tensor, ...]:
     """A value that can be sent: the tensors, and the rest as bytes."""
-    rest, tensors = take_apart(record)
+    skeleton, tensors = take_apart(record)
     if len(tensors) >= MAX_TENSORS:
-        rest, tensors = pickle.dumps(record), []
-    return torch.frombuffer(bytearray(rest), dtype=torch.uint8), *tensors
+        skeleton, tensors = pickle.dumps(record), []
+    return torch.frombuffer(bytearray(skeleton), dtype=torch.uint8), *tensors
 
 
 def _from_message(message: Any) -> MicrobatchRecord:

@@ -199,12 +199,12 @@ class HolderGroup(StageGroup):
         self._messages += 1
         question, answer = f"{name} {self._messages}", f"answer {self._messages}"
         if self.is_leader:
-            parts = {rank: self._take(rank, question) for rank in others}
-            found = {rank: self._of_this_step(*part) for rank, part in parts.items()}
-            found[self.rank] = value
+            contributions = {rank: self._take(rank, question) for rank in others}
+            values = {rank: self._of_this_step(*part) for rank, part in contributions.items()}
+            values[self.rank] = value
             for rank in others:
-                self._give(rank, answer, found)
-            return found
+                self._give(rank, answer, values)
+            return values
         self._give(self.writer, question, (self.version, value))
         return self._take(self.writer, answer)  # type: ignore[no-any-return]
 

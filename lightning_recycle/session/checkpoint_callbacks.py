@@ -100,10 +100,10 @@ class CallbackCheckpoints(Checkpoints):
 
     @override
     def records(self) -> dict[str, Any]:
-        kept = ("dirpath", "_defer_save_until_validation")
+        attributes = ("dirpath", "_defer_save_until_validation")
         return {
             callback.state_key: {
-                **{name: getattr(callback, name) for name in kept},
+                **{name: getattr(callback, name) for name in attributes},
                 **_record(callback),
                 **self.changed_record(number),
             }

@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +27,9 @@ from typing import Any, TypeVar
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -34,6 +38,7 @@ from typing_extensions import override
 
 from lightning_recycle.control.protocol.messages import SaveFailure
 from lightning_recycle.devices import storage_bytes
+from lightning_recycle.errors import CheckpointError
 from lightning_recycle.files import (
     Pace,
     delete,
@@ -43,6 +48,7 @@ from lightning_recycle.files import (
     replacing,
     sync_folder,
     temporary_path,
+    waiting_aside,
     write_json,
 )
 from lightning_recycle.session.lightning_internals import (
@@ -61,6 +67,9 @@ _MANIFEST_VERSION = 1
 _CHUNK = 1 << 22  # bytes
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"  # torch's format before 1.6
+JOB_CHECKPOINT = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+"""Names of the checkpoints of a job of SLURM that is requeued."""
+
 Checksum = tuple[int, int]
 """Size in bytes and CRC-32 of a file."""
 
@@ -210,6 +219,46 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
     write_json(folder / _MANIFEST, {"version": _MANIFEST_VERSION, "files": files})
 
 
+def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
+    """Raises CheckpointError if ``ckpt_path=path`` does not exist, naming the newest checkpoint there.
+
+    The files of a user's own ``checkpoint_io`` are not looked for.
+    """
+    if not isinstance(checkpoint_io, TorchCheckpointIO) or get_filesystem(path).exists(path):
+        return
+    text, local = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder", local_path(path)
+    if local is not None:
+        others = newest_first(checkpoints_beside(local)) if local.parent.is_dir() else []
+        newest = f"; the newest checkpoint there: {others[0]}" if others else ""
+        text += f" in {local.parent.absolute()}{newest}"
+    raise CheckpointError(f"{text}.")
+
+
+def checkpoints_beside(path: Path) -> list[Path]:
+    """The checkpoints in the folder of ``path``: either SLURM's, or all others."""
+    names = {*os.listdir(path.parent), *(other.name for other in waiting_aside(path.parent))}
+    of_job = JOB_CHECKPOINT.fullmatch(path.name) is not None
+    return [
+        path.with_name(name)
+        for name in names
+        if name.endswith(path.suffix or ModelCheckpoint.FILE_EXTENSION)
+        and not name.startswith(".")
+        and (JOB_CHECKPOINT.fullmatch(name) is not None) == of_job
+    ]
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time of their content; links to nothing come first."""
+
+    def written(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return math.inf
+
+    return sorted(paths, key=written, reverse=True)
+
+
 def damage(path: str | os.PathLike[str]) -> str | None:
     """The damage of the checkpoint at ``path``, a local file or folder; reads it all.
 
@@ -280,14 +329,14 @@ _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 def save_sharded(
     path: Path,
     shard: dict[str, Any],
-    rest: dict[str, Any],
+    common: dict[str, Any],
     group: StageGroup,
     before_naming: Callable[[Path], None],
     pace: Pace | None = None,
 ) -> SaveFailure | None:
     """Writes this worker's shard together with all others of ``group``.
 
-    ``shard``: the state of this stage, in nested dicts; each member writes its own part of sharded tensors. ``rest``:
+    ``shard``: the state of this stage, in nested dicts; each member writes its own part of sharded tensors. ``common``:
     belongs to no stage. ``before_naming``: called by the leader right before the folder gets its name, with its
     temporary path. Returns why there is no checkpoint, as far as this worker knows; the leader does. Raises the
     exception of ``group`` where a worker is lost.
@@ -298,7 +347,7 @@ def save_sharded(
     folder = path.with_name(next(name for name in proposals.values() if name is not None))
     is_named = False
     try:
-        failure = _write_folder(path, folder, shard, rest, group, before_naming, pace or Pace())
+        failure = _write_folder(path, folder, shard, common, group, before_naming, pace or Pace())
         is_named = failure is None
         return failure
     finally:
@@ -310,7 +359,7 @@ def _write_folder(
     path: Path,
     folder: Path,
     shard: dict[str, Any],
-    rest: dict[str, Any],
+    common: dict[str, Any],
     group: StageGroup,
     before_naming: Callable[[Path], None],
     pace: Pace,
@@ -332,11 +381,11 @@ def _write_folder(
     if (failure := _failure_in(plans)) is not None:
         return failure
     ranks = sorted(plans)
-    merged, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
-    merged = writer.prepare_global_plan(merged)
+    rank_plans, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
+    rank_plans = writer.prepare_global_plan(rank_plans)
 
     def write() -> tuple[Any, dict[str, Checksum]]:
-        plan = planner.finish_plan(merged[ranks.index(group.rank)])
+        plan = planner.finish_plan(rank_plans[ranks.index(group.rank)])
         results = writer.write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: checksum(folder / name) for name in names}
@@ -346,18 +395,18 @@ def _write_folder(
         return failure
 
     def finish() -> None:
-        parts = [written[rank] for rank in ranks]
-        writer.finish(metadata, _with_other_names(metadata, [results for results, _ in parts]))
+        outcomes = [written[rank] for rank in ranks]
+        writer.finish(metadata, _with_other_names(metadata, [results for results, _ in outcomes]))
         with replacing(folder / METADATA_FILENAME) as file:
-            save_with_checksums(rest, file)
-        checksums = {name: value for _, found in parts for name, value in found.items()}
+            save_with_checksums(common, file)
+        checksums = {name: value for _, sums in outcomes for name, value in sums.items()}
         checksums |= {name: checksum(folder / name) for name in (_TORCH_METADATA, METADATA_FILENAME)}
         write_manifest(folder, checksums)
         sync_folder(folder)
         before_naming(folder)
         put_in_place(folder, path)
 
-    return attempt(finish, path, rest) if group.is_leader else None
+    return attempt(finish, path, common) if group.is_leader else None
 
 
 class _PacedFileSystem(FileSystem):
@@ -399,27 +448,27 @@ def load_sharded(path: str | os.PathLike[str], wanted: Mapping[str, Any] | None 
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     paths = metadata.planner_data
-    weights = _WEIGHTS if any(way[0] == _WEIGHTS for way in paths.values()) else _FSDP_WEIGHTS
-    found: dict[str, Any] = {}
+    weights = _WEIGHTS if any(key_path[0] == _WEIGHTS for key_path in paths.values()) else _FSDP_WEIGHTS
+    entries: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
-        top, *rest = paths[key]
+        top, *inner = paths[key]
         if top == _FSDP_WEIGHTS and weights == _WEIGHTS:
             continue  # the same bytes
-        names = accumulate((_WEIGHTS if top == weights else top, *rest), lambda name, part: f"{name}.{part}")
+        names = accumulate((_WEIGHTS if top == weights else top, *inner), lambda name, part: f"{name}.{part}")
         name = next((name for name in names if wanted is None or name in wanted), None)
         if name is not None:
-            found[key] = None
+            entries[key] = None
             if isinstance(stored, TensorStorageMetadata):
-                like = None if wanted is None else wanted[name]
-                found[key] = empty_like(stored.size, stored.properties.dtype, like)
-    load_distributed_checkpoint(found, reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
-    checkpoint: dict[str, Any] = unflatten_state_dict(found, paths)
-    others = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
+                template = None if wanted is None else wanted[name]
+                entries[key] = empty_like(stored.size, stored.properties.dtype, template)
+    load_distributed_checkpoint(entries, reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+    checkpoint: dict[str, Any] = unflatten_state_dict(entries, paths)
+    common = torch.load(Path(path) / METADATA_FILENAME, map_location="cpu", weights_only=True)
     optimizers = sorted((key for key in checkpoint if key.startswith("optimizer_")), key=_number_of)
     states = [checkpoint.pop(key) for key in optimizers]
     for state in states:
         state["state"] = {**state.get("state", {}), **state.pop("others", {})}
-    return {**others, "state_dict": checkpoint.pop(weights, {}), **checkpoint, "optimizer_states": states}
+    return {**common, "state_dict": checkpoint.pop(weights, {}), **checkpoint, "optimizer_states": states}
 
 
 def _number_of(key: str) -> int:

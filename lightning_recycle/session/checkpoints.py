@@ -44,6 +44,7 @@ from lightning_recycle.session.checkpoint_batches import (
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
+    check_exists,
     is_sharded,
     load_sharded,
     local_path,
@@ -129,7 +130,7 @@ class _StagePart:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SaveCall:
     """A checkpoint that was asked for, and is written at the next boundary.
 
     ``content``: Lightning's at that time, without that of ``part``. ``marks``: of state that may change until the
@@ -181,7 +182,7 @@ class Checkpoints(StageStates):
         self.stall_seconds = 0.0
         self._unwinding = False
         self._before_hooks: dict[str, tuple[Any, Any]] | None = None
-        self._asked: list[_Asked] = []
+        self._calls: list[_SaveCall] = []
         self._boundary: StepBoundary | None = None
         self._on_files: dict[str, Callable[..., None]] = {"link": link, "remove": self._delete}
         actions = {
@@ -190,7 +191,7 @@ class Checkpoints(StageStates):
             **self.actions_of_callbacks(),
         }
         self.saves = CheckpointBatches(
-            context, actions, self._on_files, lambda: self.stall_seconds, self._failed, self._discard
+            context, actions, self._on_files, lambda: self.stall_seconds, self._report_failures, self._discard
         )
         context.client.complete_saves = self.saves.await_thread
         self._may_go_on = _saves_in_background(context)
@@ -234,12 +235,12 @@ class Checkpoints(StageStates):
         state = self.module.state_dict()
         if self.by_stage:
             return state
-        whole = self.joined("model state", state)
+        whole_state = self.joined("model state", state)
         # On one device hooks that write into the state dict write into the weights.
-        whole |= {name: value for name, value in state.items() if not tensor_memory.is_sharded(value)}
+        whole_state |= {name: value for name, value in state.items() if not tensor_memory.is_sharded(value)}
         if self.collectives.grid.stages > 1:
-            self._before_hooks = {name: (value, mark_of(value)) for name, value in whole.items()}
-        return whole
+            self._before_hooks = {name: (value, mark_of(value)) for name, value in whole_state.items()}
+        return whole_state
 
     def _after_hooks(self, weights: Mapping[str, Any], before: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
         """The state dict of the whole model from the ``weights`` that hooks left here.
@@ -248,22 +249,23 @@ class Checkpoints(StageStates):
         such as averages. So the hooks on its stage decide about a name, or where they changed nothing at all, those on
         the leader. Raises UnsupportedFeatureError if only the leader's hooks have taken out a value of another stage.
         """
-        own = set(self.module.state_dict())
+        own_names = set(self.module.state_dict())
         changed: dict[str, tuple[Any, ...]] = {name: () for name in before if name not in weights}
         changed |= {name: (v,) for name, v in weights.items() if name not in before or mark_of(v) != before[name][1]}
 
         def changes(wanted: Callable[[str], bool]) -> dict[str, tuple[Any, ...]]:
             return to_cpu({name: value for name, value in changed.items() if wanted(name)})  # type: ignore[no-any-return]
 
-        parts = self.collectives.gather_stages(
-            "state dict after hooks", lambda: (own, bool(changed), changes(lambda n: n in own or n not in before))
+        reports = self.collectives.gather_stages(
+            "state dict after hooks",
+            lambda: (own_names, bool(changed), changes(lambda n: n in own_names or n not in before)),
         )
-        decided = {name: found for names, has_changed, found in parts if has_changed for name in names}
-        added = {name: found for _, _, found in parts for name in found if name not in before}
-        leaders = self.collectives.by_leader(
-            "state dict after hooks of the leader", lambda: (own, changes(lambda name: name not in decided))
+        decided = {name: found for names, has_changed, found in reports if has_changed for name in names}
+        added = {name: found for _, _, found in reports for name in found if name not in before}
+        leader_report = self.collectives.by_leader(
+            "state dict after hooks of the leader", lambda: (own_names, changes(lambda name: name not in decided))
         )
-        if lost := [name for name, found in leaders[1].items() if not found and name not in leaders[0]]:
+        if lost := [name for name, found in leader_report[1].items() if not found and name not in leader_report[0]]:
             raise UnsupportedFeatureError(
                 f"{users_save_hook(self.module.trainer) or 'A hook'} takes {lost[0]} and {len(lost) - 1} others out of"
                 " checkpoint['state_dict'] on one worker only, which has another stage of the model: whether they are"
@@ -271,8 +273,8 @@ class Checkpoints(StageStates):
                 " rank_zero_only; each decides about the layers that it has."
             )
         merged = {}
-        for name in dict.fromkeys([*before, *leaders[1], *added]):
-            found = decided.get(name, leaders[1] if name in leaders[1] else added.get(name, {}))
+        for name in dict.fromkeys([*before, *leader_report[1], *added]):
+            found = decided.get(name, leader_report[1] if name in leader_report[1] else added.get(name, {}))
             if value := found.get(name, before.get(name, ())[:1]):
                 merged[name] = value[0]
         return to_cpu(merged, copies=False)  # type: ignore[no-any-return]
@@ -283,12 +285,13 @@ class Checkpoints(StageStates):
         self.complete()
         if weights_only is None:
             weights_only = self.context.run.weights_only  # False for a file that this run wrote itself
-        path = self._agreed(path)
+        path, checkpoint_io = self._agree_on_path(path), self.module.trainer.strategy.checkpoint_io
+        check_exists(path, checkpoint_io)  # no launching process has looked for the file on this machine
         if is_sharded(path):
             checkpoint = self._load_sharded(path)
         else:
             release_cache(self.context.device)
-            checkpoint = self.module.trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         self.completion = None
         completion = checkpoint.pop(COMPLETION, None)
@@ -333,17 +336,17 @@ class Checkpoints(StageStates):
         trainer = self.module.trainer
         asked, path = completion["asked"], str(trainer.ckpt_path)
         set_checkpoint_path(trainer, completion["resumed_from"])  # ModelCheckpoint would not delete that of the restart
-        behind = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
+        loaded_index = next((n for n, (other, _) in enumerate(asked) if other == path), len(asked))
         boundary = boundary_of(completion)
         if boundary is not None:
             with self.at_boundary(boundary):
-                for other, weights_only in asked[behind + 1 :]:
+                for other, weights_only in asked[loaded_index + 1 :]:
                     trainer.save_checkpoint(other, weights_only)
         if self.collectives.is_leader:
             follows = (Action(name, tuple(paths), tuple(a)) for name, paths, a in completion["follows"])
             settle_files([action for action in follows if all(map(os.path.exists, action.paths))], self._on_files)
 
-    def _agreed(self, path: Any) -> Any:
+    def _agree_on_path(self, path: Any) -> Any:
         """The leader's path; workers started by hand may each find another checkpoint."""
         if self.collectives.client.joining:
             return path  # it is alone until it enters, and then has its donor's state
@@ -354,10 +357,10 @@ class Checkpoints(StageStates):
 
     def load_model_state(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a checkpoint of the whole model."""
-        own = self.own_part(checkpoint["state_dict"])
+        stage_state = self.own_part(checkpoint["state_dict"])
         if self.restored_objects is not None:
-            self.transfer.load_objects(self.restored_objects, own)
-        self.module.load_state_dict(own_parts(self.module, own), strict=strict)
+            self.transfer.load_objects(self.restored_objects, stage_state)
+        self.module.load_state_dict(own_parts(self.module, stage_state), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of the whole model's optimizer state.
@@ -405,15 +408,15 @@ class Checkpoints(StageStates):
             before, self._before_hooks = self._before_hooks, None
             checkpoint["state_dict"] = self._after_hooks(checkpoint["state_dict"], before)
         is_new = self._is_new(path)
-        self._exists(path)
+        self._note_existence(path)
         marks = StateMarks(self.module, self._optimizers) if "optimizer_states" in checkpoint else None
         with self._stalling():
             if (batch := self._begin_batch()) is not None:
-                part = self._part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
+                part = self._take_part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
                 keeps = batch.waits or batch.group.is_leader
                 content = frozen(checkpoint) if keeps and self.saves.is_deferring else partial(dict, checkpoint)
                 self.saves.asked(os.fspath(path))
-                self._asked.append(_Asked(path, storage_options, content, marks, part, is_new))
+                self._calls.append(_SaveCall(path, storage_options, content, marks, part, is_new))
         if not self.saves.is_deferring:
             self.complete()  # the user's code may read it next
 
@@ -443,21 +446,21 @@ class Checkpoints(StageStates):
 
     def _write(self, boundary: StepBoundary | None) -> None:
         """Writes checkpoints asked for; ``boundary``: where the training is, if at one."""
-        asked, self._asked = self._asked, []
+        calls, self._calls = self._calls, []
         with self._stalling():
-            if asked:
+            if calls:
                 common: Callable[[], dict[str, Any]] = dict
                 batch = self.saves.batch
                 assert batch is not None
-                if any(one.marks is not None for one in asked):
-                    state = self._common_state(asked, boundary)  # on all workers, as it may wait for them
+                if any(call.marks is not None for call in calls):
+                    state = self._common_state(calls, boundary)  # on all workers, as it may wait for them
                     if batch.waits or batch.group.is_leader:
                         common = frozen(state)
-                self._request(batch, asked, common)
+                self._request(batch, calls, common)
             self.saves.seal(mid_step=boundary is None)
             self.saves.await_originals()
 
-    def _common_state(self, asked: Sequence[_Asked], boundary: StepBoundary | None) -> dict[str, Any]:
+    def _common_state(self, calls: Sequence[_SaveCall], boundary: StepBoundary | None) -> dict[str, Any]:
         """The part of a checkpoint's completion that all workers have in common."""
         state = self.transfer.common_state()
         self.join_states(state["callbacks"])
@@ -470,7 +473,7 @@ class Checkpoints(StageStates):
             "boundary": boundary and boundary.value,
             "run": self.context.run.name,
             "step": self.executor.version,
-            "asked": [[os.fspath(one.path), one.marks is None] for one in asked],
+            "asked": [[os.fspath(call.path), call.marks is None] for call in calls],
             "resumed_from": self.module.trainer.ckpt_path and os.fspath(self.module.trainer.ckpt_path),
             "saves": self.records(),
             "follows": follows,
@@ -488,7 +491,7 @@ class Checkpoints(StageStates):
 
     def is_asked(self, path: Any) -> bool:
         """Whether a checkpoint at ``path`` is asked for and not written yet."""
-        return any(os.fspath(one.path) == os.fspath(path) for one in self._asked)
+        return any(os.fspath(call.path) == os.fspath(path) for call in self._calls)
 
     def has(self, path: Any, list_folder: Callable[[str], Iterable[str]]) -> bool:
         """Whether there is something at ``path``, the same on all workers.
@@ -507,7 +510,8 @@ class Checkpoints(StageStates):
         folder, name = os.path.split(path)
         return name not in self.saves.names.get(folder, {name})
 
-    def _exists(self, path: Any, exists: bool = True) -> None:
+    def _note_existence(self, path: Any, exists: bool = True) -> None:
+        """Updates the known names of the folder of ``path``, if they are known."""
         folder, name = os.path.split(path)
         if (names := self.saves.names.get(folder)) is not None:
             (names.add if exists else names.discard)(name)
@@ -516,7 +520,7 @@ class Checkpoints(StageStates):
         """Makes the checkpoint ``path`` a link to the one at ``target``."""
         if self._joins or os.path.abspath(target) == os.path.abspath(path):
             return
-        self._exists(path)
+        self._note_existence(path)
         if self.saves.is_deferring:
             self.saves.asked(target)
             self.saves.call_when_known("link", target, path)
@@ -527,7 +531,7 @@ class Checkpoints(StageStates):
 
     def remove(self, path: Any) -> None:
         """The leader deletes a checkpoint that is not wanted any more."""
-        self._exists(path, exists=False)
+        self._note_existence(path, exists=False)
         if self.saves.is_deferring:
             self.saves.call_when_known("remove", os.fspath(path))
             return
@@ -649,13 +653,13 @@ class Checkpoints(StageStates):
             self.ask_again()
         self.is_training = False
 
-    def _request(self, batch: CheckpointBatch, asked: Sequence[_Asked], common: Callable[[], dict[str, Any]]) -> None:
-        """Has this worker's thread write its part of ``asked``, if it has one."""
+    def _request(self, batch: CheckpointBatch, calls: list[_SaveCall], common: Callable[[], dict[str, Any]]) -> None:
+        """Has this worker's thread write its part of ``calls``, if it has one."""
         objects: list[Any] | None = None
-        for one in asked:
+        for call in calls:
             write = None
-            if one.part is not None:
-                completion = batch.copies.take(self._completion(one.marks), ("completion",))
+            if call.part is not None:
+                completion = batch.copies.take(self._completion(call.marks), ("completion",))
                 if completion is not None:
                     completion = to_cpu(completion, copies=False)
                     if self.context.run.may_restart:
@@ -663,13 +667,13 @@ class Checkpoints(StageStates):
                             data, *tensors = as_tensors(self.transfer.pack_objects())
                             objects = [data, *batch.copies.take(tensors)]
                         completion["objects"] = objects
-                part = replace(one.part, completion=completion)
-                content = partial(_completed, one.content, None if completion is None else common)
-                of_stages = self._written_by_stage if self.sharded else self._written_by_leader
-                write = partial(of_stages, batch, part, content, one.path, one.storage_options)
-            batch.requests.append(SaveRequest(os.fspath(one.path), write, one.marks is None, one.is_new))
+                stage_part = replace(call.part, completion=completion)
+                content = partial(_completed, call.content, None if completion is None else common)
+                write_part = self._write_stage_part if self.sharded else self._write_through_leader
+                write = partial(write_part, batch, stage_part, content, call.path, call.storage_options)
+            batch.requests.append(SaveRequest(os.fspath(call.path), write, call.marks is None, call.is_new))
 
-    def _limit(self, copies: StateCopies, state: Any) -> None:
+    def _limit_copies(self, copies: StateCopies, state: Any) -> None:
         """Has ``copies`` of ``state`` made only if there is memory for them."""
         trainer = self.module.trainer
         holders = min(self.collectives.grid.stages, trainer.num_devices)
@@ -681,7 +685,7 @@ class Checkpoints(StageStates):
                 *(self.collectives.worker, megabytes(needed), megabytes(max(free, 0)), holders),
             )
 
-    def _part(self, checkpoint: dict[str, Any], batch: CheckpointBatch) -> _StagePart:
+    def _take_part(self, checkpoint: dict[str, Any], batch: CheckpointBatch) -> _StagePart:
         """This stage's part, taken out of ``checkpoint``; copied unless all wait."""
         kinds, copies = [kind for kind in _WEIGHTS if kind in checkpoint], batch.copies
         weights = {kind: checkpoint[kind] for kind in kinds}
@@ -690,7 +694,7 @@ class Checkpoints(StageStates):
         states, only_step = checkpoint.get("optimizer_states", []), self.module.automatic_optimization
         checkpoint.update({name: None for name in (*kinds, "optimizer_states") if name in checkpoint})
         if not batch.waits:
-            self._limit(copies, (weights, states))
+            self._limit_copies(copies, (weights, states))
         return _StagePart(
             not self.by_stage,
             copies.take(weights, ("weights",)),
@@ -699,7 +703,7 @@ class Checkpoints(StageStates):
             dict(self.copies),
         )
 
-    def _written_by_leader(
+    def _write_through_leader(
         self,
         batch: CheckpointBatch,
         part: _StagePart,
@@ -707,23 +711,27 @@ class Checkpoints(StageStates):
         path: Any,
         storage_options: Any,
     ) -> SaveFailure | None:
+        """Sends ``part`` to the leader, which joins all parts and writes one file.
+
+        ``content``: the checkpoint without them. Returns why there is no checkpoint; None on other workers.
+        """
         group = batch.group
         if not group.is_leader:
             group.send(replace(part, weights={}, states=[]) if part.is_whole else part)
             return None
-        rest = content()
+        checkpoint = content()
         received: list[Any] = []
 
         def write() -> None:
-            own = self.collectives.rank
-            parts = [part if rank == own else group.receive(rank, path) for rank in group.ranks]
-            received.extend((one.weights, one.states) for one in parts)
+            own_rank = self.collectives.rank
+            pieces = [part if rank == own_rank else group.receive(rank, path) for rank in group.ranks]
+            received.extend((piece.weights, piece.states) for piece in pieces)
             for kind in part.weights:
-                rest[kind] = {name: value for one in parts for name, value in one.weights.get(kind, {}).items()}
-            if "optimizer_states" in rest:
-                states = zip(*(one.states for one in parts), strict=True)
-                names = zip(*(one.names for one in parts), strict=True)
-                rest["optimizer_states"] = (
+                checkpoint[kind] = {n: v for piece in pieces for n, v in piece.weights.get(kind, {}).items()}
+            if "optimizer_states" in checkpoint:
+                states = zip(*(piece.states for piece in pieces), strict=True)
+                names = zip(*(piece.names for piece in pieces), strict=True)
+                checkpoint["optimizer_states"] = (
                     part.states
                     if part.is_whole
                     else [
@@ -731,16 +739,16 @@ class Checkpoints(StageStates):
                         for of_stages, of_names in zip(states, names, strict=True)
                     ]
                 )
-            add_parts(rest, [one.completion for one in parts], group.positions.members)
-            mine = {kind: rest[kind] for kind in (*part.weights, "optimizer_states") if kind in rest}
-            self._save_file({**rest, **on_device(mine, torch.device("cpu"))}, path, storage_options, batch)
+            add_parts(checkpoint, [piece.completion for piece in pieces], group.positions.members)
+            tensors = {kind: checkpoint[kind] for kind in (*part.weights, "optimizer_states") if kind in checkpoint}
+            self._save_file({**checkpoint, **on_device(tensors, torch.device("cpu"))}, path, storage_options, batch)
 
         failure = attempt(write, path, received)
         if failure is not None:
             group.fail(failure.text)
         return failure
 
-    def _written_by_stage(
+    def _write_stage_part(
         self, batch: CheckpointBatch, part: _StagePart, content: Callable[[], dict[str, Any]], path: Any, _: Any
     ) -> SaveFailure | None:
         """Writes this stage's ``part`` of a folder; the leader also the rest."""
@@ -757,10 +765,10 @@ class Checkpoints(StageStates):
             stage_optimizer_state(state, [of_stage[n] for of_stage in names], part.copies, self.stage)
             for n, state in enumerate(part.states)
         ]
-        rest = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
+        common = {name: value for name, value in checkpoint.items() if name not in (*part.weights, "optimizer_states")}
         local = local_path(path)
         assert local is not None, "save() refuses others"
-        return save_sharded(local, self._shard(part.weights, states), rest, group, before_naming, group.pace)
+        return save_sharded(local, self._shard(part.weights, states), common, group, before_naming, group.pace)
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -770,7 +778,7 @@ class Checkpoints(StageStates):
         if self._may_go_on:
             reset_peak(torch.device("cpu"))  # a checkpoint that was read may have taken more than training does
 
-    def _failed(self, failures: Iterable[SaveFailure]) -> None:
+    def _report_failures(self, failures: Iterable[SaveFailure]) -> None:
         for failure in failures:
             self._report_failure(failure)
 
@@ -787,7 +795,7 @@ class Checkpoints(StageStates):
         if self._unwinding:
             raise CheckpointError(failure.text)
 
-    def deliver_result(self, part: Callable[[], Any], extras: Callable[[], Any]) -> None:
+    def deliver_result(self, stage_result: Callable[[], Any], leader_result: Callable[[], Any]) -> None:
         """Delivers ``part()`` of each stage and member, and ``extras()`` of the leader."""
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
@@ -795,7 +803,7 @@ class Checkpoints(StageStates):
             leads = self.collectives.is_leader
             is_leaders = positions.column(rank) == positions.column(self.collectives.leader)
             if leads or (self.collectives.is_column_leader and not is_leaders):
-                result = (part(), extras() if leads else None)
+                result = (stage_result(), leader_result() if leads else None)
             delivered = self.collectives.gather_all(RESULT, result)
-            if {positions.column(rank) for rank, yes in delivered.items() if yes} == set(range(positions.columns)):
+            if {positions.column(rank) for rank, sent in delivered.items() if sent} == set(range(positions.columns)):
                 return

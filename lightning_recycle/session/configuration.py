@@ -138,7 +138,9 @@ class RayEngine(OptionGroup):
 
 
 _ENGINE = Check(
-    lambda value: value in ("local", "ray") or isinstance(value, RayEngine), "use 'local', 'ray' or RayEngine(...)"
+    lambda value: value in ("local", "ray") or isinstance(value, RayEngine),
+    "use 'local', 'ray' or RayEngine(...)",
+    ("local", "ray"),
 )
 
 
@@ -281,10 +283,10 @@ class Gathering:
 
     @property
     def depends_on_size(self) -> bool:
-        """Whether :meth:`way` asks for the size."""
+        """Whether :meth:`route` asks for the size."""
         return self.wanted is not False and (self.local or self.wanted == "auto")
 
-    def way(self, size: int) -> ResultRoute:
+    def route(self, size: int) -> ResultRoute:
         """Route of a result of ``size`` bytes."""
         if self.wanted is False:
             return ResultRoute.STAYS

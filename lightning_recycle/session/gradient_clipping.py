@@ -138,12 +138,12 @@ def norm_of_all(trainer: pl.Trainer, parameters: Iterable[Tensor]) -> float:
     if _gather is None:
         return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     wanted = set(map(id, parameters))
-    own = [
+    own_norms = [
         (_parameter_names.get(id(p), name), float(p.grad.norm()))
         for name, p in trainer.lightning_module.named_parameters()
         if id(p) in wanted and p.grad is not None
     ]
-    norms = dict(chain.from_iterable(_gather("norms of gradients to clip", lambda: own)))
+    norms = dict(chain.from_iterable(_gather("norms of gradients to clip", lambda: own_norms)))
     return math.hypot(*norms.values())
 
 
@@ -233,21 +233,21 @@ def norms_of_all_stages(module: nn.Module, norm_type: Any, group_separator: str 
     assert _gather is not None
     norms = stage_grad_norm(module, norm_type, group_separator)
     prefix = f"grad_{float(norm_type)}_norm"
-    own = [
+    own_norms = [
         (_parameter_names.get(id(parameter), name), entry, norms[entry].detach().cpu())
         for name, parameter in module.named_parameters()
         if (entry := f"{prefix}{group_separator}{name}") in norms
     ]
-    whole: dict[str, Any] = {}
+    model_norms: dict[str, Any] = {}
     counted: set[str] = set()
-    for part in _gather("norms of gradients", lambda: own):
-        for name, entry, norm in part:
+    for stage_norms in _gather("norms of gradients", lambda: own_norms):
+        for name, entry, norm in stage_norms:
             if name not in counted:  # otherwise a copy of a tied parameter, which one device has once
-                whole[entry] = norm
+                model_norms[entry] = norm
                 counted.add(name)
-    if whole:
-        whole[f"{prefix}_total"] = torch.tensor(list(whole.values())).norm(float(norm_type))
-    return whole
+    if model_norms:
+        model_norms[f"{prefix}_total"] = torch.tensor(list(model_norms.values())).norm(float(norm_type))
+    return model_norms
 
 
 def _grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:

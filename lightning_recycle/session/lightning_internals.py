@@ -107,7 +107,7 @@ class TrainerState:
                 {key: _copied(value, None, None) for key, value in attrgetter(path)(trainer)._results.items()}
                 for path in _RESULTS
             ),
-            settings={path: settings_of(_at(trainer, path), names) for path, names in _PRIVATE.items()},
+            settings={path: settings_of(_resolve(trainer, path), names) for path, names in _PRIVATE.items()},
             callbacks={key: state for key, state in states.items() if key in keys},
         )
 
@@ -144,11 +144,11 @@ class TrainerState:
             results.update({key: _copied(value, reduce, module).to(device) for key, value in logged.items()})
         for path, settings in self.settings.items():
             for name, value in settings.items():
-                setattr(_at(trainer, path), name, copy(value))
+                setattr(_resolve(trainer, path), name, copy(value))
         call._call_callbacks_load_state_dict(trainer, {"callbacks": deepcopy(self.callbacks)})
 
 
-def _at(trainer: pl.Trainer, path: str) -> Any:
+def _resolve(trainer: pl.Trainer, path: str) -> Any:
     return attrgetter(path)(trainer) if path else trainer
 
 
@@ -221,13 +221,13 @@ def rewind_to_batch(trainer: pl.Trainer) -> None:
 
 def final_settings(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     """Settings that a run leaves in the parts of ``trainer``, by path."""
-    return {path: settings_of(_at(trainer, path), names) for path, names in _FINAL.items()}
+    return {path: settings_of(_resolve(trainer, path), names) for path, names in _FINAL.items()}
 
 
 def restore_settings(trainer: pl.Trainer, settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Sets what :func:`final_settings` returned in the worker."""
     for path, attributes in settings.items():
-        vars(_at(trainer, path)).update(attributes)
+        vars(_resolve(trainer, path)).update(attributes)
 
 
 def set_predictions(trainer: pl.Trainer, predictions: list[Any]) -> None:
@@ -387,8 +387,8 @@ def combined_loaders(loop: Any) -> tuple[Any, Any]:
     return loop._combined_loader.iterables, loop._combined_loader._mode
 
 
-def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) -> None:
-    """Makes a loop of :func:`fit_loops` read ``given`` loaders instead of its own.
+def read_loaders(trainer: pl.Trainer, name: str, loaders: tuple[Any, Any] | None) -> None:
+    """Makes a loop of :func:`fit_loops` read ``loaders`` instead of its own.
 
     Without any the user is asked, as in the epoch in which the loop has asked last.
     """
@@ -396,8 +396,8 @@ def read_loaders(trainer: pl.Trainer, name: str, given: tuple[Any, Any] | None) 
     source, epoch = loop._data_source, getattr(loop, f"_last_{name}_dl_reload_epoch")
     trainer.fit_loop.epoch_progress.current.completed = max(0, epoch)
     loop._combined_loader = None
-    if given is not None:
-        loop._data_source = DataLoaderSource(CombinedLoader(*given), source.name)
+    if loaders is not None:
+        loop._data_source = DataLoaderSource(CombinedLoader(*loaders), source.name)
     setattr(trainer, "validating" if name == "val" else "training", True)
     try:
         loop.setup_data()

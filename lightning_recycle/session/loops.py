@@ -244,11 +244,11 @@ class PipelineFitLoop(_FitLoop):
     @classmethod
     def install(cls, trainer: pl.Trainer, runner: TrainingSteps) -> None:
         """Replaces ``trainer``'s fit and epoch loops, continuing their counters."""
-        old = trainer.fit_loop
-        if isinstance(old, cls):  # of an earlier run in this process
-            old.runner = runner
+        lightning_loop = trainer.fit_loop
+        if isinstance(lightning_loop, cls):  # of an earlier run in this process
+            lightning_loop.runner = runner
             return
-        old_epoch = old.epoch_loop
+        old_epoch = lightning_loop.epoch_loop
         epoch = PipelineEpochLoop(trainer, old_epoch.min_steps, old_epoch.max_steps)
         optimization = epoch.automatic_optimization
         optimization.optim_progress = old_epoch.automatic_optimization.optim_progress
@@ -256,10 +256,10 @@ class PipelineFitLoop(_FitLoop):
         manual.optim_step_progress = old_epoch.manual_optimization.optim_step_progress
         loops = {"automatic_optimization": optimization, "manual_optimization": manual}
         epoch.__dict__.update({**vars(old_epoch), **loops})
-        new = cls(trainer)
-        own = {"epoch_loop": epoch, "runner": runner, "_batch_size_to_load": None}
-        new.__dict__.update({**vars(old), **own})
-        trainer.fit_loop = new
+        pipeline_loop = cls(trainer)
+        overridden = {"epoch_loop": epoch, "runner": runner, "_batch_size_to_load": None}
+        pipeline_loop.__dict__.update({**vars(lightning_loop), **overridden})
+        trainer.fit_loop = pipeline_loop
 
     @property
     @override

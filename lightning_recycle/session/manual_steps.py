@@ -75,12 +75,12 @@ def _fields(owners: Sequence[Any], *names: str) -> _ProcessState:
     """Attributes of tensors or modules."""
 
     def put(values: list[list[Any]]) -> None:
-        for owner, own in zip(owners, values, strict=True):
-            for name, value in zip(names, own, strict=True):
+        for owner, items in zip(owners, values, strict=True):
+            for name, value in zip(names, items, strict=True):
                 setattr(owner, name, value)
 
     def copy(values: list[list[Any]]) -> list[list[Any]]:
-        return [[value.clone() if isinstance(value, Tensor) else value for value in own] for own in values]
+        return [[value.clone() if isinstance(value, Tensor) else value for value in items] for items in values]
 
     return _ProcessState(lambda: [[getattr(owner, name) for name in names] for owner in owners], put, copy)
 
@@ -164,7 +164,7 @@ class MicrobatchState:
         weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         others = {id(tensor): tensor for tensor in tree.tensors() if tensor.nbytes <= _COPIED_BYTES}
         self._tensors = [*{**weights, **others}.values()]
-        self._parts = {
+        self._components = {
             "tensors": _fields(self._tensors, "data"),  # neither a copy nor a write, which autograd would count
             "gradients": _fields(list(module.parameters()), "requires_grad", "grad"),
             "options": _options([group for optimizer in optimizers for group in optimizer.param_groups]),
@@ -174,21 +174,21 @@ class MicrobatchState:
             "internals": _internals(module),
             "values": _values(tree),
         }
-        values = {name: part.get() for name, part in self._parts.items()}
+        values = {name: component.get() for name, component in self._components.items()}
         self._values = {
-            name: values[name] if first and part.stays else part.copy(values[name])
-            for name, part in self._parts.items()
+            name: values[name] if first and component.stays else component.copy(values[name])
+            for name, component in self._components.items()
         }
         self._outside: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._outside = {name: part.get() for name, part in self._parts.items()}
-        for name, part in self._parts.items():
+        self._outside = {name: part.get() for name, part in self._components.items()}
+        for name, part in self._components.items():
             part.put(self._values[name])
 
     def __exit__(self, *_: object) -> None:
-        self._values = {name: part.get() for name, part in self._parts.items()}
-        for name, part in self._parts.items():
+        self._values = {name: part.get() for name, part in self._components.items()}
+        for name, part in self._components.items():
             part.put(self._outside[name])
         self._outside = {}
 
@@ -199,12 +199,12 @@ class MicrobatchState:
         for tensor, (data,) in zip(self._tensors, self._values["tensors"], strict=True):
             if id(tensor) in wanted:
                 data.copy_(tensor)
-        options = self._parts["options"]
+        options = self._components["options"]
         self._values["options"] = options.copy(options.get())
 
     def remain(self) -> None:
         """Makes the process as this micro-batch has left it, except for recorded parts."""
-        for name, part in self._parts.items():
+        for name, part in self._components.items():
             if part.stays:
                 part.put(self._values[name])
 
@@ -265,11 +265,11 @@ class ManualStepState:
     @torch.no_grad()
     def rewind(self) -> None:
         trainer = self._trainer
-        for tensor, kept in self._tensors.items():
-            if tensor.shape == kept.shape:
-                tensor.data.copy_(kept)
+        for tensor, saved in self._tensors.items():
+            if tensor.shape == saved.shape:
+                tensor.data.copy_(saved)
             else:
-                tensor.data = kept.clone()
+                tensor.data = saved.clone()
         for parameter, (requires_grad, grad) in self._gradients.items():
             parameter.requires_grad = requires_grad
             parameter.grad = None if grad is None else grad.clone()
@@ -307,7 +307,7 @@ class ManualSteps:
         self._states: list[MicrobatchState] = []
         self.state = state
         self._exchange: ManualStepRunner
-        self._way: StepPath
+        self._step_path: StepPath
         self._counted: list[bool] = []
         self._is_together = False  # in something that is done together: what it calls is not met again
         self._in_backward = False
@@ -315,13 +315,13 @@ class ManualSteps:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, step: int, microbatches: Sequence[ManualStepMicrobatch], exchange: ManualStepRunner, way: StepPath
+        self, step: int, microbatches: Sequence[ManualStepMicrobatch], exchange: ManualStepRunner, step_path: StepPath
     ) -> list[tuple[float, bytes]]:
         """Runs the step for the micro-batches of this worker.
 
         Returns the loss of each (NaN if it has none), and its effects for all workers.
         """
-        self._exchange, self._way = exchange, way
+        self._exchange, self._step_path = exchange, step_path
         self._counted = [microbatch.counts for microbatch in microbatches]
         self._is_together = self._in_backward = False
         trainer = self._trainer
@@ -339,13 +339,13 @@ class ManualSteps:
         ]
         self._turns = Lockstep(self._states)
         with self._shared_operations(), self._context.forward_context():
-            done = self._turns.run([partial(self._one, step, microbatch) for microbatch in microbatches])
+            done = self._turns.run([partial(self._run_microbatch, step, microbatch) for microbatch in microbatches])
         if self._states:
             self._states[0].remain()
         self._turns, self._states = Lockstep(), []
         return done
 
-    def _one(self, step: int, microbatch: ManualStepMicrobatch) -> tuple[float, bytes]:
+    def _run_microbatch(self, step: int, microbatch: ManualStepMicrobatch) -> tuple[float, bytes]:
         """The step on one micro-batch; state of its thread is entered here."""
         device = self._context.device
         enter_device(device)
@@ -364,7 +364,7 @@ class ManualSteps:
     def _shared_operations(self) -> Iterator[None]:
         """Makes backward passes and steps in the block meeting points of micro-batches."""
         with ExitStack() as stack:
-            replace = partial(_replaced, stack)
+            replace = partial(_replace_until_exit, stack)
             replace(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
             for number, (wrapper, optimizer) in enumerate(
                 zip(lightning_optimizers(self._trainer), self._trainer.optimizers, strict=True)
@@ -379,16 +379,16 @@ class ManualSteps:
             stack.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
             yield
 
-    def _meet(self, what: str, part: Any, together: Callable[[list[Any]], Any]) -> Any:
-        def once(parts: list[Any]) -> Any:
-            self._way.add(what)
+    def _meet(self, what: str, contribution: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        def once(contributions: list[Any]) -> Any:
+            self._step_path.add(what)
             self._is_together = True
             try:
-                return together(parts)
+                return combine(contributions)
             finally:
                 self._is_together = False
 
-        return self._turns.meet(what, part, once)
+        return self._turns.meet(what, contribution, once)
 
     @contextmanager
     def hooks_once(self) -> Iterator[None]:
@@ -415,46 +415,46 @@ class ManualSteps:
         self._in_backward = True
         try:
             original(*args, **kwargs)
-            mine = [parameter.grad for parameter in trained]
+            gradients = [parameter.grad for parameter in trained]
         finally:
             self._in_backward = False
             for parameter, grad in zip(trained, before, strict=True):
                 parameter.grad = grad
         what = f"a backward pass of {len(trained)} parameters with {sum(p.numel() for p in trained):,} numbers"
-        total = self._meet(what, mine, partial(self._average, trained))
-        for parameter, new in zip(trained, total, strict=True):
-            if new is None:
+        total = self._meet(what, gradients, partial(self._average, trained))
+        for parameter, mean in zip(trained, total, strict=True):
+            if mean is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = new if self._turns.number == 0 else new.clone()
+                parameter.grad = mean if self._turns.number == 0 else mean.clone()
             else:
-                parameter.grad.add_(new)
+                parameter.grad.add_(mean)
 
     @torch.no_grad()
     def _average(
-        self, trained: Sequence[nn.Parameter], parts: Sequence[Sequence[Tensor | None]]
+        self, trained: Sequence[nn.Parameter], contributions: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
         """The mean gradients over all micro-batches."""
-        self._exchange.check(self._way)
-        found: dict[int, Tensor | None] = {}
+        self._exchange.check(self._step_path)
+        means: dict[int, Tensor | None] = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
             numbers = [number for number, parameter in enumerate(trained) if parameter.dtype == dtype]
             sizes = [trained[number].numel() for number in numbers]
             size = sum(sizes)
             flat = torch.zeros(size + len(numbers), dtype=dtype, device=self._context.device)  # then: who has one
             views = flat[:size].split(sizes)
-            for part in (part for part, counts in zip(parts, self._counted, strict=True) if counts):
-                for place, (number, view) in enumerate(zip(numbers, views, strict=True)):
-                    grad = part[number]
+            for grads in (grads for grads, counts in zip(contributions, self._counted, strict=True) if counts):
+                for position, (number, view) in enumerate(zip(numbers, views, strict=True)):
+                    grad = grads[number]
                     if grad is not None:
                         view.add_(_dense(grad).reshape(-1))
-                        flat[size + place] = 1
+                        flat[size + position] = 1
             self._exchange.all_reduce(flat)
-            has = (flat[size:].abs() > 0).tolist()
+            has_gradient = (flat[size:].abs() > 0).tolist()
             flat[:size].div_(self._context.grid.global_microbatches)
-            for number, view, is_there in zip(numbers, views, has, strict=True):
-                found[number] = view.view(trained[number].shape) if is_there else None
-        return [found[number] for number in range(len(trained))]
+            for number, view, is_there in zip(numbers, views, has_gradient, strict=True):
+                means[number] = view.view(trained[number].shape) if is_there else None
+        return [means[number] for number in range(len(trained))]
 
     # ------------------------------------------------------------------ optimizers and schedulers
 
@@ -507,13 +507,13 @@ class ManualSteps:
             )
 
 
-def _replaced(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
+def _replace_until_exit(stack: ExitStack, owner: Any, name: str, value: partial[Any]) -> None:
     """Replaces an attribute of ``owner`` itself until the end of ``stack``."""
-    own = vars(owner)
-    if name in own:
-        stack.callback(setattr, owner, name, own[name])
+    attributes = vars(owner)
+    if name in attributes:
+        stack.callback(setattr, owner, name, attributes[name])
     else:
-        stack.callback(own.pop, name, None)
+        stack.callback(attributes.pop, name, None)
     # A scheduler leaves a mark on its optimizer's step, and warns if it is gone.
     setattr(owner, name, update_wrapper(value, getattr(owner, name)))
 

@@ -172,9 +172,9 @@ class MicrobatchChanges:
         self.names: set[str] = set()
         self.changed: set[str] = set()
         self.keeps_shares = self._is_inside = self._runs_again = False
-        self._alike: set[Place] = set()  # those that all micro-batches left alike so far
-        self._mine: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
-        self._told: set[str] = set()
+        self._equal_places: set[Place] = set()  # those that all micro-batches left alike so far
+        self._own_tensors: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
+        self._warned: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
         self._step = self._ended = -1
         self._before: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
@@ -190,7 +190,7 @@ class MicrobatchChanges:
         """A batch of training, number ``step``, or of an evaluation begins."""
         self._at_batch, self._runs_again = None, False
         if step is not None:
-            self._step, self._mine = step, {}
+            self._step, self._own_tensors = step, {}
             self._tree.begin_step()
             self._forget(self._tree.absorb())
 
@@ -230,13 +230,13 @@ class MicrobatchChanges:
         if not leaves:
             tree.abandon()
             return
-        if not (found := tree.end()):
+        if not (changes := tree.end()):
             return
         places = list(tree.statistics) if sums else []
-        for one in found:
-            if one.place in places:
-                sums[places.index(one.place)].add_((one.now.detach() - one.before) / self._microbatches)
-        made.effects += self._effects(tree, [one for one in found if one.place not in places], index)
+        for change in changes:
+            if change.place in places:
+                sums[places.index(change.place)].add_((change.now.detach() - change.before) / self._microbatches)
+        made.effects += self._effects(tree, [change for change in changes if change.place not in places], index)
 
     def _forget(self, changed: Iterable[Place]) -> None:
         """Other code has changed these places: the values now hold for all micro-batches."""
@@ -253,52 +253,57 @@ class MicrobatchChanges:
                 f" micro-batch {index} was on a worker that does not run that any more: it is too large to be kept on"
                 " all." + _REMEDY
             )
-        return self._unpacked(value, tree)
+        return self._unpack(value, tree)
 
-    def _unpacked(self, value: _MicrobatchValue, tree: ValueTree) -> Any:
+    def _unpack(self, value: _MicrobatchValue, tree: ValueTree) -> Any:
         return self._load(value.packed, tree) if value.tensor is None else value.tensor.clone()
 
-    def _effects(self, tree: ValueTree, found: Sequence[PlaceChange], index: int) -> list[Effect]:
+    def _effects(self, tree: ValueTree, changes: Sequence[PlaceChange], index: int) -> list[Effect]:
+        """The ``changes`` by micro-batch ``index``, as effects for all workers.
+
+        Items that were appended travel as such. Of other values those travel that are small, or differed between
+        micro-batches before, within a limit for all of them; of the rest only the digest does. Values of the step's
+        graph stay here.
+        """
         effects: list[Effect] = []
-        values: list[tuple[MicrobatchChange, Any]] = []
-        for one in found:
+        changed_values: list[tuple[MicrobatchChange, Any]] = []
+        for change in changes:
+            place, before = change.place, change.before
             # Another list than before is meant for the micro-batch's next step, unless it begins with the old items.
-            is_append = one.items is not None and (one.place[1] == WHOLE or one.before is ABSENT or len(one.before) > 0)
-            if is_append and one.place not in self.by_microbatch:
-                effects.append(self._append(one, tree))
+            is_append = change.items is not None and (place[1] == WHOLE or before is ABSENT or len(before) > 0)
+            if is_append and place not in self.by_microbatch:
+                effects.append(self._append_effect(change, tree))
                 continue
-            if _belongs_to_graph(one.now):
-                tree.put(one.place, one.now)
+            if _belongs_to_graph(change.now):
+                tree.put(place, change.now)
                 continue
-            value = one.now.detach() if isinstance(one.now, Tensor) else one.now
+            value = change.now.detach() if isinstance(change.now, Tensor) else change.now
             if isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES and not is_sharded(value):
                 form = str((value.dtype, tuple(value.shape))).encode()
-                change = MicrobatchChange(
-                    one.place, checksum([value]) + form, value.nbytes, None, one.place in tree.statistics
-                )
+                effect = MicrobatchChange(place, checksum([value]) + form, value.nbytes, None, place in tree.statistics)
             else:
-                packed = self._packed(one.place, value, tree)
+                packed = self._pack(place, value, tree)
                 digest = hashlib.blake2b(packed, digest_size=16).digest()
-                change = MicrobatchChange(one.place, digest, len(packed), packed, one.place in tree.statistics)
-            values.append((change, value))
-        left = _MOST_BYTES
-        for change, value in sorted(values, key=lambda item: (item[0].size, repr(item[0].place))):
-            size, is_mean = change.size, change.is_statistic
-            travels = is_mean or (size <= left and (size <= _SMALL_BYTES or change.place not in self._alike))
-            left -= size if travels else 0
+                effect = MicrobatchChange(place, digest, len(packed), packed, place in tree.statistics)
+            changed_values.append((effect, value))
+        room = _MOST_BYTES
+        for effect, value in sorted(changed_values, key=lambda item: (item[0].size, repr(item[0].place))):
+            size, is_mean = effect.size, effect.is_statistic
+            travels = is_mean or (size <= room and (size <= _SMALL_BYTES or effect.place not in self._equal_places))
+            room -= size if travels else 0
             if isinstance(value, Tensor):
-                self._mine.setdefault(index, {})[change.place] = value
-            sent = (change.packed or self._packed(change.place, value, tree)) if travels else None
-            effects.append(MicrobatchChange(change.place, change.digest, size, sent, is_mean))
+                self._own_tensors.setdefault(index, {})[effect.place] = value
+            sent = (effect.packed or self._pack(effect.place, value, tree)) if travels else None
+            effects.append(MicrobatchChange(effect.place, effect.digest, size, sent, is_mean))
         return effects
 
-    def _append(self, one: PlaceChange, tree: ValueTree) -> Append:
-        path, key = one.place
-        is_deque = isinstance(tree.referent(path) if key == WHOLE else one.now, deque)
-        packed = self._packed(one.place, one.items, tree)
+    def _append_effect(self, change: PlaceChange, tree: ValueTree) -> Append:
+        path, key = change.place
+        is_deque = isinstance(tree.referent(path) if key == WHOLE else change.now, deque)
+        packed = self._pack(change.place, change.items, tree)
         return Append(path if key == WHOLE else (*path, key), deque if is_deque else list, packed)
 
-    def _packed(self, place: Place, value: Any, tree: ValueTree) -> bytes:
+    def _pack(self, place: Place, value: Any, tree: ValueTree) -> bytes:
         try:
             return pack_tensors(tree_map_only(Tensor, to_cpu, value), tree.reference)
         except Exception as error:
@@ -325,11 +330,11 @@ class MicrobatchChanges:
             with self._watching(tree, index, MicrobatchEffects(effects)):
                 yield effects
         else:
-            with self._looking(self._shallow, effects):
+            with self._watching_hook(self._shallow, effects):
                 yield effects
 
     @contextmanager
-    def _looking(self, tree: ValueTree, effects: list[Effect]) -> Iterator[None]:
+    def _watching_hook(self, tree: ValueTree, effects: list[Effect]) -> Iterator[None]:
         if self._runs_again and self._at_batch is not None:
             tree.restore(self._at_batch)
         contents = tree.contents()
@@ -338,23 +343,23 @@ class MicrobatchChanges:
         try:
             yield
         except BaseException:
-            tree.look(lambda one: one.items is None)
+            tree.look(lambda change: change.items is None)
             raise
-        for one in tree.look(lambda one: not self._travels(one, tree, effects)):
-            if one.items is None:
-                (_, _, *names), key = one.place
+        for change in tree.look(lambda change: not self._add_append(change, tree, effects)):
+            if change.items is None:
+                (_, _, *names), key = change.place
                 self.changed.add(str(names[0] if names else key))
-                self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(one.now))
+                self.keeps_shares |= any(isinstance(leaf, (int, float, Tensor)) for leaf in tree_leaves(change.now))
 
-    def _travels(self, one: PlaceChange, tree: ValueTree, effects: list[Effect]) -> bool:
+    def _add_append(self, change: PlaceChange, tree: ValueTree, effects: list[Effect]) -> bool:
         """Whether these are new items of a list, which then are among ``effects``."""
-        if one.items is None:
+        if change.items is None:
             return False
         try:
-            effects.append(self._append(one, tree))
+            effects.append(self._append_effect(change, tree))
         except UnsupportedFeatureError as error:
-            if (name := name_of(one.place)) not in self._told:
-                self._told.add(name)
+            if (name := name_of(change.place)) not in self._warned:
+                self._warned.add(name)
                 rank_zero_warn(f"self.{error} It stays on the worker that made it.")
             return False
         return True
@@ -373,7 +378,7 @@ class MicrobatchChanges:
         """
         self._ended, self._before = self._step, ({}, dict(self.by_microbatch))
         for place, added in zip(list(self._tree.statistics), sums, strict=False):
-            self._note(place)
+            self._remember(place)
             self._tree.put(place, self._tree.get(place) + added)
 
     @torch.no_grad()
@@ -390,8 +395,8 @@ class MicrobatchChanges:
                     changes[effect.place][index] = effect
         if on_step and not self._alone:
             for place, changed in changes.items():
-                self._take(place, changed)
-            self._mine = {}
+                self._take_values(place, changed)
+            self._own_tensors = {}
 
     def _extend(self, effect: Append, on_step: bool) -> None:
         tree, place = self._tree, (effect.path[:-1], effect.path[-1])
@@ -400,14 +405,14 @@ class MicrobatchChanges:
             return
         target = tree.get(place)
         if not isinstance(target, effect.kind):
-            self._note(place, on_step)
+            self._remember(place, on_step)
             target = effect.kind()
             tree.put(place, target)
         elif tree.has((effect.path, WHOLE)):
-            self._note((effect.path, WHOLE), on_step)
+            self._remember((effect.path, WHOLE), on_step)
         target.extend(self._load(effect.items, tree))
 
-    def _note(self, place: Place, on_step: bool = True) -> None:
+    def _remember(self, place: Place, on_step: bool = True) -> None:
         """Remembers what a place holds before a step changes it."""
         if on_step and place not in self._before[0]:
             self._before[0][place] = self._copy_of(place)
@@ -416,49 +421,54 @@ class MicrobatchChanges:
         value = self._tree.get(place)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def _take(self, place: Place, changed: Mapping[int, MicrobatchChange]) -> None:
-        """Takes over the values that the micro-batches have left in ``place``."""
+    def _take_values(self, place: Place, changed: Mapping[int, MicrobatchChange]) -> None:
+        """Puts the value that the micro-batches left in ``place`` there.
+
+        ``changed``: by micro-batch. Statistics are averaged, and equal values become the one of all; otherwise each
+        micro-batch keeps its own for the next step, and the place holds that of the last one known here. Raises
+        UnsupportedFeatureError if the value is needed here and was too large to be sent.
+        """
         tree, indices, has_place = self._tree, range(self._microbatches), self._tree.has(place)
-        found = {}
+        by_index = {}
         for index, change in changed.items():
-            tensor = self._mine.get(index, {}).get(place) if change.packed is None else None
-            found[index] = _MicrobatchValue(change.digest, change.packed, tensor)
-        here = [index for index, value in found.items() if value.is_here]
+            tensor = self._own_tensors.get(index, {}).get(place) if change.packed is None else None
+            by_index[index] = _MicrobatchValue(change.digest, change.packed, tensor)
+        local_indices = [index for index, value in by_index.items() if value.is_here]
         if has_place:
-            self._note(place)
+            self._remember(place)
         if any(change.is_statistic for change in changed.values()):
             if has_place:
                 old = tree.get(place)
-                values = [self._unpacked(found[index], tree) if index in found else old for index in indices]
+                values = [self._unpack(by_index[index], tree) if index in by_index else old for index in indices]
                 tree.put(place, torch.stack(values).double().mean(0).to(old.dtype))
             return
-        if len(found) == len(indices) and len({value.digest for value in found.values()}) == 1:
-            if has_place and not here:
+        if len(by_index) == len(indices) and len({value.digest for value in by_index.values()}) == 1:
+            if has_place and not local_indices:
                 raise UnsupportedFeatureError(
                     f"{name_of(place)} is written in a training step, and this worker ran no micro-batch of it: the new"
                     " value is too large to be sent." + _REMEDY
                 )
             self.by_microbatch.pop(place, None)
-            self._alike.add(place)
+            self._equal_places.add(place)
         else:
-            self._alike.discard(place)
+            self._equal_places.discard(place)
             if place not in self.by_microbatch:
-                begun = (
-                    _MicrobatchValue(packed=self._packed(place, tree.get(place), tree))
+                initial = (
+                    _MicrobatchValue(packed=self._pack(place, tree.get(place), tree))
                     if has_place
                     else _MicrobatchValue()
                 )
-                self.by_microbatch[place] = dict.fromkeys(indices, begun)
-                if len(here) < len(found):
+                self.by_microbatch[place] = dict.fromkeys(indices, initial)
+                if len(local_indices) < len(by_index):
                     size = max(change.size for change in changed.values())
                     rank_zero_warn(
                         f"{name_of(place)} ({size:,} bytes) is written in a training step, differently for each"
                         " micro-batch, and too large to be kept on all workers: when one dies, the run ends with an"
                         " error." + _REMEDY
                     )
-            self.by_microbatch[place] = {**self.by_microbatch[place], **found}
-        if has_place and here:
-            tree.put(place, self._unpacked(found[max(here)], tree))
+            self.by_microbatch[place] = {**self.by_microbatch[place], **by_index}
+        if has_place and local_indices:
+            tree.put(place, self._unpack(by_index[max(local_indices)], tree))
 
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
@@ -484,17 +494,17 @@ class MicrobatchChanges:
 
     def shares(self) -> dict[str, bytes]:
         """Packed small changes by hooks of evaluations, by attribute."""
-        found = {}
+        packed_values = {}
         for name in self.changed - self.names - self._views():
             if not self._shallow.has(self._place(name)):
                 continue
             try:
-                packed = self._packed(self._place(name), self._shallow.get(self._place(name)), self._shallow)
+                packed = self._pack(self._place(name), self._shallow.get(self._place(name)), self._shallow)
             except UnsupportedFeatureError:  # it stays on the worker that made it
                 continue
             if len(packed) <= _SHARED_BYTES:
-                found[name] = packed
-        return found
+                packed_values[name] = packed
+        return packed_values
 
     def _place(self, name: str) -> Place:
         return ("", "buffers" if name in dict(self._module.named_buffers(recurse=False)) else ""), name
@@ -518,14 +528,14 @@ class MicrobatchChanges:
     def state(self) -> MicrobatchChangesState:
         """For a joining worker, which has the module's attributes from elsewhere."""
         self._forget(self._tree.absorb())
-        return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._alike)
+        return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_places)
 
     def load_state(self, state: MicrobatchChangesState) -> None:
         names, changed, by_microbatch, alike = state
         self.names.update(names)
         self.changed.update(changed)
         self._tree.absorb()
-        self._alike, device = set(alike), self._module.device
+        self._equal_places, device = set(alike), self._module.device
         self.by_microbatch = {
             place: {
                 index: _MicrobatchValue(v.digest, v.packed, on_device(v.tensor, device)) for index, v in values.items()

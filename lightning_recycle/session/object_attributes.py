@@ -120,10 +120,10 @@ def is_local(function: FunctionType) -> bool:
 
 def function_with(function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
     """A copy of ``function`` with these variables."""
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     for name in ("__kwdefaults__", "__dict__", "__qualname__", "__module__", "__doc__", "__annotations__"):
-        setattr(made, name, getattr(function, name))
-    return made
+        setattr(copy, name, getattr(function, name))
+    return copy
 
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")

@@ -146,8 +146,8 @@ class ObjectGraph:
         self._bound = (*OF_ONE_PROCESS, *bound, *(() if whole else (pl.LightningModule,)))
         self._bound += () if optimizers else (Optimizer, LRScheduler)
         self._roots = {name: value for name, value in roots.items() if value is not None}
-        own = set(map(id, self._roots.values()))
-        self._anchors = {n: value for n, value in anchors.items() if value is not None and id(value) not in own}
+        root_ids = set(map(id, self._roots.values()))
+        self._anchors = {n: value for n, value in anchors.items() if value is not None and id(value) not in root_ids}
         self._names = {id(value): name for name, value in self._anchors.items()}
         self._nodes: dict[Path, Any] = {}
         self._paths: dict[int, Path] = {}
@@ -338,6 +338,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
     @override
     def persistent_load(self, pid: Any) -> Any:
+        """This worker's object, or a tensor of the pack, for a name of the pickler's."""
         kind, name, *details = pid
         if kind == "anchor":
             return self._anchors.get(name, self._nodes.get(name, MISSING))
@@ -497,23 +498,23 @@ class _Update:
         if not is_local(new):
             return new
         target = old if old is not None and old.__code__ == new.__code__ else new
-        own, received = target.__closure__ or (), new.__closure__ or ()
+        own_cells, received_cells = target.__closure__ or (), new.__closure__ or ()
         filled = []
-        for here, there in zip(own, received, strict=True):
-            if id(there) not in self._taken:
-                self._received.append(there)
-                self.claim(there if id(here) in self._claimed else here, there)
-                filled.append(there)
-        cells = tuple(self._taken[id(there)] for there in received)
-        if any(cell is not here for cell, here in zip(cells, own, strict=True)):
+        for own_cell, received_cell in zip(own_cells, received_cells, strict=True):
+            if id(received_cell) not in self._taken:
+                self._received.append(received_cell)
+                self.claim(received_cell if id(own_cell) in self._claimed else own_cell, received_cell)
+                filled.append(received_cell)
+        cells = tuple(self._taken[id(received_cell)] for received_cell in received_cells)
+        if any(cell is not own_cell for cell, own_cell in zip(cells, own_cells, strict=True)):
             target = function_with(target, cells)
         self.claim(target, new)
-        for there in filled:
-            cell = self._taken[id(there)]
-            before = content_of(cell)
-            for value in content_of(there):
+        for received_cell in filled:
+            cell = self._taken[id(received_cell)]
+            content = content_of(cell)
+            for value in content_of(received_cell):
                 if value is not MISSING:
-                    cell.cell_contents = self._held(before[0] if before else MISSING, value)
+                    cell.cell_contents = self._held(content[0] if content else MISSING, value)
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             setattr(target, name, self.merged(getattr(target, name), getattr(new, name)))
         return target
@@ -716,12 +717,12 @@ def _optimizers(trainer: pl.Trainer) -> dict[str, Any]:
 
 def process_anchors(trainer: pl.Trainer, optimizers: bool = True) -> dict[str, Any]:
     """Objects that belong to the Trainer of a process."""
-    own = (type(trainer.lightning_module), pl.LightningDataModule)
+    excluded = (type(trainer.lightning_module), pl.LightningDataModule)
     parts = {name: value for name, value in vars(trainer).items() if hasattr(value, "__dict__")}
     schedulers = {f"scheduler {i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
     return {
         "trainer": trainer,
-        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, own)},
+        **{f"trainer.{name}": value for name, value in parts.items() if not isinstance(value, excluded)},
         "strategy": trainer.strategy,
         "precision": trainer.precision_plugin,
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},

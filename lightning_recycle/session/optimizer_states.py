@@ -104,38 +104,38 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def merge_optimizer_states(
-    parts: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Copies
+    stage_states: Sequence[dict[str, Any]], names: Sequence[GroupNames], copies: Copies
 ) -> dict[str, Any]:
     """Joins the stages' optimizer states into that of one optimizer over all layers.
 
-    ``parts``: per stage, with the same number of groups. ``names``: of parameters, by stage, group and position.
+    ``stage_states``: per stage, with the same number of groups. ``names``: of parameters, by stage, group and position.
     ``copies``: left out, as one device has the parameter once.
 
     Raises:
         ConfigurationError: if the stages have different numbers of groups, or values under a key of no parameter.
     """
-    num_groups = {len(part["param_groups"]) for part in parts}
+    num_groups = {len(stage_state["param_groups"]) for stage_state in stage_states}
     if len(num_groups) > 1:
         raise ConfigurationError(
             f"The stages' optimizers have different numbers of parameter groups {sorted(num_groups)}: create the same"
             " groups on every stage in configure_optimizers(), empty ones included."
         )
     owned: dict[str, Any] = {}
-    for stage, (part, part_names) in enumerate(zip(parts, names, strict=True)):
-        for group, members in zip(part["param_groups"], part_names, strict=True):
-            for old, name in zip(group["params"], members, strict=True):
-                if (stage, name) not in copies and old in part["state"]:
-                    owned[name] = part["state"][old]
+    for stage, (stage_state, part_names) in enumerate(zip(stage_states, names, strict=True)):
+        for group, members in zip(stage_state["param_groups"], part_names, strict=True):
+            for index, name in zip(group["params"], members, strict=True):
+                if (stage, name) not in copies and index in stage_state["state"]:
+                    owned[name] = stage_state["state"][index]
     numbers = _numbers(names, copies)
     merged = merged_names(names, copies)
     return {
         "state": {
             **{number: owned[name] for name, number in numbers.items() if name in owned},
-            **_common_states(parts),
+            **_common_states(stage_states),
         },
         "param_groups": [
             {**group, "params": [numbers[name] for name in members]}
-            for group, members in zip(parts[0]["param_groups"], merged, strict=True)
+            for group, members in zip(stage_states[0]["param_groups"], merged, strict=True)
         ],
     }
 
@@ -176,12 +176,12 @@ def merged_names(names: Sequence[GroupNames], copies: Copies) -> list[list[str]]
     """
     merged = []
     for group in range(len(names[0])):
-        owned = {name for stage, part in enumerate(names) for name in part[group] if (stage, name) not in copies}
-        parts = [
-            [name for name in part[group] if copies.get((stage, name), name) == name and name in owned]
-            for stage, part in enumerate(names)
+        owned = {name for stage, groups in enumerate(names) for name in groups[group] if (stage, name) not in copies}
+        orders = [
+            [name for name in groups[group] if copies.get((stage, name), name) == name and name in owned]
+            for stage, groups in enumerate(names)
         ]
-        merged.append(_interleaved(parts))
+        merged.append(_merge_orders(orders))
     return merged
 
 
@@ -189,7 +189,7 @@ def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict
     """``state`` of whole parameters, sharded like the parameters of ``optimizer``."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    own = {
+    sharded = {
         number: {
             name: part_like(value, parameters[number]) if _is_like(value, parameters[number]) else value
             for name, value in values.items()
@@ -197,27 +197,27 @@ def sharded_optimizer_state(state: dict[str, Any], optimizer: Optimizer) -> dict
         for number, values in state["state"].items()
         if number in parameters
     }
-    return {**state, "state": {**state["state"], **own}}
+    return {**state, "state": {**state["state"], **sharded}}
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
+def _merge_orders(orders: Sequence[Sequence[str]]) -> list[str]:
     """All items once, in an order true to all parts if there is one."""
-    places = [{item: place for place, item in enumerate(part)} for part in parts]
-    nexts = [0] * len(parts)
-    found: dict[str, None] = {}
+    places = [{item: place for place, item in enumerate(order)} for order in orders]
+    nexts = [0] * len(orders)
+    merged: dict[str, None] = {}
     while True:
-        for index, part in enumerate(parts):
-            while nexts[index] < len(part) and part[nexts[index]] in found:
+        for index, order in enumerate(orders):
+            while nexts[index] < len(order) and order[nexts[index]] in merged:
                 nexts[index] += 1
-        heads = [part[next_] for part, next_ in zip(parts, nexts, strict=True) if next_ < len(part)]
+        heads = [order[next_] for order, next_ in zip(orders, nexts, strict=True) if next_ < len(order)]
         if not heads:
-            return list(found)
+            return list(merged)
         agreed = (h for h in heads if all(place.get(h, n) == n for place, n in zip(places, nexts, strict=True)))
-        found[next(agreed, heads[0])] = None
+        merged[next(agreed, heads[0])] = None
 
 
 def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
@@ -225,40 +225,40 @@ def _numbers(names: Sequence[GroupNames], copies: Copies) -> dict[str, int]:
 
 
 def stage_optimizer_state(
-    part: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
+    stage_state: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
     """State dict of ``stage``'s optimizer by names; ``others``: of no parameter.
 
     Arguments as in :func:`merge_optimizer_states`. The groups are those of the whole model.
     """
-    mine = [name for group in names[stage] for name in group]
-    old = [index for group in part["param_groups"] for index in group["params"]]
+    own_names = [name for group in names[stage] for name in group]
+    indices = [index for group in stage_state["param_groups"] for index in group["params"]]
     state = {
-        name: part["state"][index]
-        for name, index in zip(mine, old, strict=True)
-        if (stage, name) not in copies and index in part["state"]
+        name: stage_state["state"][index]
+        for name, index in zip(own_names, indices, strict=True)
+        if (stage, name) not in copies and index in stage_state["state"]
     }
     merged = merged_names(names, copies)
-    groups = [{**group, "params": members} for group, members in zip(part["param_groups"], merged, strict=True)]
-    others = _without_parameter(part)
+    groups = [{**group, "params": members} for group, members in zip(stage_state["param_groups"], merged, strict=True)]
+    others = _without_parameter(stage_state)
     return {"state": state, "param_groups": groups, **({"others": others} if others else {})}
 
 
 def split_optimizer_state(
-    whole: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
+    merged: dict[str, Any], names: Sequence[GroupNames], copies: Copies, stage: int
 ) -> dict[str, Any]:
-    """The part of ``whole`` for ``stage``; inverts :func:`merge_optimizer_states`.
+    """The part of ``merged`` for ``stage``; inverts :func:`merge_optimizer_states`.
 
     Raises:
         ConfigurationError: if a group does not have as many parameters as the stages together.
     """
-    if len(whole["param_groups"]) != len(names[stage]):
+    if len(merged["param_groups"]) != len(names[stage]):
         raise ConfigurationError(
-            f"The checkpoint's optimizer has {len(whole['param_groups'])} parameter groups, this one"
+            f"The checkpoint's optimizer has {len(merged['param_groups'])} parameter groups, this one"
             f" {len(names[stage])}: create the same groups as when the checkpoint was written."
         )
     saved: dict[str, Any] = {}
-    for index, (group, known) in enumerate(zip(whole["param_groups"], merged_names(names, copies), strict=True)):
+    for index, (group, known) in enumerate(zip(merged["param_groups"], merged_names(names, copies), strict=True)):
         if len(group["params"]) != len(known):
             raise ConfigurationError(
                 f"Parameter group {index} of the checkpoint's optimizer has {len(group['params'])} parameters, that of"
@@ -266,15 +266,15 @@ def split_optimizer_state(
             )
         by_name = set(known) == set(group["params"])  # as in folders
         saved.update(zip(group["params"] if by_name else known, group["params"], strict=True))
-    state: dict[Any, Any] = _without_parameter(whole)
+    state: dict[Any, Any] = _without_parameter(merged)
     groups: list[dict[str, Any]] = []
     next_index = 0
-    for group, mine in zip(whole["param_groups"], names[stage], strict=True):
+    for group, members in zip(merged["param_groups"], names[stage], strict=True):
         indices = []
-        for name in mine:
-            old = saved[copies.get((stage, name), name)]
-            if old in whole["state"]:
-                state[next_index] = whole["state"][old]
+        for name in members:
+            saved_key = saved[copies.get((stage, name), name)]
+            if saved_key in merged["state"]:
+                state[next_index] = merged["state"][saved_key]
             indices.append(next_index)
             next_index += 1
         groups.append({**group, "params": indices})
@@ -333,10 +333,10 @@ class StageStates:
         )
         return merge_optimizer_states([part for part, _ in parts], [names for _, names in parts], self.copies)
 
-    def own_optimizer_state(self, whole: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
+    def own_optimizer_state(self, merged: dict[str, Any], optimizer: Optimizer) -> tuple[dict[str, Any], GroupNames]:
         """This stage's part of the whole model's optimizer state, with parameter names."""
         names = self.collectives.gather_stages("names of parameters", lambda: group_names(self.module, optimizer))
-        return split_optimizer_state(whole, names, self.copies, self.stage), names[self.stage]
+        return split_optimizer_state(merged, names, self.copies, self.stage), names[self.stage]
 
 
 # ---------------------------------------------------------------------- groups of parameters
@@ -440,7 +440,7 @@ def _on_shards(optimizer: Optimizer) -> Iterator[None]:
     local: defaultdict[Tensor, dict[str, object]] = defaultdict(dict)
     for p, values in state.items():
         local[shards.get(p, p)] = {n: local_part(v) if isinstance(v, Tensor) else v for n, v in values.items()}
-    before = {p: dict(local[shard]) for p, shard in shards.items()}
+    shard_states = {p: dict(local[shard]) for p, shard in shards.items()}
     optimizer.state = local
     for group, parameters in zip(groups, wholes, strict=True):
         group["params"] = [shards.get(p, p) for p in parameters]
@@ -452,7 +452,7 @@ def _on_shards(optimizer: Optimizer) -> Iterator[None]:
         for p in (p for parameters in wholes for p in parameters):
             shard = shards.get(p, p)
             for name, value in local[shard].items():
-                if value is not before.get(p, {}).get(name, state[p].get(name)):
+                if value is not shard_states.get(p, {}).get(name, state[p].get(name)):
                     is_part = isinstance(value, Tensor) and value.shape == shard.shape and shard is not p
                     state[p][name] = sharded_like(p, value) if is_part else value  # type: ignore[arg-type]
         optimizer.state = state
@@ -468,18 +468,18 @@ def _shard(parameter: Tensor) -> Tensor:
 @contextmanager
 def stepping_on_shards(optimizer: Optimizer) -> Iterator[None]:
     """Makes ``optimizer.step`` run on shards in the block, after closure and hooks."""
-    own, step = vars(optimizer), optimizer.step
-    patch = own.get("step")  # of a scheduler
+    attributes, step = vars(optimizer), optimizer.step
+    patch = attributes.get("step")  # of a scheduler
 
     def step_on_shards(closure: Callable[[], Any]) -> Any:
         loss = closure()
         with _on_shards(optimizer):
             return step(closure=lambda: loss)
 
-    own["step"] = step_on_shards
+    attributes["step"] = step_on_shards
     try:
         yield
     finally:
-        own["step"] = patch
+        attributes["step"] = patch
         if patch is None:
-            del own["step"]
+            del attributes["step"]

@@ -21,7 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from torchmetrics.wrappers import MetricTracker, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
 from lightning_recycle.model.recording import RecordedModule
 from lightning_recycle.session.microbatch_changes import Effect, MicrobatchChanges, put_together, taken_apart
 from lightning_recycle.session.object_graph import metric_parts
@@ -112,27 +112,27 @@ class OutputRecorder:
         self._found_for = ()
 
     def _find_metrics(self) -> None:
-        parts = dict(self._module.named_modules())
-        self._logged = {name for name, part in parts.items() if isinstance(part, Metric)}
-        known = set(map(id, parts.values()))
+        modules = dict(self._module.named_modules())
+        self._logged = {name for name, module in modules.items() if isinstance(module, Metric)}
+        known = set(map(id, modules.values()))
         found = metric_parts(self._module.trainer).items()
-        parts |= {path: part for path, part in found if id(part) not in known}
-        self._metrics = {path: part for path, part in parts.items() if isinstance(part, Metric)}
-        self._trackers = {path: part for path, part in parts.items() if isinstance(part, MetricTracker)}
-        self._lengths = self._tracked()
-        self._found_for = self._moment()
-        _separate_metrics(parts.values())
+        modules |= {path: module for path, module in found if id(module) not in known}
+        self._metrics = {path: module for path, module in modules.items() if isinstance(module, Metric)}
+        self._trackers = {path: module for path, module in modules.items() if isinstance(module, MetricTracker)}
+        self._lengths = self._tracker_lengths()
+        self._found_for = self._loop_and_epoch()
+        _separate_metrics(modules.values())
 
     def _follow_metrics(self) -> None:
-        if self._tracked() != self._lengths or self._moment() != self._found_for:
+        if self._tracker_lengths() != self._lengths or self._loop_and_epoch() != self._found_for:
             self._find_metrics()
 
-    def _moment(self) -> tuple[Any, ...]:
+    def _loop_and_epoch(self) -> tuple[Any, ...]:
         """Differs in another epoch or loop, before which hooks may have made metrics."""
         trainer = self._module.trainer
         return trainer.state.fn, trainer.state.stage, trainer.current_epoch
 
-    def _tracked(self) -> dict[str, int]:
+    def _tracker_lengths(self) -> dict[str, int]:
         """How many metrics each tracker has; ``increment`` adds one."""
         return {name: len(tracker) for name, tracker in self._trackers.items()}
 
@@ -161,7 +161,7 @@ class OutputRecorder:
             recording.changes = tuple(changes)
             recording.logs = tuple(self._portable(*log) for log in module.recorded_logs)
             recording.metrics = {p: to_cpu(metric_states(m)) for p, m in self._metrics.items() if _has_gained(m)}
-            for name, length in self._tracked().items():
+            for name, length in self._tracker_lengths().items():
                 if length != self._lengths[name]:
                     raise UnsupportedFeatureError(
                         f"{name}.increment() was called in a step, or in a hook that sees outputs: other workers would"
@@ -194,6 +194,7 @@ class OutputRecorder:
             ) from error
 
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+        """A call of ``self.log`` as other workers can repeat it: metrics by their path."""
         if isinstance(value, Metric):
             path = next((path for path in self._logged if self._metrics[path] is value), None)
             if path is None:
@@ -239,7 +240,7 @@ class OutputRecorder:
         ordered = [record for record, _ in self._parsed(records).values()]
         self._follow_metrics()
         device = self._module.device
-        wanted = {
+        logged = {
             value.path
             for record in ordered
             for _, value, kwargs in record.logs
@@ -248,9 +249,9 @@ class OutputRecorder:
         for path, metric in self._metrics.items():
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
-                place = device if path in self._logged else metric.device  # nothing moves it with the module
+                target = device if path in self._logged else metric.device  # nothing moves it with the module
                 add_states(
-                    metric, path, [on_device(states, place) for states in gained], keep_step_value=path in wanted
+                    metric, path, [on_device(states, target) for states in gained], keep_step_value=path in logged
                 )
         by_name: dict[str, list[tuple[Any, float]]] = {}
         arguments: dict[str, dict[str, Any]] = {}
@@ -270,14 +271,15 @@ class OutputRecorder:
                 kwargs["metric_attribute"] = first.path
                 self._module.log(name, self._metrics[first.path], **kwargs)
             else:
-                self._module.log(name, _combined(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
+                self._module.log(name, _reduce_logged(name, values, kwargs["reduce_fx"]).to(device), **kwargs)
         for call in next(iter(calls.values()), []):
             self._on_logger_call(call)
         values = [from_host(record.result, device) for record in ordered]
         return StepOutputs(values, [record.samples for record in ordered])
 
 
-def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any) -> Tensor:
+def _reduce_logged(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any) -> Tensor:
+    """A logged value over micro-batches, from (value, weight) of each."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     stacked = torch.tensor([number.value for number, _ in values], dtype=torch.float64)
     weights = torch.tensor([weight for _, weight in values], dtype=torch.float64)
@@ -292,6 +294,7 @@ def _combined(name: str, values: Sequence[tuple[_Number, float]], reduce_fx: Any
     if combined is None:
         raise UnsupportedFeatureError(
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max', or a torchmetrics object."
+            f"{suggestion(reduce_fx, reductions)}"
         )
     dtype = values[0][0].dtype
     return combined().to(dtype if dtype.is_floating_point else torch.get_default_dtype())
@@ -314,82 +317,82 @@ class StepOutputs:
         """
         some = [index for index, value in enumerate(self.values) if value is not None]
         samples = [self.samples[index] for index in some]
-        return _joined([self.values[index] for index in some], samples, _of(some, divisions))
+        return _join([self.values[index] for index in some], samples, _select_divisions(some, divisions))
 
     def predicted(self, alone: bool) -> Any:
         """All values as one prediction: as :meth:`joined`, but numbers and None are kept.
 
         ``alone``: whether batches have a single micro-batch: then its result is the prediction.
         """
-        return self.values[0] if alone else _joined(self.values, None)
+        return self.values[0] if alone else _join(self.values, None)
 
 
-def _joined(parts: Sequence[Any], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]] = ()) -> Any:
-    """``parts`` as one; numbers are averaged over ``samples``, or kept."""
-    if all(part is None for part in parts):
+def _join(outputs: Sequence[Any], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]] = ()) -> Any:
+    """``outputs`` as one; numbers are averaged over ``samples``, or kept."""
+    if all(output is None for output in outputs):
         return None
-    first = parts[0]
-    if all(isinstance(part, (Tensor, float, int)) and torch.as_tensor(part).ndim == 0 for part in parts):
-        return _in_a_row(parts) if samples is None else _mean(parts, samples)
-    if all(isinstance(part, Tensor) and part.ndim for part in parts):
-        if len({part.shape[1:] for part in parts}) > 1:
-            return list(parts)
-        rows, order = torch.cat(list(parts)), _order_of_batch(parts, divisions)
+    first = outputs[0]
+    if all(isinstance(output, (Tensor, float, int)) and torch.as_tensor(output).ndim == 0 for output in outputs):
+        return _stack(outputs) if samples is None else _mean(outputs, samples)
+    if all(isinstance(output, Tensor) and output.ndim for output in outputs):
+        if len({output.shape[1:] for output in outputs}) > 1:
+            return list(outputs)
+        rows, order = torch.cat(list(outputs)), _order_of_batch(outputs, divisions)
         return rows if order is None else rows[torch.tensor(order, dtype=torch.long, device=rows.device)]
-    if all(isinstance(part, Mapping) for part in parts):
-        names = dict.fromkeys(key for part in parts for key in part)
-        return {name: _item(parts, samples, divisions, name) for name in names}
-    if isinstance(first, list) and all(isinstance(part, list) for part in parts):
-        found, order = [item for part in parts for item in part], _order_of_batch(parts, divisions)
-        return found if order is None else [found[index] for index in order]
-    if isinstance(first, tuple) and all(isinstance(part, tuple) and len(part) == len(first) for part in parts):
-        items = [_joined(items, samples, divisions) for items in zip(*parts, strict=True)]
+    if all(isinstance(output, Mapping) for output in outputs):
+        names = dict.fromkeys(key for output in outputs for key in output)
+        return {name: _join_items(outputs, samples, divisions, name) for name in names}
+    if isinstance(first, list) and all(isinstance(output, list) for output in outputs):
+        joined_items, order = [item for output in outputs for item in output], _order_of_batch(outputs, divisions)
+        return joined_items if order is None else [joined_items[index] for index in order]
+    if isinstance(first, tuple) and all(isinstance(output, tuple) and len(output) == len(first) for output in outputs):
+        items = [_join(items, samples, divisions) for items in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    return list(parts)
+    return list(outputs)
 
 
-def _item(
-    parts: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]], key: Any
+def _join_items(
+    outputs: Sequence[Mapping[Any, Any]], samples: Sequence[int] | None, divisions: Sequence[Sequence[range]], key: Any
 ) -> Any:
-    """The items of ``parts`` under ``key``, where there are any."""
-    having = [index for index, part in enumerate(parts) if key in part]
-    weights = samples and [samples[index] for index in having]
-    return _joined([parts[index][key] for index in having], weights, _of(having, divisions))
+    """The items of ``outputs`` under ``key``, where there are any."""
+    present = [index for index, output in enumerate(outputs) if key in output]
+    weights = samples and [samples[index] for index in present]
+    return _join([outputs[index][key] for index in present], weights, _select_divisions(present, divisions))
 
 
-def _of(indices: Sequence[int], divisions: Sequence[Sequence[range]]) -> list[list[range]]:
+def _select_divisions(indices: Sequence[int], divisions: Sequence[Sequence[range]]) -> list[list[range]]:
     return [[places[index] for index in indices] for places in divisions]
 
 
-def _order_of_batch(parts: Sequence[Any], divisions: Sequence[Sequence[range]]) -> list[int] | None:
-    """The indices that bring the rows of all ``parts`` into the batch's order.
+def _order_of_batch(outputs: Sequence[Any], divisions: Sequence[Sequence[range]]) -> list[int] | None:
+    """The indices that bring the rows of all ``outputs`` into the batch's order.
 
     A sample may have several rows, the same number of each. With several loaders only one row per sample shows to which
     of them the rows belong. Of places that several parts have, as pipelines train on the same batches, the first part's
     count. None if that is their order already, or the rows do not belong to samples.
     """
-    lengths = [len(part) for part in parts]
+    lengths = [len(output) for output in outputs]
     for places in divisions:
-        each = sum(lengths) // max(1, sum(map(len, places)))
-        if each == 0 or (each > 1 and len(divisions) > 1) or lengths != [each * len(own) for own in places]:
+        rows = sum(lengths) // max(1, sum(map(len, places)))
+        if rows == 0 or (rows > 1 and len(divisions) > 1) or lengths != [rows * len(piece) for piece in places]:
             continue
         first: dict[int, int] = {}
-        for index, place in enumerate(place for own in places for place in own):
+        for index, place in enumerate(place for piece in places for place in piece):
             first.setdefault(place, index)
-        order = [first[place] * each + row for place in sorted(first) for row in range(each)]
+        order = [first[place] * rows + row for place in sorted(first) for row in range(rows)]
         return None if order == list(range(sum(lengths))) else order
     return None
 
 
-def _mean(parts: Sequence[Any], samples: Sequence[int]) -> Tensor:
-    first, values = parts[0], torch.stack([torch.as_tensor(part).double() for part in parts])
+def _mean(outputs: Sequence[Any], samples: Sequence[int]) -> Tensor:
+    first, values = outputs[0], torch.stack([torch.as_tensor(output).double() for output in outputs])
     weights = torch.tensor(samples, dtype=torch.float64, device=values.device)
     mean = (values * weights).sum() / weights.sum()
     return mean.to(first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
 
 
-def _in_a_row(parts: Sequence[Any]) -> Any:
-    return torch.stack(list(parts)) if all(isinstance(part, Tensor) for part in parts) else list(parts)
+def _stack(outputs: Sequence[Any]) -> Any:
+    return torch.stack(list(outputs)) if all(isinstance(output, Tensor) for output in outputs) else list(outputs)
 
 
 # ---------------------------------------------------------------------- states of torchmetrics objects
@@ -490,7 +493,7 @@ def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_s
     """Adds what ``metric`` gained in a step."""
     before = metric_states(metric)
     if isinstance(metric, Running):
-        set_metric_states(metric, _moved_on(metric, path, before, gained))
+        set_metric_states(metric, _advance_window(metric, path, before, gained))
         return
     if reason := _INSEPARABLE.get(type(metric).__name__):
         raise UnsupportedFeatureError(
@@ -500,41 +503,45 @@ def add_states(metric: Metric, path: str, gained: Sequence[MetricStates], keep_s
         return
     step = gained[0]
     for more in gained[1:]:
-        step = _merged(metric, path, step, more)
+        step = _merge_states(metric, path, step, more)
     value = None
     if keep_step_value:
         set_metric_states(metric, {**step, "_computed": None})
         value = metric.compute()
-    set_metric_states(metric, _merged(metric, path, before, step) if before["_update_count"] else step)
+    set_metric_states(metric, _merge_states(metric, path, before, step) if before["_update_count"] else step)
     metric._forward_cache = value
     metric._computed = None
 
 
-def _moved_on(metric: Running, path: str, before: MetricStates, gained: Sequence[MetricStates]) -> MetricStates:
+def _advance_window(metric: Running, path: str, before: MetricStates, gained: Sequence[MetricStates]) -> MetricStates:
     """States of a window that moves once per update of a step, not per micro-batch."""
     states, window, base = dict(before), metric.window, metric.base_metric
     updates = max(states["_num_vals_seen"] for states in gained)
     for update in range(max(0, updates - window), updates):
-        parts = [
-            {**{key: part[f"{key}_{update % window}"] for key in base._defaults}, "_update_count": 1}
-            for part in gained
-            if update < part["_num_vals_seen"]
+        microbatch_states = [
+            {**{key: gained_states[f"{key}_{update % window}"] for key in base._defaults}, "_update_count": 1}
+            for gained_states in gained
+            if update < gained_states["_num_vals_seen"]
         ]
-        step = parts[0]
-        for more in parts[1:]:
-            step = _merged(base, path, step, more)
-        place = (before["_num_vals_seen"] + update) % window
-        states.update({f"{key}_{place}": step[key] for key in base._defaults})
+        step = microbatch_states[0]
+        for more in microbatch_states[1:]:
+            step = _merge_states(base, path, step, more)
+        slot = (before["_num_vals_seen"] + update) % window
+        states.update({f"{key}_{slot}": step[key] for key in base._defaults})
     states["_num_vals_seen"] += updates
     states["_update_count"] += max(states["_update_count"] for states in gained)
     return {**states, "_forward_cache": None, "_computed": None}
 
 
-def _merged(metric: Metric, path: str, a: MetricStates, b: MetricStates) -> MetricStates:
-    counts = (a["_update_count"], b["_update_count"])
+def _merge_states(metric: Metric, path: str, states: MetricStates, added: MetricStates) -> MetricStates:
+    """The states of ``metric`` after the updates behind ``states`` and ``added``.
+
+    ``path``: its name, for the error. Raises UnsupportedFeatureError if a state has no known way to be combined.
+    """
+    counts = (states["_update_count"], added["_update_count"])
     merged: MetricStates = {"_update_count": sum(counts), "_forward_cache": None, "_computed": None}
     for name, reduction in metric._reductions.items():
-        x, y = a[name], b[name]
+        x, y = states[name], added[name]
         if (isinstance(x, list) and isinstance(y, list)) or reduction is dim_zero_sum:
             merged[name] = x + y
         elif reduction is dim_zero_mean:

@@ -46,15 +46,15 @@ def _leaves(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in optimizer.state:
-                    yield from _in(optimizer.state[parameter])
+                    yield from _nested_leaves(optimizer.state[parameter])
 
 
-def _in(owner: Any) -> Iterator[Any]:
+def _nested_leaves(owner: Any) -> Iterator[Any]:
     keys = sorted(owner, key=str) if isinstance(owner, Mapping) else range(len(owner))
     for key in keys:
         value = owner[key]
         if isinstance(value, (dict, list)):
-            yield from _in(value)
+            yield from _nested_leaves(value)
         elif isinstance(value, (Tensor, bool, int, float)):
             yield value
 

@@ -122,8 +122,12 @@ class StageBuilder:
         self._by_itself = context.fitting and parts.optimizes_itself
 
     def bundle(
-        self, cuts: Cuts, ties: StageTies, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+        self, cuts: Cuts, ties: StageTies, left_gradients: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> StageBundle:
+        """This stage's layers under the layout ``cuts``, with gradients and ties.
+
+        ``left_gradients``: the gradients that moved layers bring with them.
+        """
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
         owned = held_ranges(cuts)[stage]
@@ -151,7 +155,7 @@ class StageBuilder:
             loss_is_optional=parts.loss_is_optional,
             takes_target=parts.takes_target,
             scale_loss=None if scaler is None else scaler.scale,
-            sharing=None if are_whole(cuts) else partial(self._among, cuts, owned),
+            sharing=None if are_whole(cuts) else partial(self._modules_run, cuts, owned),
         )
         several = context.grid.num_workers > 1  # otherwise no peer ever wants them
         lends_copies = several and context.fitting and may_change_gradients(context.trainer, module)
@@ -161,9 +165,9 @@ class StageBuilder:
         statistics = self._recorder.microbatch_changes.statistics if has_room else tuple
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
-        return StageBundle(runs, parameters, gradients, ties, left, replicated)
+        return StageBundle(runs, parameters, gradients, ties, left_gradients, replicated)
 
-    def _among(
+    def _modules_run(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
     ) -> tuple[Sequence[nn.Module], int]:
         """The ``modules`` that a micro-batch runs here under the layout ``cuts``."""
@@ -171,8 +175,8 @@ class StageBuilder:
         bounds = [math.floor(bound) for bound in cuts]
         if microbatch is not None:
             bounds = [*bounds_of(cuts, microbatch, grid)]
-        own = range(*bounds[stage : stage + 2])
-        return self._parts.among(modules, held, own), own.start
+        computed = range(*bounds[stage : stage + 2])
+        return self._parts.among(modules, held, computed), computed.start
 
     def layers(
         self, left: Callable[[], Mapping[nn.Parameter, Tensor]], changed: Callable[[StageBundle], None]
@@ -199,7 +203,7 @@ class StageBuilder:
         context, options = self._context, self._context.options
         needs = commit_requirements(context.trainer, self._parts.module, context.grid.stages)
         bundle = self._first_bundle(ties)
-        common = self._common(bundle, callbacks)
+        common = self._runner_inputs(bundle, callbacks)
         rules = CommitRules(
             norm=needs.norm,
             overflow=needs.overflow,
@@ -234,12 +238,12 @@ class StageBuilder:
         bundle = self._first_bundle(ties)
         state = ManualStepState(context.trainer)
         manual = ManualSteps(context, bundle.stage.layers[0], self._parts, self._recorder, state)
-        return Executor(ManualStepRunner(*self._common(bundle, callbacks), body=manual.run, state=state)), manual
+        return Executor(ManualStepRunner(*self._runner_inputs(bundle, callbacks), body=manual.run, state=state)), manual
 
     def _first_bundle(self, ties: StageTies) -> StageBundle:
         return self.bundle((0, *(part.stop for part in self._context.run.parts)), ties)
 
-    def _common(
+    def _runner_inputs(
         self, bundle: StageBundle, callbacks: ExecutorCallbacks
     ) -> tuple[Worker, Grid, ControlClient, Communicator, StageBundle, ExecutorCallbacks]:
         context, rank = self._context, self._context.place.rank
@@ -296,16 +300,16 @@ def _reset(owner: nn.Module, device: torch.device) -> bool:
     if not callable(reset):
         return False
     tables: list[dict[str, Any]] = [parameters_of(owner), buffers_of(owner)]
-    kept = [{name: t for name, t in table.items() if t is not None} for table in tables]
-    for table, tensors in zip(tables, kept, strict=True):
+    originals = [{name: t for name, t in table.items() if t is not None} for table in tables]
+    for table, tensors in zip(tables, originals, strict=True):
         table.update({name: _whole_like(t, device) for name, t in tensors.items()})
     try:
         reset()
-        for table, tensors in zip(tables, kept, strict=True):
+        for table, tensors in zip(tables, originals, strict=True):
             for name, tensor in tensors.items():
                 local_part(tensor).copy_(local_part(part_like(table[name].detach(), tensor)))
     finally:
-        for table, tensors in zip(tables, kept, strict=True):
+        for table, tensors in zip(tables, originals, strict=True):
             table.update(tensors)
     return True
 
@@ -329,7 +333,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
         if isinstance(callback, _BY_LAYER):
             return f"{type(callback).__name__} keeps something for each layer"
     for optimizer in trainer.optimizers:
-        if (name := _kept_besides(optimizer)) is not None:
+        if (name := _tensor_attribute(optimizer)) is not None:
             return f"{type(optimizer).__name__} keeps tensors in its attribute {name!r}, not in its state"
     for index in owned:
         try:
@@ -340,7 +344,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
     return ""
 
 
-def _kept_besides(optimizer: Optimizer) -> str | None:
+def _tensor_attribute(optimizer: Optimizer) -> str | None:
     """The optimizer's attribute with tensors that are no states of parameters."""
     for name, value in vars(optimizer).items():
         if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
@@ -516,11 +520,11 @@ class StageLayers:
             seconds=tuple(meter.seconds for meter in meters.values()),
             output_bytes=tuple(meter.output_bytes for meter in meters.values()),
             parameter_bytes=tuple(
-                tensor_bytes([own, [p for p in own if p.requires_grad], more])
-                for own, more in zip(parameters, buffers, strict=True)
+                tensor_bytes([layer_parameters, [p for p in layer_parameters if p.requires_grad], layer_buffers])
+                for layer_parameters, layer_buffers in zip(parameters, buffers, strict=True)
             ),
             optimizer_bytes=tuple(map(self._state_bytes, parameters)),
-            trains=tuple(any(p.requires_grad for p in own) for own in parameters),
+            trains=tuple(any(p.requires_grad for p in layer_parameters) for layer_parameters in parameters),
             tied=self._parts.shared_layers(),
             fixed=why_layers_stay(self._trainer, self._parts, owned),
             whole=self._parts.whole,
@@ -529,6 +533,7 @@ class StageLayers:
     # ------------------------------------------------------------------ packing
 
     def pack_layers(self, layers: Iterable[int]) -> _Given:
+        """``layers`` with optimizer states and gradients, for :meth:`install_layers`."""
         layers = tuple(layers)
         self._end_measuring()  # what it does to the layers is not the user's to pickle
         prefixes = tuple(f"{self._parts.path(index)}." for index in layers)
@@ -560,28 +565,33 @@ class StageLayers:
 
     # ------------------------------------------------------------------ installing
 
-    def install_layers(self, cuts: Cuts, given: Sequence[_Given]) -> StageBundle:
+    def install_layers(self, cuts: Cuts, received: Sequence[_Given]) -> StageBundle:
+        """Replaces this worker's layers by those of ``cuts``; returns their bundle.
+
+        ``received``: layers of other stages with their optimizer states and gradients, packed by :meth:`pack_layers`.
+        Those that this worker had already stay the same objects.
+        """
         stages = held_ranges(cuts)
-        names = {self._stage: self._names(), **{one.stage: one.names for one in given}}
+        names = {self._stage: self._names(), **{sent.stage: sent.names for sent in received}}
         layers: dict[int, nn.Module] = {}
         states: list[dict[str, Any]] = [{} for _ in self._trainer.optimizers]
-        left: dict[str, Tensor] = {}
-        for one in given:
-            tensors = [self._whole(tensor, *kind) for tensor, kind in zip(one.tensors, one.kinds, strict=True)]
-            found, more, grads = put_together(one.skeleton, tensors)
-            layers.update(found)
-            left.update(grads)
-            for known, state in zip(states, more, strict=True):
-                known.update(state)
+        gradients: dict[str, Tensor] = {}
+        for sent in received:
+            tensors = [self._whole(tensor, *kind) for tensor, kind in zip(sent.tensors, sent.kinds, strict=True)]
+            sent_layers, more_states, grads = put_together(sent.skeleton, tensors)
+            layers.update(sent_layers)
+            gradients.update(grads)
+            for optimizer_state, state in zip(states, more_states, strict=True):
+                optimizer_state.update(state)
         self._parts.exchange(stages, self._stage, layers)
         self.cuts = cuts
         by_name = dict(self._named())
         for index, optimizer in enumerate(self._trainer.optimizers):
-            parts = [names[stage][index] for stage in sorted(names)]
-            _regroup(optimizer, merged_names(parts, {}), by_name, states[index])
+            groups_by_stage = [names[stage][index] for stage in sorted(names)]
+            _regroup(optimizer, merged_names(groups_by_stage, {}), by_name, states[index])
         held = self._left()
         ties = StageTies(self._parts.ties(stages), self._stage, parameters_by_name(self._parts.module))
-        missing = {by_name[name]: grad for name, grad in left.items() if by_name[name] not in held}
+        missing = {by_name[name]: grad for name, grad in gradients.items() if by_name[name] not in held}
         bundle = self._hold(cuts, ties, missing)
         self._changed(bundle)
         return bundle

@@ -61,6 +61,10 @@ class StepLoaders:
         return loader
 
     def _source_of(self, dataloader: Any) -> StepLoader:
+        """The step loader for a user's DataLoader: of batches, a stream, or samples.
+
+        Warns on rank zero of data that each worker reads completely, and of samples that each epoch leaves out.
+        """
         context = self._context
         training, grid, seed = context.trainer.training, context.run.data_grid, context.seed
         worker = context.run.data_worker(context.place.rank)

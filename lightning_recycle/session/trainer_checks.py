@@ -28,7 +28,7 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_recycle.data.dataloaders import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.worker_environment import Discovered
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
 from lightning_recycle.model.layers import names_by_parameter
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.runtime.stage import can_be_reset, fully_sharded_modules
@@ -51,7 +51,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
     if precision not in _PRECISIONS:
         raise UnsupportedFeatureError(
             f"strategy='recycle' does not support precision={precision!r}: it is untested. Use one of"
-            f" {', '.join(map(repr, _PRECISIONS))}."
+            f" {', '.join(map(repr, _PRECISIONS))}.{suggestion(precision, _PRECISIONS)}"
         )
     if trainer.num_nodes != 1 and outside is None and not is_remote:
         raise UnsupportedFeatureError(
@@ -152,24 +152,24 @@ def check_sharded_layers(module: pl.LightningModule, is_elsewhere: Callable[[str
         UnsupportedFeatureError: if layers of several stages are sharded as one module.
     """
     name = type(module).__name__
-    apart = [
+    unsharded = [
         n
         for n, p in module.named_parameters()
         if p.requires_grad and not is_divided_by(p, DATA_PARALLEL) and not is_elsewhere(n)
     ]
-    if shards > 1 and apart:
+    if shards > 1 and unsharded:
         raise ConfigurationError(
             f"With fsdp_size={shards} the members of a position compute different samples, and configure_model() of"
-            f" {name} leaves parameters that each of them would train alone: {', '.join(apart[:5])}. Call"
+            f" {name} leaves parameters that each of them would train alone: {', '.join(unsharded[:5])}. Call"
             " fully_shard(..., mesh=self.device_mesh['data_parallel']) for the modules that have them, or freeze them."
             " (A LayerSpec is built later; make layers under torch.device('meta') instead.)"
         )
-    here, names = set(module.parameters()), {part: path for path, part in module.named_modules()}
-    for part in fully_sharded_modules(module.modules()):
-        if not here.issuperset(fsdp_parameters(part)):
+    own_parameters, names = set(module.parameters()), {submodule: path for path, submodule in module.named_modules()}
+    for submodule in fully_sharded_modules(module.modules()):
+        if not own_parameters.issuperset(fsdp_parameters(submodule)):
             raise UnsupportedFeatureError(
-                f"configure_model() calls fully_shard() for {name}.{names[part]}, whose layers are on several stages:"
-                " call it for each layer instead."
+                f"configure_model() calls fully_shard() for {name}.{names[submodule]}, whose layers are on several"
+                " stages: call it for each layer instead."
             )
 
 

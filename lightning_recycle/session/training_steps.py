@@ -187,6 +187,11 @@ class TrainingSteps:
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart) -> StepResult:
+        """Runs the training step of ``handle`` and what belongs to its boundaries.
+
+        ``apply`` is Lightning's optimizer step; it is called once all hooks' effects of the micro-batches are repeated
+        here. ``share``: the step's part of an accumulation.
+        """
         self._handle = handle
         saves = self.transfer.complete()  # its donor waited here, after the same hooks
         if saves is not None:

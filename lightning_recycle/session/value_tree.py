@@ -300,10 +300,10 @@ class _Held:
 
     def note(self) -> None:
         """Makes the present state the one to compare with."""
-        self.version, self.copy = _mark(self.tensor), None
+        self.version, self.copy = _write_count(self.tensor), None
 
 
-def _mark(tensor: Tensor) -> int:
+def _write_count(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
@@ -314,16 +314,16 @@ def _clone(held: _Held, storages: dict[int, Any]) -> Tensor:
         storage = tensor.untyped_storage()
         copied = storages.setdefault(storage.data_ptr(), None) or storage.clone()
         storages[storage.data_ptr()] = copied
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
     else:
-        made = tensor.detach().clone()
+        copy = tensor.detach().clone()
     if type(tensor) is nn.Parameter:
-        made = nn.Parameter(made, requires_grad=False)
-        vars(made).update(vars(tensor))
+        copy = nn.Parameter(copy, requires_grad=False)
+        vars(copy).update(vars(tensor))
     elif type(tensor) is nn.Buffer:
-        made = nn.Buffer(made, persistent=tensor.persistent)
-    return made.requires_grad_(tensor.requires_grad)
+        copy = nn.Buffer(copy, persistent=tensor.persistent)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -369,22 +369,28 @@ class ValueTree:
     # ------------------------------------------------------------------ finding cells
 
     def _walk(self) -> None:
+        """Builds the tree again: cells, tensors that are not trained, and trained ones.
+
+        Tensors that were in the tree before keep their record of writes. ``_few`` has the cells to compare one by one,
+        ``_many`` those of modules, whose values are compared together.
+        """
         self._cells, self._paths, self._is_stale = {}, {}, False
-        before, self._held = self._held, {}
+        held_before, self._held = self._held, {}
         todo: list[tuple[Path, Any]] = []
         gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
-        parts = [*self._modules("", self._module, set())]
-        for part in fully_sharded_modules(part for _, part in parts):
-            for owner, parameter in fsdp_places(part):
+        modules = [*self._modules("", self._module, set())]
+        for module in fully_sharded_modules(module for _, module in modules):
+            for owner, parameter in fsdp_places(module):
                 gathered[owner].add(parameter)
-        for name, part in parts:
-            self._add(_Table((name, _ATTRIBUTES), part, self._hidden if part is self._module else _OF_MODULES), todo)
-            self._add(_Table((name, _BUFFERS), buffers_of(part)), todo)
+        for name, module in modules:
+            hidden = self._hidden if module is self._module else _OF_MODULES
+            self._add(_Table((name, _ATTRIBUTES), module, hidden), todo)
+            self._add(_Table((name, _BUFFERS), buffers_of(module)), todo)
             if self._whole:
-                self._add(_Table((name, _PARAMETERS), parameters_of(part), frozenset(gathered[part])), todo)
-                self._add(_Table((name, _CHILDREN), modules_of(part)), [])
-            self._paths[id(part)] = (name,)
-        own = [*self._cells.values()][:2]
+                self._add(_Table((name, _PARAMETERS), parameters_of(module), frozenset(gathered[module])), todo)
+                self._add(_Table((name, _CHILDREN), modules_of(module)), [])
+            self._paths[id(module)] = (name,)
+        own_cells = [*self._cells.values()][:2]
         self._many = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _Table)]
         while todo and len(self._cells) < _MOST_CELLS:
             path, value = todo.pop()
@@ -406,7 +412,7 @@ class ValueTree:
                 if is_one and isinstance(value, Tensor) and value.is_floating_point() and id(value) in self._held:
                     self.statistics[cell.path, key] = value
                     self._held[id(value)].is_written = True  # by a way that nothing counts
-        self._few = [*own, *[*self._cells.values()][2 + len(self._many) :]]
+        self._few = [*own_cells, *[*self._cells.values()][2 + len(self._many) :]]
         self._known, self._tables = [], [cell.values for cell in self._many]
         tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
@@ -418,10 +424,10 @@ class ValueTree:
         self._held = {key: held for key, held in self._held.items() if memory_address(held.tensor) not in weights}
         seen: dict[int, _Held] = {}
         for key, held in self._held.items():
-            other = seen.setdefault(memory_address(held.tensor) or key, held)
-            held.is_shared = other.is_shared = other is not held or other.is_shared
-            if (old := before.get(key)) is not None and old.tensor is held.tensor:
-                held.left, held.is_written = old.left, old.is_written or held.is_written
+            first_view = seen.setdefault(memory_address(held.tensor) or key, held)
+            held.is_shared = first_view.is_shared = first_view is not held or first_view.is_shared
+            if (earlier := held_before.get(key)) is not None and earlier.tensor is held.tensor:
+                held.left, held.is_written = earlier.left, earlier.is_written or held.is_written
         size = sum(held.tensor.nbytes for held in self._held.values())
         self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
@@ -436,6 +442,7 @@ class ValueTree:
                 yield from self._modules(f"{prefix}.{name}" if prefix else name, child, seen)
 
     def _add(self, cell: _Cell, todo: list[tuple[Path, Any]]) -> None:
+        """Adds ``cell`` and its tensors; ``todo`` gets the values to look into, by path."""
         self._cells[cell.path] = cell
         self._paths.setdefault(id(cell.holder), cell.path)
         items = list(cell.items())
@@ -455,7 +462,7 @@ class ValueTree:
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes:
             return  # a number that stands for many, or memory that was freed
         if not tensor.requires_grad:  # a leaf that does is trained, by whomever
-            held = self._held.setdefault(id(tensor), _Held(tensor, [], _mark(tensor)))
+            held = self._held.setdefault(id(tensor), _Held(tensor, [], _write_count(tensor)))
             held.places.append((cell, key))
             held.is_fixed |= is_fixed
 
@@ -507,17 +514,22 @@ class ValueTree:
     # ------------------------------------------------------------------ a block of the user's code
 
     def absorb(self) -> list[Place]:
-        """Accepts changes by other code; returns their places. Called before a block."""
+        """Makes the present state the one that a block's changes are compared with.
+
+        Called before a block. Returns the places that other code has changed since: new values in cells, and tensors
+        written in place. Builds the tree again if it has new containers, or weights were frozen or thawed; forgets
+        tensors that are in no place any more.
+        """
         changed, self._noted = self._noted, []
-        unlike = self._unlike()
+        unlike = self._changed_cells()
         is_moved, self._is_moved = self._is_moved or bool(unlike), False
         for cell in unlike:
-            for key, _, now in list(cell.changes()):
+            for key, _, value in list(cell.changes()):
                 changed.append((cell.path, key))
-                for value in now if isinstance(cell, _Whole) and cell.kind is _ITEMS else (now,):
-                    if isinstance(value, Tensor) and key != WHOLE:
-                        self._hold(value, cell, key)
-                    self._is_stale |= not isinstance(value, (*_ATOMS, Tensor)) and id(value) not in self._paths
+                for item in value if isinstance(cell, _Whole) and cell.kind is _ITEMS else (value,):
+                    if isinstance(item, Tensor) and key != WHOLE:
+                        self._hold(item, cell, key)
+                    self._is_stale |= not isinstance(item, (*_ATOMS, Tensor)) and id(item) not in self._paths
             self._read(cell)
         frozen = [held.tensor for held in self._held.values() if type(held.tensor) is nn.Parameter]
         trained = self._trained.values()
@@ -528,20 +540,20 @@ class ValueTree:
                 held.places = [(cell, key) for cell, key in held.places if cell.get(key) is held.tensor]
             if not held.places:
                 del self._held[id(held.tensor)]
-            elif held.version != _mark(held.tensor):
+            elif held.version != _write_count(held.tensor):
                 changed += [(cell.path, key) for cell, key in held.places]
                 held.note()
         return changed
 
-    def _unlike(self) -> list[_Cell]:
+    def _changed_cells(self) -> list[_Cell]:
         """The cells that have changed."""
-        found = [cell for cell in self._few if not cell.is_same()]
+        changed = [cell for cell in self._few if not cell.is_same()]
         if not self._known:
             self._known = [*chain.from_iterable(cell.known for cell in self._many)]
         is_same = sum(map(len, self._tables)) == len(self._known) and all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), self._known)
         )
-        return found if is_same else [*found, *(cell for cell in self._many if not cell.is_same())]
+        return changed if is_same else [*changed, *(cell for cell in self._many if not cell.is_same())]
 
     def _read(self, cell: _Cell) -> None:
         cell.read()
@@ -598,12 +610,12 @@ class ValueTree:
 
         All places hold again what they held before :meth:`begin`.
         """
-        changed, found = self._changes()
+        changed, changes = self._changes()
         for place in self._given:
-            found.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
+            changes.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
         for held in self._held.values():
-            if (write := self._write_of(held)) is not None:
-                found[write.place] = write
+            if (write := self._take_write(held)) is not None:
+                changes[write.place] = write
         self._take_back(changed)
         now: list[Any] = versions_of(self._trained.values())
         before: list[Any] = self._versions
@@ -612,7 +624,7 @@ class ValueTree:
         if now != before:
             _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
         self._blocks += 1
-        return list(found.values())
+        return list(changes.values())
 
     def abandon(self) -> None:
         """The block is over, and leaves nothing."""
@@ -620,23 +632,23 @@ class ValueTree:
         self._sums = []
         for held in self._held.values():
             held.running = None
-            if held.copy is not None and held.version != _mark(held.tensor):
+            if held.copy is not None and held.version != _write_count(held.tensor):
                 self._rewrite(held, held.copy)
 
     def look(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
         """Changes by other code since :meth:`absorb`; undoes those that ``stays`` denies."""
-        changed, found = self._changes()
+        changed, changes = self._changes()
         for cell, key, before, _ in changed:
-            if not stays(found[cell.path, key]):
+            if not stays(changes[cell.path, key]):
                 cell.put(key, before)
         written = [held.place for held in self._held.values() if held.tensor.is_inference()]  # nothing counts that
         for place in (*self.absorb(), *written):
-            found.setdefault(place, PlaceChange(place, self.get(place), self.get(place)))
-        return list(found.values())
+            changes.setdefault(place, PlaceChange(place, self.get(place), self.get(place)))
+        return list(changes.values())
 
     def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, PlaceChange]]:
-        changed = [(cell, *change) for cell in self._unlike() for change in cell.changes()]
-        return changed, {(cell.path, key): self._found(cell, key, before, now) for cell, key, before, now in changed}
+        changed = [(cell, *change) for cell in self._changed_cells() for change in cell.changes()]
+        return changed, {(cell.path, key): self._change(cell, key, before, now) for cell, key, before, now in changed}
 
     def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
         for cell, key, before, _ in changed:
@@ -647,7 +659,7 @@ class ValueTree:
             self._read(cell)
         self._touched = []
 
-    def _found(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
+    def _change(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
         items = None
         if key == WHOLE and _takes_items(cell.holder):
             items = _appended(before, now)
@@ -656,8 +668,12 @@ class ValueTree:
             items = _appended(() if before is ABSENT else before if known is None else known.content, now)
         return PlaceChange((cell.path, key), before, now, items)
 
-    def _write_of(self, held: _Held) -> PlaceChange | None:
-        """The block's change of a tensor."""
+    def _take_write(self, held: _Held) -> PlaceChange | None:
+        """The block's write to a tensor, undone; None if there is none.
+
+        ``held.running``, a copy that the block had instead, is compared with the tensor; without one, the tensor with
+        its copy of before. Raises UnsupportedFeatureError for a write that cannot be undone, or repeated elsewhere.
+        """
         running, held.running = held.running, None
         if running is not None:
             places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
@@ -670,7 +686,7 @@ class ValueTree:
                 return None
             held.is_written = True
             return PlaceChange(places[0], held.tensor, running)
-        is_counted = held.version != (mark := _mark(held.tensor))
+        is_counted = held.version != (mark := _write_count(held.tensor))
         is_small = held.tensor.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
         if not is_counted and (held.copy is None or not is_small):
             return None
@@ -691,7 +707,7 @@ class ValueTree:
 
     def _rewrite(self, held: _Held, copy: Tensor) -> None:
         held.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
-        held.version = _mark(held.tensor)
+        held.version = _write_count(held.tensor)
 
     # ------------------------------------------------------------------ outside of blocks
 

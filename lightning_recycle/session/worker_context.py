@@ -45,7 +45,7 @@ from typing_extensions import override
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
-from lightning_recycle.errors import UnsupportedFeatureError
+from lightning_recycle.errors import UnsupportedFeatureError, suggestion
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.session.configuration import Options, RunSetup, WorkerIdentity
@@ -118,18 +118,18 @@ class StageGroup(ABC):
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
         """The values of all of them, by rank."""
 
-    def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
+    def gather_columns(self, name: str, contribute: Callable[[], Any]) -> list[Any]:
         """One part per column, in order. Asks again if a speaker dies meanwhile."""
         while True:
-            found = self.gather_all(name, (part(),) if self.is_column_leader else None)
-            parts = {self.positions.column(rank): value[0] for rank, value in found.items() if value is not None}
+            answers = self.gather_all(name, (contribute(),) if self.is_column_leader else None)
+            parts = {self.positions.column(rank): value[0] for rank, value in answers.items() if value is not None}
             if len(parts) == self.positions.columns:
                 return [parts[column] for column in range(len(parts))]
 
-    def gather_stages(self, name: str, part: Callable[[], Any]) -> list[Any]:
+    def gather_stages(self, name: str, contribute: Callable[[], Any]) -> list[Any]:
         """One part per stage, in order: its members' parts, merged."""
-        parts, members = self.gather_columns(name, part), self.positions.members
-        return [merge_shards(parts[at : at + members]) for at in range(0, len(parts), members)]
+        parts, members = self.gather_columns(name, contribute), self.positions.members
+        return [merge_shards(parts[first : first + members]) for first in range(0, len(parts), members)]
 
 
 class WorkerCollectives(StageGroup):
@@ -256,6 +256,7 @@ class WorkerCollectives(StageGroup):
         if name not in operations:
             raise UnsupportedFeatureError(
                 f"reduce_op={reduce_op!r} is not supported; use one of {', '.join(operations)}."
+                f"{suggestion(name, operations)}"
             )
         return operations[name](values).to(tensor.device)
 
@@ -283,7 +284,7 @@ class WorkerCollectives(StageGroup):
                     return found[0]
 
     @override
-    def gather_columns(self, name: str, part: Callable[[], Any]) -> list[Any]:
+    def gather_columns(self, name: str, contribute: Callable[[], Any]) -> list[Any]:
         """One part per column, in order, on all workers. Asks again if a speaker dies.
 
         Raises UnsupportedFeatureError in a joining worker, which is alone, if there are other columns.
@@ -292,8 +293,8 @@ class WorkerCollectives(StageGroup):
         if self.client.joining:
             if self.positions.columns > 1:
                 raise UnsupportedFeatureError(ALONE.format(what=f"It asks all stages for {name}"))
-            return [part()]
-        return super().gather_columns(name, part)
+            return [contribute()]
+        return super().gather_columns(name, contribute)
 
 
 # ---------------------------------------------------------------------- context

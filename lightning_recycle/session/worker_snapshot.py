@@ -169,8 +169,8 @@ class StateTransfer:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.
-        beside = {p: p.grad for p in unoptimized_parameters(module, trainer.optimizers) if p.grad is not None}
-        left = {**beside, **self.left_gradients()}
+        unoptimized = {p: p.grad for p in unoptimized_parameters(module, trainer.optimizers) if p.grad is not None}
+        gradients = {**unoptimized, **self.left_gradients()}
         return WorkerSnapshot(
             objects=user_graph(trainer, TrainingParts(trainer)).pack(self._large_data.unchanged()),
             weights=tuple(weights_of(module)),
@@ -182,7 +182,7 @@ class StateTransfer:
             hooks=self._context.client.member.hooks,
             saves=saves,
             microbatch_changes=self._microbatch_changes.state(),
-            gradients={name: local_part(left[p]) for name, p in self._trained().items() if p in left},
+            gradients={name: local_part(gradients[p]) for name, p in self._trained().items() if p in gradients},
             generators=generator_states(),
             values=self._describe(),
         )
@@ -340,15 +340,15 @@ def as_tensors(pack: ObjectPack) -> list[Tensor]:
 
 def add_parts(checkpoint: Mapping[str, Any], columns: Sequence[Mapping[str, Any] | None], members: int) -> None:
     """Adds all columns' parts, ``members`` per stage, to a checkpoint's completion."""
-    known = [part for part in columns if part is not None]
-    if not known:
+    present = [column for column in columns if column is not None]
+    if not present:
         return
-    objects = [part["objects"] for part in known if "objects" in part]
-    states = [{kind: state for kind, state in part.items() if kind != "objects"} for part in known]
-    found = [merge_shards(states[at : at + members]) for at in range(0, len(states), members)]
-    merged: dict[str, Any] = {kind: {n: v for part in found for n, v in part[kind].items()} for kind in _BY_NAME}
-    of_stages = zip(*(part["optimizers"] for part in found), strict=True)
-    merged["optimizers"] = [{n: v for one in each for n, v in one.items()} for each in of_stages]
+    objects = [column["objects"] for column in present if "objects" in column]
+    states = [{kind: state for kind, state in column.items() if kind != "objects"} for column in present]
+    stages = [merge_shards(states[first : first + members]) for first in range(0, len(states), members)]
+    merged: dict[str, Any] = {kind: {n: v for stage in stages for n, v in stage[kind].items()} for kind in _BY_NAME}
+    by_optimizer = zip(*(stage["optimizers"] for stage in stages), strict=True)
+    merged["optimizers"] = [{n: v for part in states for n, v in part.items()} for states in by_optimizer]
     if objects:
         merged["objects"] = objects
     checkpoint[COMPLETION].update(merged)

@@ -261,7 +261,7 @@ class FailureRate:
         if isinstance(self.rate, str):
             if self.rate not in _RATES:
                 remedy = f"give failures per GPU and day, or one of {', '.join(_RATES)}"
-                raise ConfigurationError.for_option("FailureRate", "rate", self.rate, remedy)
+                raise ConfigurationError.for_option("FailureRate", "rate", self.rate, remedy, _RATES)
             object.__setattr__(self, "rate", _RATES[self.rate])
         at_least("FailureRate", "rate", self.rate, above=True)
         keep_seconds(self, "repair", positive=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from lightning_recycle.arguments import whole
+from lightning_recycle.arguments import choice, whole
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
@@ -146,8 +146,7 @@ class Recycle(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_seconds(self, "rejoin")
-        if self.fault_free not in ("planned", "1f1b"):
-            raise ConfigurationError.for_option("Recycle", "fault_free", self.fault_free, "give 'planned' or '1f1b'")
+        choice("planned", "1f1b").checked("Recycle", "fault_free", self.fault_free)
         if not self.adaptive and (self.technique.split_backward or self.technique.staggered):
             raise ConfigurationError.for_option(
                 "Recycle",

@@ -28,8 +28,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-from lightning_recycle.arguments import at_least, whole
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.arguments import at_least, choice, whole
 from lightning_recycle.planning import (
     Costs,
     Grid,
@@ -410,8 +409,7 @@ class Policy(ABC):
         at_least(name, "storage", self.storage, above=True)
         whole(name, "effort", self.effort)
         for setting, choices in (("schedule", self.schedules), ("checkpoint", CHECKPOINTS)):
-            if (value := getattr(self, setting)) not in choices:
-                raise ConfigurationError.for_option(name, setting, value, f"give one of {', '.join(choices)}")
+            choice(*choices).checked(name, setting, getattr(self, setting))
 
     @abstractmethod
     def begin(self, context: Context, live: frozenset[int]) -> Reaction:

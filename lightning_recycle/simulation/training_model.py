@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, unknown
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, one_f_one_b
 
 _STATE_BYTES_PER_PARAMETER = 16.0
@@ -159,7 +159,7 @@ class TrainingModel:
         if isinstance(self.gpu, str):
             if self.gpu not in GPUS:
                 remedy = f"choose one of {', '.join(GPUS)}, or give a Gpu(...)"
-                raise ConfigurationError.for_option("TrainingModel", "gpu", self.gpu, remedy)
+                raise ConfigurationError.for_option("TrainingModel", "gpu", self.gpu, remedy, GPUS)
             object.__setattr__(self, "gpu", GPUS[self.gpu])
         at_least("TrainingModel", "network_bandwidth", self.network_bandwidth, above=True)
         at_least("TrainingModel", "network_latency", self.network_latency)
@@ -406,7 +406,7 @@ def get_model(name: str, **changes: object) -> TrainingModel:
         ConfigurationError: when the name is unknown, or a changed setting is impossible.
     """
     if name not in _SETTINGS:
-        raise ConfigurationError(f"unknown model {name!r}: choose one of {', '.join(_SETTINGS)}.")
+        raise ConfigurationError(unknown("model", name, _SETTINGS))
     return TrainingModel(name=name, **{**_SETTINGS[name], **changes})
 
 

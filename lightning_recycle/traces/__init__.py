@@ -18,7 +18,7 @@ from importlib import resources
 from os import PathLike, fspath
 from pathlib import Path
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, unknown
 
 __all__ = ["NodeEvent", "Trace", "available_traces", "load_trace"]
 
@@ -107,10 +107,8 @@ def load_trace(name: str | PathLike[str]) -> Trace:
         else:
             text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        known = ", ".join(available_traces())
-        raise ConfigurationError(
-            f"unknown trace {name!r}: choose one of {known}, or give the path of a file."
-        ) from None
+        message = unknown("trace", name, available_traces(), ", or give the path of a file")
+        raise ConfigurationError(message) from None
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     try:
         if rows[0][1] in ("add", "remove"):

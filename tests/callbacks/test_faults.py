@@ -89,6 +89,7 @@ def test_a_fault_is_shown_without_its_defaults() -> None:
     [
         (lambda: Fault("murder", 0, 0, 1), ["'murder'", "'kill'", "'preempt'"]),
         (lambda: Fault("kill", 0, 0, 1, at="lunch"), ["'lunch'", "'forward'", "'checkpoint'"]),
+        (lambda: Fault("kill", 0, 0, 1, at="foward"), ["'foward'", "Did you mean 'forward'?"]),
         (lambda: Fault("kill", 0, 0, 1, when="during"), ["when='during'", "'before'"]),
         (lambda: Fault("kill", step=3), ["Fault('kill', step=3)", "give pipeline, stage too"]),
         (lambda: Fault("kill", 0, 0, stp=3), ["stp=3", "Did you mean step=3?"]),

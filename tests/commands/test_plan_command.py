@@ -231,7 +231,7 @@ BAD = [
     ),
     (["costs.path=profile.json"], "reduce (of costs=uniform; profile has path)."),
     (["grid.pipeline=3"], "grid.pipeline"),
-    (["technique.staggered=maybe"], "technique.staggered=maybe: give true or false"),
+    (["technique.staggered=maybe"], "technique.staggered=maybe: use true or false"),
     (["output=bad.json/plan.json"], "cannot write the plan to bad.json/plan.json"),
     (["output=mistyped/plan.json"], "there is no folder mistyped"),
     (["library=mistyped/plans"], "there is no folder mistyped"),

@@ -203,24 +203,23 @@ def test_configuration_of_models_is_that_of_the_catalogue() -> None:
 
 BAD = [
     (["model=gpt5"], "unknown model 'gpt5': choose one of gpt3_3_35b, gpt3_6_7b, gpt3_medium, megatron_"),
-    (
-        ["policy=hope"],
-        "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic",
-    ),
+    (["policy=hope"], "unknown policy 'hope': choose one of auto, bamboo, drop_replica, elastic"),
+    (["policy=bambo"], ", varuna. Did you mean 'bamboo'?"),
     (["failures=never"], "unknown failures 'never': choose one of fraction, llama3, mtbf, regular, rsc1"),
     (["failures=trace", "failures.trace=aws"], "unknown trace 'aws': choose one of aws-g4dn, aws-p2, aws-p3"),
-    (["failures.mtfb=1h"], "unknown setting 'failures.mtfb': did you mean 'failures.mtbf'? Choose one of mtbf, repair"),
+    (["failures=trace", "failures.trace=aws-p4"], "the path of a file. Did you mean 'aws-p"),
+    (["failures.mtfb=1h"], "'failures.mtfb': choose one of mtbf, repair. Did you mean 'failures.mtbf'?"),
     (["failures.mtbf=often"], "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."),
-    (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1"),
+    (["failures=llama3", "failures.rate=llama4"], "one of llama3, rsc1. Did you mean llama3?"),
     (["failures=trace", "failures.start=2d"], "failures.start=172800 s: the trace aws-p3 ends after"),
-    (["policy.adaptive=maybe"], "policy.adaptive=maybe: give true or false"),
+    (["policy.adaptive=maybe"], "policy.adaptive=maybe: use true or false"),
     (["policy=spares", "policy.spares=two"], "policy.spares=two: give an integer of at least 0"),
     (["policy=spares", "cluster.extra_nodes=0"], "policy.spares=1: the cluster has 0 nodes more than gpt3_6_7b needs"),
     (["model.name=mine", "model.throughput=null"], "give model.throughput or model.efficiency"),
     (["duration=long"], "duration=long: give"),
     (["model.gpu=A10"], "model.gpu=A10: use V100-16GB, "),
-    (["schedule=best"], "schedule=best: give one of 1f1b, planned"),
-    (["policy.schedule=best"], "policy.schedule=best: give one of 1f1b, planned"),
+    (["schedule=planed"], "schedule=planed: use 1f1b or planned. Did you mean planned?"),
+    (["policy.schedule=best"], "policy.schedule=best: use 1f1b or planned."),
     (["seeds=0"], "seeds=0: give an integer of at least 1"),
 ]
 

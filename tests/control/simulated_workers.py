@@ -493,7 +493,7 @@ class SimulatedWorker:
             assert self.pending < 0, "all are done with their parts, and the outcome is not known"
 
     def retried(self, attempt: Callable[[], Waits], recover: bool = False) -> Waits:
-        """Executor._retried."""
+        """Executor._retry."""
         while True:
             try:
                 if recover:

@@ -341,7 +341,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("the last holder of a stage is evicted for a link", fault_attribution, "choose_evictions",
      "not all(stage - evicted for stage in stages)", "False"),
     ("more are evicted than necessary", fault_attribution, "choose_evictions",
-     "(frozenset({worst}), *apart)", "(frozenset({worst}).union(*apart),)"),
+     "(frozenset({worst}), *partner_sets)", "(frozenset({worst}).union(*partner_sets),)"),
     ("an exception that is said twice counts twice", fault_attribution, "on_raised",
      "return state, ()  # said twice", "pass"),
     ("a worker that raised does not let the others know", fault_attribution, "on_raised",
@@ -436,8 +436,8 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
      "if False and"),
     ("losses are told that may follow from a speculative step", SimulatedWorker, "program",
      "if step == self.version:\n        yield from self.know_newest()", "if False:\n        pass"),
-    ("a joiner does not take its state", recovery, "actions", "found.append(Take(donors[rank]))", "pass"),
-    ("a donor gives nothing", recovery, "actions", "found.append(Give(receivers))", "pass"),
+    ("a joiner does not take its state", recovery, "actions", "planned.append(Take(donors[rank]))", "pass"),
+    ("a donor gives nothing", recovery, "actions", "planned.append(Give(receivers))", "pass"),
     ("a worker does not apply what it adopted", recovery, "actions", "if version < decision.version:", "if False:"),
     ("adopted micro-batches are dropped", SimulatedWorker, "program",
      "16**m for m in", "m // self.grid.stages == self.rank // self.grid.stages and 16**m for m in"),
@@ -491,11 +491,11 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a generation is used again", membership, "rebuilt", "number=generation)", "number=generation - 1)"),
     ("the first that returns is enough", membership, "transition",
      "state.roster.live <= state.returned.keys()", "state.returned"),
-    ("nobody is told again what was answered", membership, "_repeated", "if answer is not None:", "if False:"),
-    ("nobody is told again what the loss was", membership, "_repeated", "yield Resend(lack, loss)", "pass"),
+    ("nobody is told again what was answered", membership, "_resend_missed", "if answer is not None:", "if False:"),
+    ("nobody is told again what the loss was", membership, "_resend_missed", "yield Resend(lack, loss)", "pass"),
     ("the losses that were told do not count", membership, "rebuilt", "*(step + 1 for step in losses), ", ""),
     ("the answers that were given do not count", membership, "rebuilt",
-     "max(one.next_collective for one", "min(one.next_collective for one"),
+     "max(each.next_collective for each", "min(each.next_collective for each"),
     ("a commit that was answered is forgotten", membership, "rebuilt", "if known is None else", "if True else"),
     ("who joins has applied nothing", membership, "rebuilt",
      "min(newest, default=members[rank].joins_after)", "-1"),
@@ -603,8 +603,8 @@ HOOKS: list[tuple[str, Any, str, str, str]] = [
 """As above, and some hooks run collectives of their position."""
 
 HOOKS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
-    ("siblings are not told again that they are in a hook", membership, "_repeated",
-     "if one.hook is not None:", "if False:"),
+    ("siblings are not told again that they are in a hook", membership, "_resend_missed",
+     "if each.hook is not None:", "if False:"),
     ("a worker forgets that it is in a hook", Member, "returned", "if self.in_hook:", "if False:"),
 ]
 """As above, and the coordinator is killed."""
@@ -649,9 +649,9 @@ LAYOUTS_REVIVAL: list[tuple[str, Any, str, str, str]] = [
 
 STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
     ("a worker forgets its wish to stop", MessageRecord, "record_sent", "self.request = message", "pass"),
-    ("nobody is told again that all stop", membership, "_repeated",
+    ("nobody is told again that all stop", membership, "_resend_missed",
      "yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))", "pass"),
-    ("all are told again that they stop", membership, "_repeated", "stop.agreed", "True"),
+    ("all are told again that they stop", membership, "_resend_missed", "stop.agreed", "True"),
     ("a stop after the next step is forgotten", journal, "revived_state",
      "Steps(after_step=written.after_step)", "Steps()"),
 ]

@@ -1,6 +1,7 @@
 """A training script of two workers that ends in a way that a test chooses.
 
-``ending_script.py STAGES STEPS SECONDS [raise]``: with ``raise`` the worker at rank 0 raises in step 2.
+``ending_script.py STAGES STEPS SECONDS [raise] [CHECKPOINT.ckpt]``: with ``raise`` the worker at rank 0 raises in step
+2; with a path they resume from there.
 """
 
 import os
@@ -29,4 +30,5 @@ class Ending(Regression):
 if __name__ == "__main__":
     strategy = ReCycleStrategy(pipeline_parallel_size=STAGES, num_microbatches=6)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=STEPS, **QUIET)
-    trainer.fit(Ending().double(), DataLoader(dataset(GLOBAL_BATCH * STEPS), batch_size=GLOBAL_BATCH // 2))
+    loader = DataLoader(dataset(GLOBAL_BATCH * STEPS), batch_size=GLOBAL_BATCH // 2)
+    trainer.fit(Ending().double(), loader, ckpt_path=next((word for word in sys.argv if word.endswith(".ckpt")), None))

@@ -186,6 +186,12 @@ def exception(run: Run) -> Statuses:
     assert statuses[1] == 75, "the other one is told to stop"
     said = "".join(line for worker in workers for line in worker.lines)
     assert "RuntimeError: the user's own" in said, "and who raised it shows it"
+    missing = run.listening()
+    workers = run.workers(1, 20, 0.2, "nope.ckpt")
+    assert {worker.status() for worker in workers} - {75} == {1}, "all raise it, or are told to stop"
+    assert missing.status() == 1
+    said = "".join(line for worker in workers for line in worker.lines)
+    assert f"CheckpointError: ckpt_path='nope.ckpt': there is no such file or folder in {HERE}." in said
     return {
         "worker": statuses[0],
         "coordinator": coordinator.status(),

@@ -40,7 +40,7 @@ STEPS = 4
 )
 def test_how_results_come_home(wanted: Any, local: bool, small: ResultRoute, large: ResultRoute) -> None:
     gathering = Gathering(wanted, 1000, local)
-    assert (gathering.way(999), gathering.way(1000)) == (small, large)
+    assert (gathering.route(999), gathering.route(1000)) == (small, large)
     assert gathering.depends_on_size or small is large
 
 

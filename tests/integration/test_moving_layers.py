@@ -69,8 +69,8 @@ class KilledWhileLayersMove(Callback):
         for owner, name in [
             (stage_bundle, "send_object"),
             (stage_bundle, "receive_object"),
-            (communicator_module, "_send"),
-            (communicator_module, "_receive"),
+            (communicator_module, "_send_in_pieces"),
+            (communicator_module, "_receive_in_pieces"),
             (stage_bundle.LayerMoves, "exchange"),
             (stage_layers.StageLayers, "pack_layers"),
             (stage_layers.StageLayers, "install_layers"),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.launch.worker_payload import dump_exception, from_users_code
-from lightning_recycle.launch.worker_process import patiently
+from lightning_recycle.launch.worker_process import retry_connecting
 from lightning_recycle.runtime.machine_errors import suspicion_of
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.session.trainer_checks import check_optimizers
@@ -188,7 +188,7 @@ def users_inner() -> Any:
 
 
 def users_outer() -> Any:
-    return patiently(users_inner, 0.0, "")
+    return retry_connecting(users_inner, 0.0, "")
 
 
 def test_frames_of_the_package_between_those_of_the_user_are_left_out() -> None:

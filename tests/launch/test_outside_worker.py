@@ -39,7 +39,7 @@ def test_what_may_pass_is_waited_for_at_growing_intervals(
         return "connected"
 
     with caplog.at_level(logging.WARNING):
-        assert worker_process.patiently(connect, 60.0, "node:1") == "connected"
+        assert worker_process.retry_connecting(connect, 60.0, "node:1") == "connected"
     assert len(paused) == 8
     assert paused[0] <= 0.2 < 1.0 <= paused[-1] <= 2.0
     assert len(caplog.records) == 1, "said once"
@@ -51,7 +51,7 @@ def test_after_the_deadline_the_newest_error_is_raised(paused: list[float]) -> N
         raise ConnectionRefusedError("still nobody")
 
     with pytest.raises(ConnectionRefusedError, match="still nobody"):
-        worker_process.patiently(connect, 0.0, "node:1")
+        worker_process.retry_connecting(connect, 0.0, "node:1")
     assert paused == []
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[flo
         raise error
 
     with pytest.raises(type(error)):
-        worker_process.patiently(connect, 60.0, "node:1")
+        worker_process.retry_connecting(connect, 60.0, "node:1")
     assert paused == []
 
 

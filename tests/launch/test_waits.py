@@ -58,8 +58,8 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "control/monitoring/logs.py _send": ("the launcher, for a time", "test_a_handler_that_hangs_holds_up_no_worker"
                                        "_and_lost_records_are_counted"),
     "launch/worker_process.py run_outside": BOUNDED,
-    "launch/worker_process.py patiently": ("the coordinator, for a time", "test_after_the_deadline_the_newest_error_is"
-                                           "_raised"),
+    "launch/worker_process.py retry_connecting": ("the coordinator, for a time", "test_after_the_deadline_the_newest"
+                                                  "_error_is_raised"),
     "launch/ray_workers.py free_slots": BOUNDED,
     "launch/ray_workers.py describe_exit": ("an actor, for a time", "test_a_killed_actor_is_replaced_where_it_was"),
     "launch/ray_workers.py _has_started": BOUNDED,

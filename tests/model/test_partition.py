@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recycle import ConfigurationError
+from lightning_recycle import ConfigurationError, PlanningOptions
 from lightning_recycle.model.layers import even_parts, stage_layers
 
 
@@ -34,8 +34,10 @@ def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ("size", "partition='size': use 'count'"),
-        (7, "partition=7: use 'count'"),
+        ("size", r"PlanningOptions\(partition='size'\): use 'count'"),
+        ("Count", "as in \\[3, 5, 4\\]. Did you mean 'count'?"),
+        (7, r"partition=7\): use 'count'"),
+        ([], "use 'count', or the number of layers"),
         ([1.5, 2.5], "use 'count', or the number of layers"),
         ([1, 2, 1], "describes 3 stages; pipeline_parallel_size is 2"),
         ([1, 2], "distributes 3 layers; the model has 4"),
@@ -45,7 +47,7 @@ def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
 )
 def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        stage_layers(4, 2, partition)
+        stage_layers(4, 2, PlanningOptions(partition=partition).partition)
 
 
 def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt() -> None:

@@ -395,7 +395,7 @@ def test_a_plan_close_to_the_bound_is_kept_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "glpk"}, r"backend='glpk'.*cbc, highs, gurobi"),
+        ({"backend": "glpk"}, r"backend='glpk'.*use 'cbc', 'highs' or 'gurobi'"),
         ({"time_limit": -1.0}, r"time_limit=-1\.0"),
         ({"time_limit": float("nan")}, "time_limit=nan"),
         ({"threads": 0}, "threads=0.*at least 1"),

@@ -61,7 +61,7 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("what is in progress is not waited for", nccl_comms,
      [("while not library.in_progress(self.comm):", "library.in_progress(self.comm)\n        while True:")]),
     ("two receives are under way at a time", payloads,
-     [("        if self._receiving is None:\n            self._go()\n", "        self._go()\n")]),
+     [("        if self._receiving is None:\n            self._accept_offer()\n", "        self._accept_offer()\n")]),
     ("both directions share a stream", payloads, [
         ("self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()",
          "self._send_stream = self._receive_stream = self._streams.create()"),

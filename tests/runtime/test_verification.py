@@ -73,7 +73,7 @@ class Worker:
         self.record = verification._from_message(message)
 
     def run(self, step: int) -> list[Tensor]:
-        self.verifier.begin(step, whole=True)
+        self.verifier.begin(step, is_first_attempt=True)
         for task in self.verifier.tasks:
             x, y = values(task.index)
             match task.op.kind:

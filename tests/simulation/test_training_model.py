@@ -90,6 +90,7 @@ def test_costs_grow_with_a_stages_part_and_replicas_cost_a_longer_ring() -> None
     [
         ({"throughput": 1e5}, "cannot be faster"),
         ({"gpu": "A10"}, r"gpu='A10'\): choose one of V100"),
+        ({"gpu": "A100-40G"}, r"or give a Gpu\(...\). Did you mean 'A100-40GB'\?$"),
         ({"global_batch": 100}, "need a multiple of 16"),
         ({"stages": 0}, "stages=0"),
     ],

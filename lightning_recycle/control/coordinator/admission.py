@@ -273,13 +273,13 @@ class Admission:
                 connection, rank, "this coordinator does not survive its end", messages.Stop(StopReason.LOST)
             )
             return
-        place = readmission.judge(state, self._workers.connections.keys(), returned)
-        if state.outcome is not None or place in (ReturnStanding.LEFT, ReturnStanding.LOST):
-            self._send_off(connection, rank, place.value, *readmission.farewell(returned, place))
+        standing = readmission.judge(state, self._workers.connections.keys(), returned)
+        if state.outcome is not None or standing in (ReturnStanding.LEFT, ReturnStanding.LOST):
+            self._send_off(connection, rank, standing.value, *readmission.farewell(returned, standing))
             return
         self.has_met = True
         readmission.heard(time.monotonic())
-        self._readmit(connection, returned, place)
+        self._readmit(connection, returned, standing)
 
     def _send_off(self, connection: NonBlockingConnection, rank: int, why: str, *words: Any) -> None:
         connection.part(*words, seconds=_SHORT_FAREWELL_SECONDS)
@@ -333,12 +333,12 @@ class Readmission:
     def enrolled(self) -> messages.Enrolled:
         return messages.Enrolled(self._journal.run)
 
-    def judge(self, state: MembershipState, taken: Collection[int], returned: messages.Returned) -> ReturnStanding:
-        """Standing of the sender of ``returned``; ``taken``: positions that are connected."""
+    def judge(self, state: MembershipState, connected: Collection[int], returned: messages.Returned) -> ReturnStanding:
+        """Standing of the sender of ``returned``; ``connected``: positions that are connected."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST
-        is_free = rank not in taken
+        is_free = rank not in connected
         if state.generation.number < 0:
             return (
                 ReturnStanding.STARTER
@@ -355,13 +355,13 @@ class Readmission:
         return ReturnStanding.CANDIDATE if is_free and was_to_join else ReturnStanding.LOST
 
     def farewell(
-        self, returned: messages.Returned, place: ReturnStanding
+        self, returned: messages.Returned, standing: ReturnStanding
     ) -> tuple[messages.Answer | messages.Stop, ...]:
         """Last words to a worker that cannot return: the run's outcome if it was there."""
         journal = self._journal
-        held = journal.processes.get(returned.rank) if returned.run == journal.run else None
-        if journal.kept is None or journal.kept.over is None or held is None or held.token != returned.token:
-            return (messages.Stop(StopReason.LEFT if place is ReturnStanding.LEFT else StopReason.LOST),)
+        process = journal.processes.get(returned.rank) if returned.run == journal.run else None
+        if journal.kept is None or journal.kept.over is None or process is None or process.token != returned.token:
+            return (messages.Stop(StopReason.LEFT if standing is ReturnStanding.LEFT else StopReason.LOST),)
         answer, stop = journal.kept.over.answer, messages.Stop(journal.kept.over.reason)
         return (stop,) if answer is None or returned.next_collective > answer.number else (answer, stop)
 
@@ -379,8 +379,8 @@ class Readmission:
         if state.returned is None:
             return {}
         options, late = self._options, {}
-        there = {rank for rank in state.returned if rank in state.roster.live - state.roster.joining}
-        stages = {one.stage for one in state.positions.whole(there)}
+        returned = {rank for rank in state.returned if rank in state.roster.live - state.roster.joining}
+        stages = {position.stage for position in state.positions.whole(returned)}
         for rank in sorted(state.roster.live - state.returned.keys()):
             has_peer = state.stage_of(rank) in stages
             limit = options.heartbeat.timeout if has_peer else options.heartbeat.last_holder_timeout

@@ -282,6 +282,7 @@ class Coordinator:
     # ------------------------------------------------------------------ the loop
 
     def _serve(self) -> None:
+        """The coordinator's thread: handles messages and clocks until it is closed."""
         try:
             for rank, process in self._started.items():
                 self._workers.watch_exit(rank, process)
@@ -419,14 +420,14 @@ class Coordinator:
     def _readmit(self, connection: NonBlockingConnection, returned: messages.Returned, place: ReturnStanding) -> None:
         rank = returned.rank
         self._vacancies.held_before(rank, returned.node, returned.incarnation)
-        said = membership.returned_events(returned) if place is not ReturnStanding.MEMBER else iter(())
+        reports = membership.returned_events(returned) if place is not ReturnStanding.MEMBER else iter(())
         if place is ReturnStanding.MEMBER:
             self._watch.reported(rank)
         if self._is_first_member(rank):
             self._plans.returned(self._position(rank), returned)
         process = describe(returned, returned.incarnation)
         self._admit(rank, connection, process, place is ReturnStanding.CANDIDATE, returned)
-        for message in said:
+        for message in reports:
             self._on_message(rank, message)
 
     def _admit(
@@ -497,7 +498,7 @@ class Coordinator:
         for rank in self._state.vacant:
             if (
                 self._has_candidate(rank)
-                or any(self._wrong[one] >= _WRONG_STATES for one in self._state.positions.all_members({rank}))
+                or any(self._wrong[member] >= _WRONG_STATES for member in self._state.positions.all_members({rank}))
                 or not self._vacancies.may_start(rank, now, is_first=self._is_first(rank))
             ):
                 continue
@@ -563,6 +564,7 @@ class Coordinator:
     # ------------------------------------------------------------------ messages
 
     def _on_message(self, rank: int, message: Any) -> None:
+        """Handles a worker's ``message``; what decides something becomes an event."""
         now = time.monotonic()
         self._watch.heard(rank, now)
         if not isinstance(message, _FROM_OTHER_THREADS):
@@ -659,6 +661,10 @@ class Coordinator:
         self._workers.post_to_all(message, (spare for spare, _ in self._vacancies.spares))
 
     def _apply(self, event: protocol.MembershipEvent) -> None:
+        """Applies ``event`` to the state, journals it, and carries out the commands.
+
+        A ``Resume`` without a plan yet is held back: the state stays as it was, and the event comes again.
+        """
         state, commands = membership.transition(self._state, event)
         resumes = any(isinstance(c, protocol.Send) and isinstance(c.message, messages.Resume) for c in commands)
         if resumes and not self._plan_is_ready(state):
@@ -692,6 +698,10 @@ class Coordinator:
             self._written = parts
 
     def _send(self, command: protocol.Send) -> None:
+        """Completes a message with what the state machine does not know, and posts it.
+
+        A ``Resume`` begins the generation's plan; each rank gets its own program.
+        """
         message, schedule = command.message, command.schedule
         if isinstance(message, messages.Resume):
             self._divide_time()

@@ -160,20 +160,20 @@ def review(
     memory = _follow(memory, now, signs, vouched, step)
     evict: dict[int, Overdue] = {}
     waits: dict[int, Overdue] = {}
-    for rank, seen in sorted(signs.items()):
-        for sign in seen.signs:
+    for rank, observed in sorted(signs.items()):
+        for sign in observed.signs:
             if sign.seconds <= sign.limit:
                 continue
-            before = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
-            others = [positions.name(other) for other in sorted(before)]
+            held_up = _held_up_alike(memory.held_up, now, rank, stages[rank], sign, step)
+            others = [positions.name(other) for other in sorted(held_up)]
             reason = _why_waited(others, sign.computes, rank in vouched, stages[rank])
-            counted = _counted(sign.seconds, _excuses(memory, rank, sign is seen.silence), now)
-            found = _judge(sign, counted, rank in vouched, len(before) + sign.computes, reason)
-            if found is not None and not found.reason:
-                evict[rank] = found
+            counted = _counted(sign.seconds, _excuses(memory, rank, sign is observed.silence), now)
+            overdue = _judge(sign, counted, rank in vouched, len(held_up) + sign.computes, reason)
+            if overdue is not None and not overdue.reason:
+                evict[rank] = overdue
                 break
-            if found is not None:
-                waits.setdefault(rank, found)
+            if overdue is not None:
+                waits.setdefault(rank, overdue)
     return _conclude(memory, now, signs, stages, step, evict, waits)
 
 
@@ -198,11 +198,11 @@ def _follow(
     since = now if memory.time is None else memory.time
     alone: dict[int, _Intervals] = {}
     unheard: dict[int, _Intervals] = {}
-    for rank, seen in signs.items():
-        is_alone, is_heard = rank not in vouched, seen.is_heard
+    for rank, observed in signs.items():
+        is_alone, is_heard = rank not in vouched, observed.is_heard
         if not is_alone and is_heard and rank not in memory.alone and rank not in memory.unheard:
             continue  # nearly always
-        oldest = now - max(sign.seconds for sign in seen.signs)
+        oldest = now - max(sign.seconds for sign in observed.signs)
         times = _after(oldest, memory.alone.get(rank, ()))
         if is_alone and now > since:
             times = _merged([*times, (since, now)])
@@ -210,7 +210,7 @@ def _follow(
             alone[rank] = times
         times = _after(oldest, memory.unheard.get(rank, ()))
         if not is_heard:
-            times = _merged([*times, (now - seen.silence.seconds, now)])
+            times = _merged([*times, (now - observed.silence.seconds, now)])
         if times:
             unheard[rank] = times
     held_up = tuple(held for held in memory.held_up if held.step >= step - 1)  # stages differ by one step at most
@@ -227,14 +227,14 @@ def _conclude(
     waits: Mapping[int, Overdue],
 ) -> tuple[DetectionState, Ruling]:
     """Remembers the ruling; workers that are waited for are named once."""
-    begun = {rank: found for rank, found in waits.items() if rank not in memory.waited}
-    left = {rank: seconds for rank, seconds in memory.waited.items() if rank in signs and rank not in evict}
-    cleared = {rank: seconds for rank, seconds in left.items() if signs[rank].is_well}
-    waited = {rank: signs[rank].exceeded or left[rank] for rank in left.keys() - cleared.keys()}
-    waited.update({rank: found.seconds for rank, found in begun.items()})
-    new = (_HeldUp(rank, stages[rank], step, now, signs[rank].place) for rank in (*evict, *begun))
-    held_up = (*memory.held_up, *new)
-    return DetectionState(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, begun, cleared)
+    newly_waited = {rank: overdue for rank, overdue in waits.items() if rank not in memory.waited}
+    still_waited = {rank: seconds for rank, seconds in memory.waited.items() if rank in signs and rank not in evict}
+    cleared = {rank: seconds for rank, seconds in still_waited.items() if signs[rank].is_well}
+    waited = {rank: signs[rank].exceeded or still_waited[rank] for rank in still_waited.keys() - cleared.keys()}
+    waited.update({rank: overdue.seconds for rank, overdue in newly_waited.items()})
+    delays = (_HeldUp(rank, stages[rank], step, now, signs[rank].place) for rank in (*evict, *newly_waited))
+    held_up = (*memory.held_up, *delays)
+    return DetectionState(now, memory.alone, memory.unheard, held_up, waited), Ruling(evict, newly_waited, cleared)
 
 
 def _held_up_alike(
@@ -305,20 +305,20 @@ class Observation:
     place: StepPoint | None = None
 
 
-def sign_of_work(seen: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
+def sign_of_work(worker: Observation, usual: float | None, timeout: float, patience: float = PATIENCE) -> Sign | None:
     """Sign of a worker that has been at the same work; None if it waits for others.
 
     ``usual``: seconds of that kind of operation there; None if unknown. ``timeout``: seconds that every operation may
     take, ``patience``: those without a usual duration.
     """
-    if seen.waiting:
+    if worker.waiting:
         return None
-    limit = _limit(seen.kind, usual, timeout, patience)
+    limit = _limit(worker.kind, usual, timeout, patience)
     cause = (
-        f"it has been in {seen.operation!r} for {seen.seconds:.1f} s without waiting for anybody, more than the"
+        f"it has been in {worker.operation!r} for {worker.seconds:.1f} s without waiting for anybody, more than the"
         f" {limit:.1f} s that it may take"
     )
-    return Sign(cause, seen.seconds, limit, patience, seen.place)
+    return Sign(cause, worker.seconds, limit, patience, worker.place)
 
 
 def everybody_waits(

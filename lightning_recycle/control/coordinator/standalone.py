@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         http = _shown_at(options.http)
-        given = _checked(options)
-        most = None if options.runs is None else flag_value("--runs", options.runs, integer(1))
+        settings = _checked(options)
+        most_runs = None if options.runs is None else flag_value("--runs", options.runs, integer(1))
         address, key = address_from(options.listen, "--listen"), key_from_environment()
         if http is not None and _are_same(http, address):
             setting = "RECYCLE_HTTP" if options.http is None else "--http"
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a script
             signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-    serving = Serving(reception, given, journal, lambda run: monitor.show(None if run is None else run.view))
+    serving = Serving(reception, settings, journal, lambda run: monitor.show(None if run is None else run.view))
     finished = serving.statuses
 
     was_last = threading.Event()
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"recycle-coordinator: {error}", file=sys.stderr)
             return 2
         print(f"listening on {shown(reception.listener.address)}", flush=True)
-        while most is None or len(finished) < most:
+        while most_runs is None or len(finished) < most_runs:
             if not (finished and options.obey):  # then its parent is about to end it
                 log.info("Waiting for workers at %s.", shown(reception.listener.address))
             try:
@@ -267,9 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, item in _FLAGS.items():
         check: Check | None = item.metadata["check"]
-        values = (
-            _UNITS.get(item.name, "SECONDS") if check is None or not check.values else "|".join(check.values).lower()
-        )
+        choices = "|".join(map(str, check.choices)).lower() if check is not None else ""
+        values = choices or _UNITS.get(item.name, "SECONDS")
         parser.add_argument(_flag(name), dest=name, metavar=values, help=item.metadata["shared"])
     parser.add_argument("--runs", metavar="N", help="end after this many runs; by default never")
     parser.add_argument(
@@ -381,18 +380,18 @@ class Serving:
 
     def _is_gone(self, journal: Journal) -> bool:
         """Waits for workers of an earlier process's run; True if none returns: it is over."""
-        kept = journal.kept
-        if kept is None or kept.generation < 0:
+        journaled = journal.kept
+        if journaled is None or journaled.generation < 0:
             return False
-        since = None if kept.over is None else time.monotonic()
-        limit = _NOBODY_SECONDS if kept.over is None else _OVER_SECONDS
+        since = None if journaled.over is None else time.monotonic()
+        limit = _NOBODY_SECONDS if journaled.over is None else _OVER_SECONDS
         while not self._reception.has_returned:
             if since is None and self._reception.has_met:
                 since = time.monotonic()
             have_ended = all(has_ended(process.pid, process.space) for process in journal.processes.values())
             if have_ended or (since is not None and time.monotonic() - since > limit):
                 log.warning("No worker returned to the run that was going on here: it is over.")
-                status = () if kept.over is None else (int(kept.over.reason is not StopReason.FINISHED),)
+                status = () if journaled.over is None else (int(journaled.over.reason is not StopReason.FINISHED),)
                 journal.begin((*journal.statuses, *status))
                 return True
             self._reception.look()

@@ -220,22 +220,22 @@ class Vacancies:
     # ------------------------------------------------------------------ spares
 
     def place_spare(
-        self, free: Collection[int], held: Mapping[int, int]
+        self, free: Collection[int], workers_by_column: Mapping[int, int]
     ) -> tuple[int, NonBlockingConnection, Process] | None:
         """A place of ``free`` for the longest-waiting spare, with connection and process.
 
-        It is of the column with the fewest ``held``, by column. None without a spare or place.
+        It is of a column with the fewest workers, by ``workers_by_column``. None without a spare or place.
         """
         if not free or not self.spares:
             return None
         connection, process = self.spares.pop(0)
         lowest: dict[int, int] = {}  # free place of each position, or of each pipeline if members need not be together
         members, columns = self._positions.members, self._positions.columns
-        fewest = min(held.get(rank % columns, 0) for rank in free)
+        fewest = min(workers_by_column.get(rank % columns, 0) for rank in free)
         for rank in free:
-            if held.get(rank % columns, 0) == fewest:
-                place = rank // (members if members > 1 else columns)
-                lowest[place] = min(rank, lowest.get(place, rank))
+            if workers_by_column.get(rank % columns, 0) == fewest:
+                group = rank // (members if members > 1 else columns)
+                lowest[group] = min(rank, lowest.get(group, rank))
         rank = min(lowest.values(), key=lambda rank: (*self._strangeness(rank, process.node), rank))
         self._take_node(rank, process.node)
         return rank, connection, process

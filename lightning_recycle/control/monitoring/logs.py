@@ -91,7 +91,8 @@ def install_if_wanted() -> bool:
     """
     wanted = os.environ.get("RECYCLE_LOG", "text")
     if wanted not in ("json", "text"):
-        raise ConfigurationError(f"RECYCLE_LOG={wanted!r}: use json for lines of JSON, or text, the default.")
+        remedy = "use json for lines of JSON, or text, the default"
+        raise ConfigurationError.for_option("", "RECYCLE_LOG", wanted, remedy, ("json", "text"))
     if wanted == "text":
         return False
     root = logging.getLogger()

@@ -78,7 +78,7 @@ def listen_here() -> Iterator[socket.socket]:
 
 def sockets() -> list[Path]:
     """Sockets of this user's runs, oldest first; removes those of dead processes."""
-    found: dict[Path, float] = {}
+    live_sockets: dict[Path, float] = {}
     for folder in dict.fromkeys(_folders()):
         for path in folder.glob("*.sock") if _is_mine(folder) else ():
             try:
@@ -89,8 +89,8 @@ def sockets() -> list[Path]:
             except OSError:  # it has just gone, or is too busy to be asked
                 continue
             else:
-                found[path] = began
-    return sorted(found, key=lambda path: found[path])
+                live_sockets[path] = began
+    return sorted(live_sockets, key=lambda path: live_sockets[path])
 
 
 def connect_to(path: Path) -> socket.socket:

@@ -183,20 +183,20 @@ def _show(status: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(status), flush=True)
         return
-    _print(_rendered(status))
+    _print(_render(status))
 
 
-def _print(what: Any) -> None:
+def _print(renderable: Any) -> None:
     """Prints to the terminal; to a pipe or a file, in lines of any length."""
     from rich.console import Console
 
     console = Console()
     if console.is_terminal:
-        console.print(what)
+        console.print(renderable)
         return
     unfolded = Console(width=_MOST_COLUMNS)
     with unfolded.capture() as captured:
-        unfolded.print(what)
+        unfolded.print(renderable)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
@@ -213,7 +213,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
             if live is None:
                 _show(status, as_json)
             else:
-                live.update(_rendered(status), refresh=True)
+                live.update(_render(status), refresh=True)
             time.sleep(seconds)
             try:
                 status = target.ask()
@@ -241,7 +241,7 @@ def _head(status: Mapping[str, Any]) -> Any:
     return head
 
 
-def _rendered(status: Mapping[str, Any]) -> Any:
+def _render(status: Mapping[str, Any]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
@@ -264,8 +264,8 @@ def _rendered(status: Mapping[str, Any]) -> Any:
     counts = status["counts"]
     if counts["failures"]:
         names = {"failures": "failure", "redone_steps": "redone step", "rejoined_workers": "replacement"}
-        told = [f"{counts[key]:,} {name}{'' if counts[key] == 1 else 's'}" for key, name in names.items()]
-        lines += [Text(), Text(f"{', '.join(told)}; {status['recovery_seconds']:.1f} s to recover")]
+        counted = [f"{counts[key]:,} {name}{'' if counts[key] == 1 else 's'}" for key, name in names.items()]
+        lines += [Text(), Text(f"{', '.join(counted)}; {status['recovery_seconds']:.1f} s to recover")]
     for failure in reversed(status["failures"][-3:]):
         who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
         text = f"{_duration(now - failure['time'])} ago: {who} ({_process(failure)}): {failure['details'].get('cause')}"

@@ -84,23 +84,23 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
             f"A coordinator cannot listen at {shown(address)}: {host!r} cannot be resolved ({error.strerror}). Give an"
             " address of this machine, or 0.0.0.0 for all of them."
         ) from error
-    found = str(resolved[0])
-    if _is_name(host) and host != "localhost" and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+    numeric = str(resolved[0])
+    if _is_name(host) and host != "localhost" and ipaddress.ip_address(numeric.partition("%")[0]).is_loopback:
         raise ConfigurationError(
-            f"A coordinator at {shown(address)} could be reached from this machine only: {host!r} stands for {found}"
+            f"A coordinator at {shown(address)} could be reached from this machine only: {host!r} stands for {numeric}"
             " here, as /etc/hosts often says of a machine's own name. Give an address that other machines reach, or"
-            f" 0.0.0.0 for all of them; if all workers are on this machine, {found}."
+            f" 0.0.0.0 for all of them; if all workers are on this machine, {numeric}."
         )
     both = host == _ANY_IPV6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
-            (found, port), family=socket.AddressFamily(family), backlog=backlog, dualstack_ipv6=both
+            (numeric, port), family=socket.AddressFamily(family), backlog=backlog, dualstack_ipv6=both
         )
     except OSError as error:
         remedies = {
             errno.EADDRINUSE: "another process listens there, perhaps a coordinator that was started before: end it, or"
             " give another port",
-            errno.EADDRNOTAVAIL: f"this machine has no address {found}: give one of its own, or 0.0.0.0",
+            errno.EADDRNOTAVAIL: f"this machine has no address {numeric}: give one of its own, or 0.0.0.0",
             errno.EACCES: "ports below 1024 need privileges: give another one",
         }
         remedy = remedies.get(error.errno or 0, "give another address")

@@ -120,6 +120,10 @@ class Listener:
                 break
 
     def _accept(self) -> bool:
+        """Accepts a connection, if one waits; returns whether one did.
+
+        One more from an address with too many goes at once; with too many in all, the oldest unknown silent one does.
+        """
         accepted = accept(self._socket, "The coordinator")
         if accepted is None:
             return False
@@ -157,6 +161,7 @@ class Listener:
         return known
 
     def _listen_to(self, stranger: _Stranger) -> None:
+        """Reads a stranger's part of the handshake; admits or refuses it when decided."""
         try:
             data = stranger.socket.recv(4096)
         except (BlockingIOError, InterruptedError):

@@ -149,13 +149,13 @@ class Measurements:
         self._profiled.setdefault(stage, message)
         if len(self._profiled) < self._grid.stages:
             return None
-        parts = [part for _, part in sorted(self._profiled.items())]
-        links = [part for part in parts if part.bandwidth]
+        reports = [report for _, report in sorted(self._profiled.items())]
+        links = [report for report in reports if report.bandwidth]
         self.profile = Profile(
-            stages=tuple(part.stage for part in parts),
+            stages=tuple(report.stage for report in reports),
             latency=max((link.latency for link in links), default=0.0),
             bandwidth=min((link.bandwidth for link in links), default=0.0),
-            steps=min(part.steps for part in parts),
+            steps=min(report.steps for report in reports),
         )
         self._profiled = {}
         return self.profile

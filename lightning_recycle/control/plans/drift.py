@@ -238,6 +238,10 @@ class DriftMonitor:
     # ------------------------------------------------------------------ estimating
 
     def _estimate(self, schedule: Schedule, assumed: Estimate) -> Estimate:
+        """Costs of the stages and factors of slow workers, by the steps in the window.
+
+        ``assumed``: costs of the kinds of operations that nothing has measured.
+        """
         problem = schedule.problem
         planned = dict(problem.worker_factors)
         recovered = self._steps >= self._options.horizon_steps
@@ -307,20 +311,20 @@ class DriftMonitor:
     ) -> dict[tuple[int, str], float]:
         """Seconds of each kind of operation of a stage on a worker of factor 1."""
         frames: list[dict[tuple[int, str], float]] = []
-        own = {worker: math.log(factor) for worker, factor in factors.items()}
+        log_factors = {worker: math.log(factor) for worker, factor in factors.items()}
         for frame in self._window:
-            found: dict[tuple[int, str], float] = {}
+            levels: dict[tuple[int, str], float] = {}
             for stage, workers in enumerate(stages):
                 for kind in _KINDS:
-                    logs = [frame[worker][kind] - own[worker] for worker in workers if kind in frame[worker]]
+                    logs = [frame[worker][kind] - log_factors[worker] for worker in workers if kind in frame[worker]]
                     if logs:
-                        found[stage, kind] = sum(logs) / len(logs)
-            frames.append(found)
+                        levels[stage, kind] = sum(logs) / len(logs)
+            frames.append(levels)
         # What moves all levels of a step alike casts no doubt on one of them relative to the others.
         always = {name for name in frames[0] if all(name in frame for frame in frames)}
         common = [fmean(frame[name] for name in always) if always else 0.0 for frame in frames]
         series = {
-            name: [frame[name] - all_ for frame, all_ in zip(frames, common, strict=True) if name in frame]
+            name: [frame[name] - shift for frame, shift in zip(frames, common, strict=True) if name in frame]
             for name in sorted({name for frame in frames for name in frame})
         }
         noise = _noise(series)

@@ -213,21 +213,23 @@ class LayoutChoice:
         return None if split is None or fused is None else (split, fused)
 
     def _costs(self, costs: Costs, seconds: OperationSeconds, memory: Memory | None) -> LayerCosts:
+        """The measured costs of all layers, made to agree with the stages' ``costs``."""
+
         def each(name: str) -> tuple[float, ...]:
-            return tuple(getattr(facts, name)[place] for _, (facts, place) in sorted(self._facts.items()))
+            return tuple(getattr(facts, name)[index] for _, (facts, index) in sorted(self._facts.items()))
 
         state = tuple(map(sum, zip(each("parameter_bytes"), each("optimizer_bytes"), strict=True)))
-        known: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         if memory is not None:
-            held = [sum(state[layer] for layer in part) for part in held_ranges(self.cuts)]
-            besides = [max(0.0, fixed - own) for fixed, own in zip(memory.fixed, held, strict=True)]
-            known = {
-                "memory_limit": max(0.0, min(map(operator.sub, memory.capacity, besides))),
+            held = [sum(state[layer] for layer in layers) for layers in held_ranges(self.cuts)]
+            other_bytes = [max(0.0, fixed - layer_bytes) for fixed, layer_bytes in zip(memory.fixed, held, strict=True)]
+            measured = {
+                "memory_limit": max(0.0, min(map(operator.sub, memory.capacity, other_bytes))),
                 "held_bytes": memory.after_forward,
                 "waiting_bytes": memory.after_backward,
             }
         if all("BW" in seconds.get(stage, {}) for stage in range(costs.stages)):
-            known["backward"] = [seconds[stage]["BW"] for stage in range(costs.stages)]
+            measured["backward"] = [seconds[stage]["BW"] for stage in range(costs.stages)]
         profile = self._measured.profile
         return LayerCosts.from_stages(
             costs,
@@ -238,5 +240,5 @@ class LayoutChoice:
             optimizer_bytes=each("optimizer_bytes"),
             latency=0.0 if profile is None else profile.latency,
             bandwidth=(0.0 if profile is None else profile.bandwidth) or _BANDWIDTH,
-            **known,
+            **measured,
         )

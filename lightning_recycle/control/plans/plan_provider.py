@@ -106,10 +106,10 @@ class ReadyPlan:
 
     def is_replaced_by(self, schedule: Schedule, problem: Problem) -> bool:
         """Whether to keep ``schedule``, made for ``problem``, instead."""
-        own = self.schedule
-        if own.problem.technique != schedule.problem.technique or not _keeps_to(own, problem):
+        current = self.schedule
+        if current.problem.technique != schedule.problem.technique or not _keeps_to(current, problem):
             return True
-        return schedule.period < retime(own, schedule.problem.costs).period * (1 - 1e-9)
+        return schedule.period < retime(current, schedule.problem.costs).period * (1 - 1e-9)
 
 
 def _keeps_to(schedule: Schedule, problem: Problem) -> bool:
@@ -325,10 +325,10 @@ class PlanProvider:
         present = assumed.problem(failed, seconds)
         at_once = later = False
         if running is not None:
-            own = ready.find(present)
+            ready_plan = ready.find(present)
             is_open = assumed.splitting is not None and ready.choice(present) is None
             at_once = is_open or not _keeps_to(running, present)
-            later = running.problem.memories != present.memories or (own is not None and not own.is_final)
+            later = running.problem.memories != present.memories or (ready_plan is not None and not ready_plan.is_final)
         if at_once:
             yield from self._improve(present, assumed, ready, is_running=True)
         capacity = ready.capacity - (running is not None)
@@ -349,8 +349,8 @@ class PlanProvider:
             return
         found = self._stored(problem)
         if found is None or not found.is_final:
-            made = yield from self._make_or_none(problem, assumed, "better" if is_running else "ahead")
-            found = made or found
+            computed = yield from self._make_or_none(problem, assumed, "better" if is_running else "ahead")
+            found = computed or found
         if found is not None and (known is None or known.is_replaced_by(found.schedule, problem)):
             ready.keep(found)
         elif known is not None:  # it is not asked again

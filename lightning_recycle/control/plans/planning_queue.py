@@ -57,7 +57,7 @@ is no question, but a moment in which a more urgent job may go first.
 
 
 @dataclass(eq=False)
-class _Begun:
+class _StartedJob:
     """A job, and the question that it waits for."""
 
     urgency: Urgency
@@ -79,8 +79,8 @@ class PlanningQueue:
         self._process = PlanningProcess()
         self._published: list[Any] = []
         self._changed = threading.Condition()
-        self._jobs: dict[Urgency, _Begun] = {}
-        self._current: _Begun | None = None
+        self._jobs: dict[Urgency, _StartedJob] = {}
+        self._current: _StartedJob | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -90,7 +90,7 @@ class PlanningQueue:
             if self._closed:
                 return
             self._drop(urgency)
-            self._jobs[urgency] = _Begun(urgency, job)
+            self._jobs[urgency] = _StartedJob(urgency, job)
             if self._current is not None and self._current.urgency > urgency:
                 self._current.interrupted.set()
             self._changed.notify()
@@ -132,9 +132,9 @@ class PlanningQueue:
             dropped.interrupted.set()
 
     def _run(self) -> None:
-        while (begun := self._most_urgent()) is not None:
+        while (started := self._most_urgent()) is not None:
             try:
-                self._go_on(begun)
+                self._advance(started)
                 continue
             except Cancelled:
                 continue  # asked again, unless it was dropped
@@ -143,10 +143,10 @@ class PlanningQueue:
             except Exception:  # the others must go on
                 log.exception("Planning ended early")
             with self._changed:
-                if self._jobs.get(begun.urgency) is begun:
-                    del self._jobs[begun.urgency]
+                if self._jobs.get(started.urgency) is started:
+                    del self._jobs[started.urgency]
 
-    def _most_urgent(self) -> _Begun | None:
+    def _most_urgent(self) -> _StartedJob | None:
         """The job to go on with; None at the end of the run."""
         with self._changed:
             self._current = None
@@ -158,27 +158,27 @@ class PlanningQueue:
             begun.interrupted.clear()
             return begun
 
-    def _go_on(self, begun: _Begun) -> None:
+    def _advance(self, started: _StartedJob) -> None:
         """Has the job's question answered, and gets the next one.
 
         Raises Cancelled when the question was given up, StopIteration when the job has ended.
         """
         answer, error = None, None
         try:
-            answer = self._answer(begun)
+            answer = self._answer(started)
         except PlanningError as caught:
             error = caught
-        if not begun.dropped:
-            begun.question = begun.job.send(answer) if error is None else begun.job.throw(error)
+        if not started.dropped:
+            started.question = started.job.send(answer) if error is None else started.job.throw(error)
 
-    def _answer(self, begun: _Begun) -> Any:
-        question = begun.question
+    def _answer(self, started: _StartedJob) -> Any:
+        question = started.question
         if question is None:
             return None
         if not isinstance(question, InThread):
-            return self._process.ask(question, begun.interrupted, urgent=begun.urgency == Urgency.NEEDED)
+            return self._process.ask(question, started.interrupted, urgent=started.urgency == Urgency.NEEDED)
         try:
-            with cancelled_by(begun.interrupted):
+            with cancelled_by(started.interrupted):
                 return question.question()
         except PlanningError:
             raise

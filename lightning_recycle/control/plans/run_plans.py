@@ -214,18 +214,18 @@ class RunPlans:
 
     def better(self) -> list[PlanReady | LayoutReady]:
         """The better plans and layouts found since the last call."""
-        wanted: list[PlanReady | LayoutReady | None] = []
-        for found in self._background.take():
-            if isinstance(found, ReadyPlan):
-                wanted.append(self._improved(found))
-            elif isinstance(found, LayoutPlan):
-                ready, why = self._layouts.decide(found, self.schedules[-1])
-                wanted.append(ready)
+        changes: list[PlanReady | LayoutReady | None] = []
+        for result in self._background.take():
+            if isinstance(result, ReadyPlan):
+                changes.append(self._change_if_better(result))
+            elif isinstance(result, LayoutPlan):
+                ready, why = self._layouts.decide(result, self.schedules[-1])
+                changes.append(ready)
                 if why:
                     self._notes.append(("layout", {"why": why}))
             else:
-                wanted.append(self._accepted(*found))
-        return [ready for ready in wanted if ready is not None]
+                changes.append(self._accepted(*result))
+        return [ready for ready in changes if ready is not None]
 
     def _look_for_better(self, question: DriftQuestion) -> Job:
         """Job that looks for a plan for the present times; publishes its proposal."""
@@ -236,31 +236,31 @@ class RunPlans:
             log.warning("No plan was found for the times that the operations take now: %s", error)
         self._background.publish((question, proposal))
 
-    def _improved(self, found: ReadyPlan) -> PlanReady | None:
-        """The change to ``found`` if it saves something, or the current plan lacks memory."""
-        schedule, newest = found.schedule, self.schedules[-1]
+    def _change_if_better(self, ready_plan: ReadyPlan) -> PlanReady | None:
+        """The change to ``ready_plan`` if it saves something, or the current plan lacks memory."""
+        schedule, newest = ready_plan.schedule, self.schedules[-1]
         problem = schedule.problem
-        now = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
-        if now != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
+        current = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
+        if current != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # other workers are failed or slow now
-        choice = found.choice
+        choice = ready_plan.choice
         if choice is not None and choice is not self._recorded:
             self._recorded = choice
             self._notes.append(("chosen", choice.facts))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.splits != problem.technique.split_backward:
                 return None  # what runs was chosen since
-            before = schedule.period / (1 - choice.gain)
-            return self._change_to(schedule, choice.gain, before, found.seconds, found.backend)
+            old_period = schedule.period / (1 - choice.gain)
+            return self._change_to(schedule, choice.gain, old_period, ready_plan.seconds, ready_plan.backend)
         other_memory = newest.problem.memories != problem.memories
-        before = retime(newest, problem.costs).period
-        gain = 1.0 - schedule.period / before if before else 0.0
+        old_period = retime(newest, problem.costs).period
+        gain = 1.0 - schedule.period / old_period if old_period else 0.0
         if other_memory and not newest.fits(problem):
             log.warning("The plan that runs needs more memory than there is: changing to one that needs less.")
         elif gain < (_LEAST_GAIN_OF_MEMORY if other_memory else _LEAST_GAIN):
-            log.debug("%s found no better plan than the one that runs (%.2f %%).", found.backend, 100 * gain)
+            log.debug("%s found no better plan than the one that runs (%.2f %%).", ready_plan.backend, 100 * gain)
             return None
-        return self._change_to(schedule, gain, before, found.seconds, found.backend)
+        return self._change_to(schedule, gain, old_period, ready_plan.seconds, ready_plan.backend)
 
     def _accepted(self, question: DriftQuestion, proposal: Proposal | None) -> PlanReady | None:
         assert self._drift is not None

@@ -85,11 +85,11 @@ def forget_retracted(state: MembershipState) -> MembershipState:
     Parts for one generation only, and of lost workers, which may have gone on where all others stop.
     """
     live = state.roster.live
-    kept = {
+    still_open = {
         number: {rank: arrive for rank, arrive in arrived.items() if arrive.generation is None and rank in live}
         for number, arrived in state.collectives.open.items()
     }
-    return state.with_collectives(open={number: arrived for number, arrived in kept.items() if arrived})
+    return state.with_collectives(open={number: arrived for number, arrived in still_open.items() if arrived})
 
 
 def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
@@ -116,7 +116,7 @@ def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
 def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
     """A worker reports its begun step; ends the run if others wait for it before that."""
     for _, arrived in sorted(state.collectives.open.items()):
-        waiting = next((one for rank, one in sorted(arrived.items()) if one.begun < event.begun), None)
+        waiting = next((arrive for rank, arrive in sorted(arrived.items()) if arrive.begun < event.begun), None)
         if event.rank in arrived or waiting is None:
             continue
         there, gone = state.name(waiting.rank), state.name(event.rank)

@@ -87,19 +87,19 @@ _Found: TypeAlias = Undecided | tuple[Culprit, ...]
 def find_culprits(checked: Mapping[int, Checked]) -> _Found:
     """The wrong workers of one stage; none if it is empty."""
     groups: dict[tuple[tuple[str, bytes], ...], list[int]] = defaultdict(list)
-    for rank, one in sorted(checked.items()):
-        groups[tuple(sorted(one.sums.items()))].append(rank)
+    for rank, report in sorted(checked.items()):
+        groups[tuple(sorted(report.sums.items()))].append(rank)
     if len(groups) < 2:
         return ()
     largest, second = sorted(groups.values(), key=len, reverse=True)[:2]
     if len(largest) == len(second):
-        names = sorted({name for one in checked.values() for name in one.sums})
-        kinds = tuple(name for name in names if len({one.sums.get(name) for one in checked.values()}) > 1)
+        names = sorted({name for report in checked.values() for name in report.sums})
+        kinds = tuple(name for name in names if len({report.sums.get(name) for report in checked.values()}) > 1)
         return Undecided(tuple(sorted(map(tuple, groups.values()))), kinds)
     right = checked[largest[0]].sums
     return tuple(
-        Culprit(rank, differing(one.sums, right), tuple(largest), one.device)
-        for rank, one in sorted(checked.items())
+        Culprit(rank, differing(report.sums, right), tuple(largest), report.device)
+        for rank, report in sorted(checked.items())
         if rank not in largest
     )
 
@@ -202,32 +202,32 @@ def compare(state: MembershipState) -> Next:
     """Compares the reports of the steps that all live workers have applied."""
     commands: tuple[Command, ...] = ()
     for step in sorted(step for step in state.checks.checksums if step < state.steps.version):
-        checked = {rank: one for rank, one in state.checks.checksums[step].items() if rank in state.roster.live}
-        rest = {other: value for other, value in state.checks.checksums.items() if other != step}
-        state = state.with_checks(checksums=rest)
-        found: list[Culprit] = []
+        checked = {rank: report for rank, report in state.checks.checksums[step].items() if rank in state.roster.live}
+        other_steps = {other: value for other, value in state.checks.checksums.items() if other != step}
+        state = state.with_checks(checksums=other_steps)
+        culprits: list[Culprit] = []
         strange: dict[int, str] = {}
         newcomers = {rank for rank, since in state.roster.newcomers.items() if since > state.checks.agreed}
         for column in range(state.columns):
-            of_column = {rank: one for rank, one in checked.items() if state.column_of(rank) == column}
-            known = {rank: one for rank, one in of_column.items() if rank not in newcomers} or of_column
-            verdict = find_culprits(known)
+            of_column = {rank: report for rank, report in checked.items() if state.column_of(rank) == column}
+            compared = {rank: report for rank, report in of_column.items() if rank not in newcomers} or of_column
+            verdict = find_culprits(compared)
             if isinstance(verdict, Undecided):
-                return after(commands, _nobody_knows(state, step, column // state.members, verdict))
-            found += verdict
+                return after(commands, _end_undecided(state, step, column // state.members, verdict))
+            culprits += verdict
             wrong = {culprit.rank for culprit in verdict}
-            right = next((one.sums for rank, one in known.items() if rank not in wrong), {})
-            for rank in of_column.keys() - known.keys():
+            right = next((report.sums for rank, report in compared.items() if rank not in wrong), {})
+            for rank in of_column.keys() - compared.keys():
                 if names := differing(of_column[rank].sums, right):
                     what = " and ".join(names)
                     strange[rank] = f"after step {step} its {what} differ from its peers', and it has joined"
         since = state.checks.agreed
-        for culprit in found:
+        for culprit in culprits:
             state, caused = _convict(state, step, culprit, since)
             commands += caused
             if state.outcome is not None:
                 return state, commands
-        checks = state.checks if found else replace(state.checks, agreed=step)
+        checks = state.checks if culprits else replace(state.checks, agreed=step)
         state = state.updated(checks=checks.plan(step, state.steps.summed, checked))
         if strange:
             state, dismissed = dismiss(state, step, strange)
@@ -257,7 +257,7 @@ def _convict(state: MembershipState, step: int, culprit: Culprit, since: int) ->
     return _corrupt(state, step, rank, outcome, cause, kind=what, proof="state", device=culprit.device, since=since)
 
 
-def _nobody_knows(state: MembershipState, step: int, stage: int, found: Undecided) -> Next:
+def _end_undecided(state: MembershipState, step: int, stage: int, found: Undecided) -> Next:
     what, since = " and ".join(found.kinds), state.checks.agreed
     groups = " ".join(f"[{', '.join(map(state.name, group))}]" for group in found.groups)
     cause = (
@@ -346,7 +346,7 @@ def _settle_dispute(state: MembershipState, dispute: Dispute) -> Next:
         varies = f"{dispute.varies} gives other bits each time"
         return _give_up_comparing(state, varies if dispute.varies else "no worker of a stage agrees with another one")
     if finding is Finding.UNDECIDED:
-        return _nobody_computes_right(state, dispute)
+        return _end_disputed(state, dispute)
     assert not isinstance(finding, Finding)
     commands: tuple[Command, ...] = ()
     for culprit in finding:
@@ -383,7 +383,7 @@ def _convict_of_computing(
     return _corrupt(state, dispute.step, rank, outcome, cause, **facts)
 
 
-def _nobody_computes_right(state: MembershipState, dispute: Dispute) -> Next:
+def _end_disputed(state: MembershipState, dispute: Dispute) -> Next:
     names = " and ".join(map(state.name, sorted(dispute.claims)))
     what = " and ".join(differing(*dispute.claims.values()))
     cause = (
@@ -555,23 +555,23 @@ def choose_evictions(
     best: frozenset[int] | None = None
     tries = 0
 
-    def search(evicted: frozenset[int], left: frozenset[Pair]) -> None:
+    def search(evicted: frozenset[int], unrepaired: frozenset[Pair]) -> None:
         """Tries all sets that contain ``evicted``, to repair the pairs ``left``."""
         nonlocal best, tries
         tries += 1
         if tries > _MAX_TRIES or not all(stage - evicted for stage in stages):
             return
-        if best is not None and len(evicted) + _least(left) >= len(best):
+        if best is not None and len(evicted) + _least(unrepaired) >= len(best):
             return
-        if not left:
+        if not unrepaired:
             best = evicted if can_recover(evicted) else best
             return
-        broken = Counter(rank for pair in left for rank in pair)
+        broken = Counter(rank for pair in unrepaired for rank in pair)
         worst = max(broken, key=lambda rank: (broken[rank], rank not in holding, rank != leader, rank))
-        partners = frozenset(rank for pair in left if worst in pair for rank in pair) - {worst}
-        apart = () if (worst, worst) in left else (partners,)
-        for gone in (frozenset({worst}), *apart):  # either it goes, or all that it cannot reach
-            search(evicted | gone, frozenset(pair for pair in left if gone.isdisjoint(pair)))
+        partners = frozenset(rank for pair in unrepaired if worst in pair for rank in pair) - {worst}
+        partner_sets = () if (worst, worst) in unrepaired else (partners,)
+        for removed in (frozenset({worst}), *partner_sets):  # either it goes, or all that it cannot reach
+            search(evicted | removed, frozenset(pair for pair in unrepaired if removed.isdisjoint(pair)))
 
     search(frozenset(), frozenset(pairs))
     return None if best is None else tuple(sorted(best))

@@ -252,6 +252,7 @@ class Member:
         return answers
 
     def _receive(self, message: Message) -> tuple[Message, ...]:
+        """Takes in a ``message`` of the coordinator; returns the answers to send."""
         if self._memory is not None:
             self._memory.record_received(message, self.rank, self.begun)
         match message:
@@ -427,10 +428,10 @@ class Member:
             if VALIDATES:
                 self.validate()
             return Go(due[-1].program if due else None, replies)
-        place = (self.generation, step)
-        if boundary is None or self._said == place:
+        reached = (self.generation, step)
+        if boundary is None or self._said == reached:
             return Hold(replies, self.pause)
-        self._said = place
+        self._said = reached
         return Hold(
             (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
         )

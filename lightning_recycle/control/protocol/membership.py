@@ -82,7 +82,7 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
     """Next state and commands; events of lost workers or past generations: none."""
     if state.outcome is not None:
         return state, ()
-    before = state
+    previous = state
     state, commands = _handle(state, event)
     if state.returned is not None and state.outcome is None and state.roster.live <= state.returned.keys():
         state, went_on = _go_on_with_returned(state, state.returned)
@@ -95,7 +95,7 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
         state, pause = step_commit.pause_if_wanted(state)
         commands += given_up + pause
     if VALIDATES and state.outcome is None:
-        validate(before, state)
+        validate(previous, state)
     return state, commands
 
 
@@ -284,28 +284,28 @@ def rebuilt(state: MembershipState) -> Next:
     Also without messages of the earlier coordinator that only some have received.
     """
     assert state.returned is not None
-    there = state.returned
-    members, roster = {rank: there[rank] for rank in state.roster.ranks}, state.roster
-    next_collective = max(one.next_collective for one in members.values())
+    returned = state.returned
+    members, roster = {rank: returned[rank] for rank in state.roster.ranks}, state.roster
+    next_collective = max(each.next_collective for each in members.values())
     answer = _newest_answer(members, next_collective)
     generation = max(state.generation.number, *(member.generation for member in members.values()))
-    applied = {rank: one.applied - len(one.facts) for rank, one in members.items() if one.applied >= 0}
+    applied = {rank: each.applied - len(each.facts) for rank, each in members.items() if each.applied >= 0}
     live = {rank: members[rank].applied for rank in roster.ranks}
     newest = [step for rank, step in live.items() if rank not in roster.joining or step >= 0]
     for rank in roster.joining - applied.keys():
         # The others cannot go on without it. If they are lost, what it was about to get may have arrived.
         applied[rank] = min(newest, default=members[rank].joins_after)
-    restored = max(one.restored for one in members.values())
+    restored = max(each.restored for each in members.values())
     version = max(restored, 1 + min(applied.get(rank, -1) for rank in roster.live))
-    losses = {loss.step: loss for one in members.values() for loss in one.step_losses}
+    losses = {loss.step: loss for each in members.values() for loss in each.step_losses}
     known = max(
-        (one.known for one in members.values() if one.known is not None),
-        key=lambda one: (one.generation, one.step),
+        (each.known for each in members.values() if each.known is not None),
+        key=lambda each: (each.generation, each.step),
         default=None,
     )
-    summed = max([version, *(step + 1 for step in losses), *(one.applied + 1 for one in members.values())])
+    summed = max([version, *(step + 1 for step in losses), *(each.applied + 1 for each in members.values())])
     doubted = max((steps[-1] + 1 for steps in roster.dismissed.values()), default=-1)
-    unanswered = {(one.raised.rank, one.raised.generation) for one in members.values() if one.raised is not None}
+    unanswered = {(each.raised.rank, each.raised.generation) for each in members.values() if each.raised is not None}
     state = state.updated(
         generation=state.generation.updated(number=generation),
         steps=state.steps.updated(
@@ -318,14 +318,14 @@ def rebuilt(state: MembershipState) -> Next:
         ),
         collectives=state.collectives.updated(next=next_collective),
         faults=state.faults.updated(
-            raised=tuple(one for one in state.faults.raised if (one.rank, one.generation) not in unanswered)
+            raised=tuple(each for each in state.faults.raised if (each.rank, each.generation) not in unanswered)
         ),
         saves=control_collectives.batch_begun_by(members.values(), state.saves),
         returned=None,
     )
     counters = losses[max(losses)].counters if losses else {}
     record = Record("revived", version, None, {"roster": state.roster.ranks, "counters": counters})
-    return state, (record, *_repeated(state, members, losses, answer))
+    return state, (record, *_resend_missed(state, members, losses, answer))
 
 
 def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
@@ -334,7 +334,7 @@ def _newest_answer(members: Mapping[int, messages.Returned], next_collective: in
     return next((answer for answer in answers if answer.number == next_collective - 1), None)
 
 
-def _repeated(
+def _resend_missed(
     state: MembershipState,
     members: Mapping[int, messages.Returned],
     losses: Mapping[int, messages.StepLoss],
@@ -342,21 +342,21 @@ def _repeated(
 ) -> Iterator[Command]:
     """Messages that an earlier coordinator has sent to some, for the others."""
     if answer is not None:
-        lack = tuple(rank for rank, one in members.items() if one.next_collective <= answer.number)
+        lack = tuple(rank for rank, each in members.items() if each.next_collective <= answer.number)
         yield Resend(lack, answer)
     for step, loss in sorted(losses.items()):
         lack = tuple(
-            r for r, one in members.items() if one.applied < step and step not in {s.step for s in one.step_losses}
+            r for r, each in members.items() if each.applied < step and step not in {s.step for s in each.step_losses}
         )
         yield Resend(lack, loss)
     stop = state.collectives.stop_round
     if stop is not None:  # also to those that will ask
         yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
-    for rank, one in members.items():
-        if one.confirm is not None:
-            yield Resend((rank,), messages.Confirmed(one.confirm.number))
-        if one.hook is not None:  # not told by all, or they may not know
-            yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), one.hook)
+    for rank, each in members.items():
+        if each.confirm is not None:
+            yield Resend((rank,), messages.Confirmed(each.confirm.number))
+        if each.hook is not None:  # not told by all, or they may not know
+            yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), each.hook)
 
 
 def returned_events(member: messages.Returned) -> Iterator[Any]:

@@ -235,41 +235,41 @@ def actions(
     Raises:
         ReCycleError: for a status from which the decision cannot be carried out.
     """
-    found: list[Action] = []
+    planned: list[Action] = []
     version, reduced = status.version, status.reduced
 
     def apply() -> None:
         nonlocal version, reduced
         if not reduced:
             raise ReCycleError(f"No recovery: worker {rank} is to apply step {version}, whose gradient it lacks.")
-        found.append(Apply())
+        planned.append(Apply())
         version, reduced = version + 1, False
 
     if status.speculative and (version == decision.version or confirmed):
-        found.append(Confirm(version - 1))
+        planned.append(Confirm(version - 1))
     if receivers := tuple(sorted(other for other, donor in donors.items() if donor == rank)):
-        found.append(Give(receivers))
+        planned.append(Give(receivers))
     if rank in donors:
-        found.append(Take(donors[rank]))
+        planned.append(Take(donors[rank]))
         version, reduced = decision.version, False
     adoptions = [adoption for adoption in decision.adoptions if adoption.column == status.column]
     for adoption in adoptions:
         if adoption.step == decision.version and version < decision.version:
             apply()
         lacks = version == adoption.step and not reduced
-        found.append(Adopt(adoption.step, adoption.donor, lacks))
+        planned.append(Adopt(adoption.step, adoption.donor, lacks))
         reduced = reduced or lacks
     if adoptions:
-        found.append(AwaitPeers())
+        planned.append(AwaitPeers())
     if version < decision.version:
         if commits and any(adoption.step == decision.version - 1 for adoption in decision.adoptions):
-            found.append(CommitTogether(decision.version - 1))
+            planned.append(CommitTogether(decision.version - 1))
         apply()
     if tied and version == decision.version and reduced:
-        found.append(Forget())
+        planned.append(Forget())
     if version > decision.version:
-        found.append(Serve(decision.version))
-    return tuple(found)
+        planned.append(Serve(decision.version))
+    return tuple(planned)
 
 
 @dataclass(frozen=True, slots=True)

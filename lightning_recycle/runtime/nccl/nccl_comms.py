@@ -165,16 +165,16 @@ def successors(rank: int, peers: Collection[int], rosters: Mapping[str, tuple[in
 
 
 def kept_by_all(
-    wanted: Iterable[Place], kept: Mapping[Place, Kept], told: Mapping[int, Mapping[str, int]]
+    wanted: Iterable[Place], kept: Mapping[Place, Kept], digests: Mapping[int, Mapping[str, int]]
 ) -> dict[Place, Kept]:
     """The communicators of ``kept`` that all of their members have kept.
 
-    ``told``: by member, this one included, the digests of its kept ones by name of place.
+    ``digests``: by member, this one included, the digests of its kept ones by name of place.
     """
     return {
         place: kept[place]
         for place in wanted
-        if place in kept and all(told[rank].get(place.name) == kept[place].digest for rank in place.ranks)
+        if place in kept and all(digests[rank].get(place.name) == kept[place].digest for rank in place.ranks)
     }
 
 
@@ -196,7 +196,7 @@ class _Batch:
         for place in places:
             number = _number(place)
             if place.founder == self._rank:
-                self._found(place)
+                self._invite(place)
             elif number in self._invitations:
                 self._join(place, self._invitations.pop(number))
             else:
@@ -209,7 +209,7 @@ class _Batch:
         else:
             self._invitations[number] = note.body
 
-    def _found(self, place: Place) -> None:
+    def _invite(self, place: Place) -> None:
         unique_id = self._library.unique_id()
         self._join(place, unique_id)
         key: Key = (self._channel, _number(place))

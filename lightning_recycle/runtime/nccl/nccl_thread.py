@@ -167,12 +167,12 @@ class NcclThread:
         with self._changed:
             while True:
                 # In this order: what an abort ends is not there, whatever the device says.
-                there = condition()
+                is_met = condition()
                 if self._cancelled.is_set():
                     raise CommunicationError(f"Generation {self._generation} was aborted.")
                 if self._failure is not None:
                     raise self._failure
-                if there:
+                if is_met:
                     return
                 for peer in peers:
                     if peer in self._traffic.lost:

@@ -162,6 +162,11 @@ class NcclTransport(Transport):
         links: Mapping[int, socket.socket],
         cancelled: threading.Event,
     ) -> NcclThread | None:
+        """Starts the thread that transfers by NCCL; None if no peer can.
+
+        ``used``: communicators of an earlier generation that all members have kept; ``outdated``: others, to be
+        aborted.
+        """
         library = self._library
         if not agreed.peers:
             if outdated and not isinstance(library, str):
@@ -188,13 +193,13 @@ class NcclTransport(Transport):
         cancelled: threading.Event,
     ) -> _Agreement:
         """The possible uses of NCCL, from all workers' published facts."""
-        own: dict[str, Any] = {
+        own_card: dict[str, Any] = {
             "device": None if isinstance(self._library, str) else self._name,
             "why": self._library if isinstance(self._library, str) else "",
             "links": sorted(links),
             "kept": {place.name: kept.digest for place, kept in self._kept.items()},
         }
-        cards = {self._rank: own, **meeting.exchange("nccl", own, cancelled)}
+        cards = {self._rank: own_card, **meeting.exchange("nccl", own_card, cancelled)}
         agreed = _Agreement(self._rank, kept={rank: card["kept"] for rank, card in cards.items()})
         for peer in sorted(neighbours):
             pair = sorted((self._rank, peer))  # so that both find the same
@@ -237,24 +242,24 @@ class NcclTransport(Transport):
     ) -> None:
         """Uses NCCL where it works for all; a worker where it fails never tries again."""
         is_own = not isinstance(failure, CommunicationError)  # and no consequence of another's
-        mine = "" if failure is None else str(failure)
-        failures = {self._rank: (mine, is_own), **meeting.exchange("nccl-works", (mine, is_own), cancelled)}
+        failed = "" if failure is None else str(failure)
+        failures = {self._rank: (failed, is_own), **meeting.exchange("nccl-works", (failed, is_own), cancelled)}
         working = {rank for rank, (why, _) in failures.items() if not why}
         agreed.obstacles += [f"worker {rank}: {why}" for rank, (why, own) in sorted(failures.items()) if why and own]
-        if mine and is_own:
-            self._library = mine
+        if failed and is_own:
+            self._library = failed
         usable = replace(
             agreed,
             neighbours={peer for peer in agreed.neighbours if {peer, self._rank} <= working},
             rosters={name: roster for name, roster in agreed.rosters.items() if set(roster) <= working},
         )
         self._use(meeting.generation, usable, cancelled)
-        if (agreed.obstacles or mine) and not self._has_explained:
+        if (agreed.obstacles or failed) and not self._has_explained:
             self._has_explained = True
             log.warning(
                 "Worker %d: some or all payloads and sums go by Gloo, through host memory: %s.",
                 self._rank,
-                "; ".join(agreed.obstacles or [mine]),
+                "; ".join(agreed.obstacles or [failed]),
             )
 
     # what is carried
@@ -342,10 +347,10 @@ class _Meeting:
     others: set[int]
     rendezvous: Rendezvous
 
-    def exchange(self, what: str, mine: Any, cancelled: threading.Event) -> dict[int, Any]:
+    def exchange(self, what: str, value: Any, cancelled: threading.Event) -> dict[int, Any]:
         """The others' contributions, by rank."""
         prefix, others = f"generation{self.generation}/{what}", sorted(self.others)
-        self.rendezvous.publish(f"{prefix}{self.rank}", json.dumps(mine).encode())
+        self.rendezvous.publish(f"{prefix}{self.rank}", json.dumps(value).encode())
         answers = self.rendezvous.lookup([f"{prefix}{rank}" for rank in others], cancelled)
         return {rank: json.loads(answer) for rank, answer in zip(others, answers, strict=True)}
 

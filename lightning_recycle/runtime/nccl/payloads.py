@@ -128,11 +128,12 @@ class Payloads(_Traffic):
         self._offer()
         self._proceed_with_receive()
         if self._receiving is None:
-            self._go()
+            self._accept_offer()
         self._proceed_with_sends()
         return bool(self._sending or self._receiving or self._computing or self._first is None)
 
     def _connect(self) -> None:
+        """Connects each peer's communicator by a first transfer, and checks who answers."""
         if not self._comms.is_ready:
             return
         if self._first is None:
@@ -164,17 +165,17 @@ class Payloads(_Traffic):
 
     def _next_offer(self) -> tuple[int, Key] | None:
         """The oldest offer of a wanted payload."""
-        for place, note in self._offers.items():
-            receiving = self._wanted.get(place)
+        for offer, note in self._offers.items():
+            receiving = self._wanted.get(offer)
             if receiving is not None and receiving.digest == note.digest and receiving.peer not in self.lost:
-                return place
+                return offer
         return None
 
-    def _go(self) -> None:
-        place = self._next_offer()
-        if place is None:
+    def _accept_offer(self) -> None:
+        offer = self._next_offer()
+        if offer is None:
             return
-        note, receiving = self._offers.pop(place), self._wanted.pop(place)
+        note, receiving = self._offers.pop(offer), self._wanted.pop(offer)
         # Before the launch, as the first one on a communicator is in progress until the other side has begun, too.
         self._send_note(receiving.peer, Note(Kind.GO, note.key, note.number, note.digest))
         comm, library, stream = self._comms.of(pair(receiving.peer, self._rank)), self._library, self._receive_stream
