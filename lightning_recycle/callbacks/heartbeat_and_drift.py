@@ -36,7 +36,7 @@ class HeartbeatCallback(pl.Callback):
             operation may take before its worker counts as stuck (ten times the operation's usual time if that is more).
         last_holder_timeout: seconds of silence after which a worker is declared dead even as the last holder of a
             stage. Its loss ends the run, or restarts it from a checkpoint.
-        coordinator_timeout: seconds of silence after which workers give the coordinator up. It hangs or is stopped,
+        coordinator_timeout: seconds of silence after which workers give up on the coordinator. It hangs or is stopped,
             although its machine keeps the connections open. They end and free their devices, or first look for another
             ``recycle-coordinator``. One that speaks again earlier goes on with the run.
 
