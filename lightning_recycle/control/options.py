@@ -265,7 +265,7 @@ class RunConfig:
 
 
 def settle(overrides: Settings, wants: RunRequest | None) -> RunConfig:
-    """Configuration of a run: its first worker's ``wants``, overruled by ``overrides``.
+    """Configuration of a run: its first worker's ``wants``, then ``overrides``.
 
     Raises ConfigurationError if they cannot work.
     """

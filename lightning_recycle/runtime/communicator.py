@@ -659,7 +659,7 @@ def _send_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], desti
 
 
 def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """Fills contiguous ``tensors`` of the CPU with the bytes of :func:`_send_in_pieces`."""
+    """Fills contiguous CPU ``tensors`` with the bytes of :func:`_send_in_pieces`."""
     parts = _pieces(tensors)
     posted = deque(communicator.post_receive(Channel.ACTIVATIONS, source, tag) for tag in _PART_TAGS[: len(parts)])
     for number, part in enumerate(parts):

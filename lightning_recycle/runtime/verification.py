@@ -267,7 +267,7 @@ class Verifier:
         self._inspected, self._excused = inspected, excused
 
     def begin(self, step: int, is_first_attempt: bool) -> None:
-        """Begins an attempt at ``step``; ``is_first_attempt``: no stage has finished it before."""
+        """Begins an attempt at ``step``, the first if no stage has finished it before."""
         checks, self.tasks = self._program.checks, self._program.tasks
         self._own = self._disputed = self._incoming = self.target = None
         self._records = {}

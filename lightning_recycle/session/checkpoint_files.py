@@ -220,7 +220,7 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
-    """Raises CheckpointError if ``ckpt_path=path`` does not exist, naming the newest checkpoint there.
+    """Raises CheckpointError, with the newest one there, if ``path`` does not exist.
 
     The files of a user's own ``checkpoint_io`` are not looked for.
     """

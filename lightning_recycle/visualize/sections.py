@@ -74,7 +74,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose first ``left`` columns are text; with ``wraps``, the last one's text wraps."""
+    """A table, whose first ``left`` columns are text, and the last one may wrap."""
 
     kind: ClassVar[str] = "table"
     caption: str

@@ -334,7 +334,7 @@ class Readmission:
         return messages.Enrolled(self._journal.run)
 
     def judge(self, state: MembershipState, connected: Collection[int], returned: messages.Returned) -> ReturnStanding:
-        """Standing of the sender of ``returned``; ``connected``: positions that are connected."""
+        """Standing of the sender of ``returned``, with these positions ``connected``."""
         rank = returned.rank
         if returned.run != self._journal.run or not 0 <= rank < state.num_workers:
             return ReturnStanding.LOST

@@ -237,7 +237,7 @@ class RunPlans:
         self._background.publish((question, proposal))
 
     def _change_if_better(self, ready_plan: ReadyPlan) -> PlanReady | None:
-        """The change to ``ready_plan`` if it saves something, or the current plan lacks memory."""
+        """The change to ``ready_plan`` if it saves time or memory is short."""
         schedule, newest = ready_plan.schedule, self.schedules[-1]
         problem = schedule.problem
         current = replace(newest.problem, costs=problem.costs, in_flight_limit=None, memory=None)
