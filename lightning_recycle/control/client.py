@@ -346,7 +346,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
-        """Waits until all live workers are REDUCED in ``step``; returns stages' payloads.
+        """Waits until all live workers are REDUCED in ``step``; payloads by column.
 
         Raises Interrupted when a generation was announced before that.
         """
@@ -779,7 +779,7 @@ def unpack(payload: Payload | bool | None) -> Any:
 
 
 def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | bool | None]) -> dict[int, Any]:
-    """The values of payloads by rank or by stage."""
+    """The values of payloads by rank or by column."""
     return {key: unpack(payload) for key, payload in payloads.items()}
 
 

@@ -55,12 +55,12 @@ class _Addressed(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at (epoch, index) ``addresses``; ``reseed``: None to draw nothing."""
+        """The samples at ``addresses``; ``reseed``: None to draw nothing."""
         samples = []
-        for epoch, index in addresses:
+        for number, index in addresses:
             if reseed is not None:
-                reseed(derive_seed(self.seed, epoch, *numbers_of(index)))
-            samples.append(((epoch, index), self.dataset[index]))
+                reseed(derive_seed(self.seed, number, *numbers_of(index)))
+            samples.append(((number, index), self.dataset[index]))
         return samples
 
     def __getitems__(self, addresses: Sequence[Address]) -> list[AddressedSample]:
@@ -195,7 +195,7 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets earlier steps and reads this worker's own micro-batches of this one."""
+        """Forgets earlier steps, and reads this worker's part if no process does."""
         current = (handle.epoch, handle.index)
         self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
         self._read_own(handle)

@@ -4,8 +4,8 @@ Each task is a worker, or the coordinator. A worker that lost its coordinator, w
 the program: another process takes its place. All other ends are final, and a process that keeps dying at once is given
 up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as in a shell.
 
-The run ends when a process finished or failed with an error of its program, when the coordinator stopped it, or at a
-signal; from then on no process is started. When :meth:`Agent.run` returns, no process is left.
+The run ends when a process finished, when one that is no replacement failed with an error of its program or was stopped
+by the coordinator, or at a signal; from then on no process is started. When :meth:`Agent.run` returns, none is left.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ class Agent:
     """Runs ``tasks`` to their end.
 
     ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
-    None if the sender signals and awaits all processes: then this agent kills none, and passes on no signal.
+    None if the sender signals and awaits all processes: then this agent passes on no signal. After a failure it sends
+    SIGTERM to the others, and kills them after the grace, or 60 s.
     ``pipes``: output goes through ``printer``. ``on_finish`` is called when the first process has finished; ``heard``:
     signals so far.
     """
@@ -302,7 +303,7 @@ class Agent:
         self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
-        """A signal requests the end of the run; the second one at once."""
+        """A signal requests the end of the run; with a grace, the second one at once."""
         self._events.put(lambda: self._on_signal(number))
 
     def finished_elsewhere(self) -> None:

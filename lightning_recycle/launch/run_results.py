@@ -82,8 +82,8 @@ class StageResult:
 
     Args:
         state: its weights; None if they stay in the workers.
-        optimizers: None if the stage does not train, or writes its own checkpoints because the whole is too large for
-            one place.
+        optimizers: None if the stage does not train, its weights stay in the workers, or it writes its own checkpoints
+            because the whole is too large for one place.
         objects: its layers, with their state outside of state dicts.
         beside: its parameters and buffers outside of state dicts.
         member: the number of the member of its position, whose shards it has.
@@ -141,7 +141,7 @@ class CarriedObjects:
 
 
 class UserObjects:
-    """Objects that a worker and the launching process share, as the run began.
+    """Packs the user's objects in a worker; unpacks them in the launching process.
 
     With ``keeps_large``, large data is recorded, to find later changes.
     """
@@ -307,7 +307,10 @@ WEIGHTS_STAY = (
 
 
 class MissingWeights:
-    """Note that ``module`` lacks the trained weights, or is but ``one_stage``."""
+    """Remembers that ``module`` lacks the trained weights, until they are written.
+
+    ``one_stage``: the module is one stage of the model.
+    """
 
     def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
         self._module = weakref.ref(module)
@@ -341,8 +344,8 @@ def _versions(module: pl.LightningModule) -> int:
 
 
 STAY_IN_THE_WORKERS = (
-    "with save_distributed_checkpoint=True, where workers are started by hand, and where the weights stay in the"
-    " workers, their states do, too"
+    "their states stay in the workers with save_distributed_checkpoint=True, where the weights stay there, and where"
+    " workers are started by hand"
 )
 """Why the launching process may have no optimizers."""
 

@@ -114,7 +114,10 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
 
 
 def _found(module: nn.Module, num_stages: int) -> list[str]:
-    """Path of the container with most layers; ConfigurationError if none or unclear."""
+    """The container with most parameters, as a list of one path.
+
+    Raises ConfigurationError if there is none, or no clear one.
+    """
     kind = type(module).__name__
     sizes = {path: size for path, size in _containers(module, "", num_stages) if size}
     if not sizes:

@@ -1,8 +1,8 @@
 """List scheduling under a priority rule, and the fixed patterns 1F1B and ZB-H1.
 
 *List scheduling*: a free worker takes a ready operation, older micro-batches first. The rule decides which kind goes
-first, from the number of micro-batches that the worker holds. A backward that may be split is run as B at once and W
-later, or as BW where B would exceed the memory. A worker that expects a backward soon may stay idle until it arrives. A
+first, from the number of the worker's micro-batches between F and B. A backward that may be split is run as B at once
+and W later, or as BW where B would exceed the memory. A worker that expects a backward soon may stay idle until then. A
 schedule keeps within the limits and never deadlocks: the last stage can always finish its micro-batches (BW takes no
 memory), so it takes new ones, so the stage before it does too, and so on.
 
@@ -31,8 +31,8 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 class Express:
     """Operations that nothing may delay: first gradient and last micro-batches.
 
-    So many of the ``first_backwards`` and ``last_backwards`` are waited for, whatever else could begin;
-    ``forward_first`` of the last F go before any B. ``awaited`` of the last F are waited for before operations that the
+    The first ``first_backwards`` and the last ``last_backwards`` B are waited for, whatever else could begin. The last
+    ``forward_first`` F go before any B. ``awaited`` of the last F are waited for before operations that the
     rule puts behind them, if that costs less than ``patience`` times their own wait.
     """
 
@@ -287,7 +287,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
     Where memory holds fewer than S - s the warm-up is shortened.
 
     Raises:
-        PlanningError: when a worker has failed.
+        PlanningError: when a worker has failed, or there are more lanes than pipelines.
     """
     if problem.failed:
         failed = ", ".join(map(str, sorted(problem.failed)))
@@ -301,9 +301,9 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
 
 def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
-    """The operations of 1F1B, or of ZB-H1 where backwards are split.
+    """The operations of 1F1B (ZB-H1 if backwards are split), after their dependencies.
 
-    In an order that respects their dependencies. ``held``: the most micro-batches of a worker, per stage.
+    ``held``: the most micro-batches of a worker, per stage.
     """
     grid = codes.problem.grid
     held = held or (grid.microbatches,) * grid.stages

@@ -596,7 +596,7 @@ class _Translated:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Needed because its destructor would wait for the thread inside a collective."""
+    """Leaks ``group``: its destructor would wait for a thread inside a collective."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

@@ -137,7 +137,7 @@ class Executor:
                     return result
 
     def _is_undone(self) -> bool:
-        """Whether a new generation drops this worker's results, as of a wrong speculation."""
+        """Whether a new generation voids this attempt, such as after a wrong speculation."""
         try:
             if not self.runner.attempt.is_past:
                 self.runner.confirm()

@@ -408,7 +408,7 @@ class StepRunner:
     def apply(self, payloads: Mapping[int, CommitPayload], speculative: bool = False) -> None:
         """Steps the optimizer with the reduced gradient of step :attr:`version`.
 
-        ``payloads``: by stage; ``speculative``: they are not known yet.
+        ``payloads``: by column; ``speculative``: they are not known yet.
         """
         number = self.version
         step = self.steps[number]

@@ -337,7 +337,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class ValueTree:
-    """The values of ``module``.
+    """Finds what a block of user code changes in ``module``, and undoes it.
 
     ``internal``: names of attributes of the module itself that are not the user's. ``whole``: the tree of all
     submodules; else the attributes and buffers of the module itself. ``statistics``: running statistics of normalising
@@ -350,7 +350,7 @@ class ValueTree:
         self._cells: dict[Path, _Cell] = {}
         self._paths: dict[int, Path] = {}
         self._few: list[_Cell] = []
-        self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
+        self._many: list[_Table] = []  # of modules, but for the own ones in ``_few``: compared all at once
         self._tables: list[dict[Any, Any]] = []  # these themselves
         self._known: list[Any] = []  # what is in them
         self._held: dict[int, _Held] = {}
@@ -560,7 +560,7 @@ class ValueTree:
         self._known = []
 
     def begin_step(self) -> None:
-        """Tensors are looked at with less care the more steps have not written them."""
+        """A step begins: each tensor is watched in one step less."""
         for held in self._held.values():
             held.left = max(0, held.left - 1)
             held.copy = None  # ``.data`` may have been written, which nothing counts
@@ -636,7 +636,10 @@ class ValueTree:
                 self._rewrite(held, held.copy)
 
     def look(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
-        """Changes by other code since :meth:`absorb`; undoes those that ``stays`` denies."""
+        """Changes by other code since :meth:`absorb`.
+
+        Undoes new values in cells that ``stays`` denies; writes into tensors are reported, not undone.
+        """
         changed, changes = self._changes()
         for cell, key, before, _ in changed:
             if not stays(changes[cell.path, key]):

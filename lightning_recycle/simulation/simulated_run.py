@@ -104,7 +104,7 @@ class SimulatedRun:
         return max(self.now, min(ticks))
 
     def _happen(self) -> None:
-        """Handles due events; ends of pauses and steps come before disturbances."""
+        """Handles one due event; ends of pauses and steps come before disturbances."""
         if self.pauses and self.pauses[-1][1] <= self.now:
             self.pauses.pop()
             if not self.pauses:

@@ -10,10 +10,11 @@ interpreter, a model may recompile, a sequence may be long. Giving up a worker h
   stage) may take ten times as long. So may a silent worker whose process is seen to compute.
 - After its *bound* a worker is given up anyway.
 
-Only workers that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always, and the culprit is
-the one inside an operation for longer than its usual time, as measured in this run, times a factor; at least the
-heartbeat's timeout. Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has
-``patience``. If all wait for each other a message was lost (:func:`everybody_waits`): the same workers connect again.
+Of workers at work only those that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always,
+and the culprit is the one inside an operation for longer than its usual time, as measured in this run, times a factor;
+at least the heartbeat's timeout. Silence, messages not taken, and a wait despite a regroup count against any worker.
+Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has ``patience``. If all wait for
+each other a message was lost (:func:`everybody_waits`): the same workers connect again.
 
 Contract: :func:`review` is pure: it is called repeatedly with what is known and the memory that it returned before.
 :class:`FailureDetector` keeps the times of heartbeats, progress and startup for it.
@@ -563,7 +564,7 @@ class FailureDetector:
     def _work(
         self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
     ) -> Sign | None:
-        """Seconds that a member has been at the same work, or deaf to a regroup."""
+        """Sign against a member too long at one work, or deaf to a regroup; None if none."""
         seen = self._observe(now, rank, state)
         if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
             deaf = self._deaf(rank)

@@ -138,10 +138,9 @@ class WorkerTable:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """Handles the end of a worker, after its last words.
+        """Reads what a dead worker had sent, then reports its loss.
 
-        They still count: they may be the exception that ended it, read already with a message to which it got no
-        answer.
+        That may be the exception that ended it, read already with a message to which it got no answer.
         """
         connection, process = self.connections.get(rank), self.processes.get(rank)
         cause = self.describe_exit(rank) or "its connection to the coordinator broke"

@@ -193,7 +193,8 @@ class Member:
     messages that it must repeat to a new coordinator.
 
     Attributes:
-        generation: that it has entered; -1 before the first. ``roster``, ``leader``: of that one.
+        generation: that it has entered; -1 before the first. ``roster``: of that one; ``leader``: as of it, or of a
+            newer answer to a collective.
         lost: for each lost rank, the newest generation that was announced without it, after one with it.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.

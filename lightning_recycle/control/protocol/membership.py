@@ -1,7 +1,7 @@
 """The coordinator's state machine: events to next states and commands. Pure.
 
 :func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_OF_ANY` and
-:data:`_OF_MEMBERS` name the handler of each event, beside the part of the state that it changes:
+:data:`_OF_MEMBERS` name the handler of each event, in the module of its subject:
 
 - :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
 - :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, changes at a step boundary;
@@ -79,7 +79,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
 
 
 def transition(state: MembershipState, event: MembershipEvent) -> Next:
-    """Next state and commands; events of lost workers or past generations: none."""
+    """Next state and commands; most late events of lost workers change nothing."""
     if state.outcome is not None:
         return state, ()
     previous = state
@@ -125,6 +125,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
+    """A worker and its siblings leave; ends the run if their stage has no other holder."""
     if event.rank not in state.roster.live:
         return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
@@ -169,7 +170,7 @@ def _on_end_wanted(state: MembershipState, event: EndWanted) -> Next:
 
 
 def _on_end_run(state: MembershipState, event: messages.EndRun) -> Next:
-    """Also before the first step: an ended job may run again from what is saved."""
+    """Ends after the present step; also before the first: a new job may go on from it."""
     return state.with_steps(after_step=AfterStep.END), ()
 
 
@@ -279,9 +280,9 @@ _ORDER: tuple[type[Any], ...] = (
 
 
 def rebuilt(state: MembershipState) -> Next:
-    """State after all have returned, without :func:`returned_events`.
+    """The state made from what all returned, and messages for those that missed them.
 
-    Also without messages of the earlier coordinator that only some have received.
+    :func:`returned_events` are not in it: they are handled after it.
     """
     assert state.returned is not None
     returned = state.returned

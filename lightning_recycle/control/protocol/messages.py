@@ -79,7 +79,7 @@ class StepState(Enum):
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
     REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
     SPECULATIVE = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
-    APPLIED = "the step counts as applied and is never redone; the shadow has the parameters of before"
+    APPLIED = "the step counts as applied and is never redone; a shadow, if kept, has the parameters of before"
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,8 @@ class Roster(_Updatable):
 
     Args:
         joined: the ranks that said hello, before the first generation.
-        leader: speaks for the run; unchanged while that worker lives.
+        live: ranks in the roster: awaited before the first generation, joining, or with their stage's state.
+        leader: speaks for the run; unchanged while that worker lives and has its stage's state.
         joining: live ranks that do not have the state of their stage yet.
         newcomers: live ranks that joined during the training -> steps applied before that.
         ready: ranks of workers that wait to enter.
