@@ -50,7 +50,7 @@ class FinalStatus:
     given_up: str = ""
 
 
-def ended(
+def decide_restart(
     slot: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
 ) -> RestartRecord | FinalStatus:
     """Decision after the end of a process that ran for ``lasted`` seconds.
@@ -374,7 +374,7 @@ class Agent:
         if running is None:
             return
         running.child, running.status = None, status
-        decision = ended(running.slot, status, lasted, self._is_ending, self._max_restarts)
+        decision = decide_restart(running.slot, status, lasted, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
             return
@@ -451,7 +451,7 @@ class Agent:
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
+        lost = decide_restart(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
         if isinstance(lost, RestartRecord):
             hosted.slot, hosted.start_at = lost, time.monotonic() + lost.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")

@@ -343,9 +343,9 @@ class MicrobatchChanges:
         try:
             yield
         except BaseException:
-            tree.look(lambda change: change.items is None)
+            tree.changes_outside(lambda change: change.items is None)
             raise
-        for change in tree.look(lambda change: not self._add_append(change, tree, effects)):
+        for change in tree.changes_outside(lambda change: not self._add_append(change, tree, effects)):
             if change.items is None:
                 (_, _, *names), key = change.place
                 self.changed.add(str(names[0] if names else key))

@@ -443,7 +443,7 @@ class TrainingSteps:
     # ------------------------------------------------------------------ for the executor: state of peers
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return self.transfer.take(self.checkpoints.saves.state())
+        return self.transfer.snapshot(self.checkpoints.saves.state())
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
         self.transfer.restore(snapshot)

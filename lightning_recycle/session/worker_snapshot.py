@@ -165,7 +165,7 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ peers
 
-    def take(self, saves: CommonState) -> WorkerSnapshot:
+    def snapshot(self, saves: CommonState) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.

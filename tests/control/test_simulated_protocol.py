@@ -705,7 +705,7 @@ def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], mutation: str, owner: Any, name: str, old: str, new: str
 ) -> None:
     function = broken(owner, name, old, new)
-    for handlers in (membership._OF_ANY, membership._OF_MEMBERS, membership._OF_MILESTONES):
+    for handlers in (membership._HANDLERS, membership._MEMBER_HANDLERS, membership._MILESTONE_HANDLERS):
         for kind, handler in handlers.items():
             if handler is getattr(owner, name):
                 monkeypatch.setitem(handlers, kind, function)  # type: ignore[arg-type]

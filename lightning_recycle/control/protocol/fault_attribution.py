@@ -213,7 +213,7 @@ def compare(state: MembershipState) -> Next:
             compared = {rank: report for rank, report in of_column.items() if rank not in newcomers} or of_column
             verdict = find_culprits(compared)
             if isinstance(verdict, Undecided):
-                return after(commands, _end_undecided(state, step, column // state.members, verdict))
+                return after(commands, _end_undecided(state, step, column // state.members_per_position, verdict))
             culprits += verdict
             wrong = {culprit.rank for culprit in verdict}
             right = next((report.sums for rank, report in compared.items() if rank not in wrong), {})

@@ -1,7 +1,7 @@
 """The coordinator's state machine: events to next states and commands. Pure.
 
-:func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_OF_ANY` and
-:data:`_OF_MEMBERS` name the handler of each event, in the module of its subject:
+:func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_HANDLERS` and
+:data:`_MEMBER_HANDLERS` name the handler of each event, in the module of its subject:
 
 - :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
 - :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, changes at a step boundary;
@@ -48,7 +48,7 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-_OF_OTHERS = (
+_FROM_NON_MEMBERS = (
     messages.Heartbeat,
     messages.Ready,
     messages.Leave,
@@ -70,7 +70,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
+    if not isinstance(message, _FROM_NON_MEMBERS) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:
@@ -101,9 +101,9 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
 
 def _handle(state: MembershipState, event: Any) -> Next:
     kind = type(event)
-    if kind in _OF_ANY:
-        return _OF_ANY[kind](state, event)
-    return _OF_MEMBERS[kind](state, event) if event.rank in state.roster.live else (state, ())
+    if kind in _HANDLERS:
+        return _HANDLERS[kind](state, event)
+    return _MEMBER_HANDLERS[kind](state, event) if event.rank in state.roster.live else (state, ())
 
 
 # ---------------------------------------------------------------------- workers come and go
@@ -190,7 +190,7 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
     for column in range(state.columns):
         if not state.holders(column):
-            return _lose_stage(state, column // state.members)
+            return _lose_stage(state, column // state.members_per_position)
     if state.roster.leader in joining:  # chosen when nobody was known to have a state; whoever has one leads
         return recovery.begin_generation(state)
     return _decide(state, statuses)
@@ -420,7 +420,7 @@ def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages
 _Handler = Callable[[MembershipState, Any], Next]
 
 
-_OF_ANY: Mapping[type[Any], _Handler] = {
+_HANDLERS: Mapping[type[Any], _Handler] = {
     StartDue: _on_start_due,
     GraceElapsed: fault_attribution.on_grace_elapsed,
     EndWanted: _on_end_wanted,
@@ -432,7 +432,7 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
 """Events of the shell, and of workers that are about to join."""
 
 
-_OF_MILESTONES: Mapping[Milestone, _Handler] = {
+_MILESTONE_HANDLERS: Mapping[Milestone, _Handler] = {
     Milestone.ENTERED: step_commit.on_entered,
     Milestone.AT_BOUNDARY: step_commit.on_at_boundary,
     Milestone.LAYERS_HELD: step_commit.on_layers_held,
@@ -443,10 +443,10 @@ _OF_MILESTONES: Mapping[Milestone, _Handler] = {
 
 
 def _on_reached(state: MembershipState, event: messages.Reached) -> Next:
-    return _OF_MILESTONES[event.milestone](state, event)
+    return _MILESTONE_HANDLERS[event.milestone](state, event)
 
 
-_OF_MEMBERS: Mapping[type[Any], _Handler] = {
+_MEMBER_HANDLERS: Mapping[type[Any], _Handler] = {
     Joined: _on_joined,
     messages.Crash: _on_crash,
     messages.EndRun: _on_end_run,

@@ -521,7 +521,7 @@ class MembershipState(_Updatable):
 
     ``has_resumed``: whether a generation has been resumed; before, code runs that only one worker runs, such as
     ``prepare_data``. ``returned``: after a restart of the coordinator, until all live workers have returned or are
-    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members``: processes per position.
+    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members_per_position``: processes.
     """
 
     grid: Grid
@@ -536,7 +536,7 @@ class MembershipState(_Updatable):
     has_resumed: bool = False
     returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
-    members: int = 1
+    members_per_position: int = 1
 
     def with_roster(self, **changes: Any) -> MembershipState:
         return self.updated(roster=self.roster.updated(**changes))
@@ -586,7 +586,7 @@ class MembershipState(_Updatable):
 
     @property
     def positions(self) -> Positions:
-        return Positions(self.grid, self.members)
+        return Positions(self.grid, self.members_per_position)
 
     @property
     def num_workers(self) -> int:
@@ -612,7 +612,7 @@ class MembershipState(_Updatable):
     def stage_leader(self, stage: int) -> int | None:
         """First live member of the lowest pipeline in ``stage``; None if there is none."""
         positions = self.positions
-        of_column = range(stage * self.members, positions.num_workers, positions.columns)
+        of_column = range(stage * self.members_per_position, positions.num_workers, positions.columns)
         return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
 
     def holders(self, column: int) -> frozenset[int]:
@@ -645,7 +645,7 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
     """The state before any worker has joined; ``retries``: see :class:`Faults`."""
     live = frozenset(range(grid.num_workers * members))
     lead = (grid.stages - 1) * members
-    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members=members)
+    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members_per_position=members)
 
 
 # ---------------------------------------------------------------------- rules that every state keeps

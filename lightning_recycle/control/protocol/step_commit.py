@@ -183,11 +183,11 @@ def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[
     """
     reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
-    for stage, mine in _scopes(state, event):
-        others = tuple(one for one in reported.get(stage, ()) if one[0] in state.roster.live)
+    for scope, mine in _scopes(state, event):
+        others = tuple(one for one in reported.get(scope, ()) if one[0] in state.roster.live)
         if any(theirs == mine for _, theirs in others):
             continue
-        reported[stage] = (*others, (event.rank, mine))
+        reported[scope] = (*others, (event.rank, mine))
         for name, value in mine.items():
             first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
             if not _same(value, theirs):
