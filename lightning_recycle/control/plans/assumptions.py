@@ -28,9 +28,9 @@ from typing import TypeAlias
 from lightning_recycle.control.protocol.messages import Applied, Profiled
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Costs, Footprint, Memory, Profile, memory_of
+from lightning_recycle.planning.failure_distribution import usual_limit
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, VariedPlanner
-from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner, PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule

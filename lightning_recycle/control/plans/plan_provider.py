@@ -38,9 +38,9 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.exact_planner import ExactPlanner
+from lightning_recycle.planning.failure_distribution import next_failures
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, PlanningOptions, get_planner, solve
 from lightning_recycle.planning.problem import Problem
