@@ -132,10 +132,10 @@ class ControlClient(ActivityRecorder):
         wants: the run that this worker's script asks for, if it was started by hand.
         patience: seconds for which the successor of a lost coordinator is looked for.
 
-    Callbacks: ``on_interrupt`` runs in the receiver thread when a generation is announced, with the number of the one
-    that ends and the workers with which this one may be in a hook that must not end. ``regroup`` runs in the main
-    thread while it waits in :meth:`arrive`, ``on_leader`` when the leader may have changed, ``complete_saves`` in the
-    thread that ends this process without a result.
+    Callbacks: ``on_interrupt``, which the executor sets to ``Communicator.abort``, runs in the receiver thread when a
+    generation is announced, with the number of the one that ends and the workers with which this one may be in a hook
+    that must not end. ``regroup`` runs in the main thread while it waits in :meth:`arrive`, ``on_leader`` when the
+    leader may have changed, ``complete_saves`` in the thread that ends this process without a result.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class ControlClient(ActivityRecorder):
 
         Called, beside the training thread, before anything that only a member may do.
         """
-        self._await_confirmation(lambda number: messages.Confirm(self.rank, number))
+        self._await_confirmation(lambda number: messages.MembershipQuery(self.rank, number))
 
     def await_naming(self, batch: int, index: int, temporary: str) -> None:
         """Announces a whole checkpoint file; waits until this member may give it its name.
@@ -302,10 +302,10 @@ class ControlClient(ActivityRecorder):
 
     def _await_confirmation(self, question: Callable[[int], Any]) -> None:
         with self._changed:
-            self._questions = number = max(self._questions, self.member.confirmed) + 1
+            self._questions = number = max(self._questions, self.member.confirmed_query) + 1
         self.send(question(number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=False)
+        self._wait(lambda: self.member.confirmed_query >= number or self._completes or None, what, shown=False)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.

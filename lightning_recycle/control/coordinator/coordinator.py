@@ -151,7 +151,7 @@ class Coordinator:
         self._connected: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._to_evict: list[protocol.Evict] = []
-        self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
+        self._postponed_event: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
         self._review_seconds = max(_TICK, workers * _REVIEW_SECONDS)
         self._filled: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
@@ -402,7 +402,7 @@ class Coordinator:
             else:
                 self._started.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
-        held, self._held = self._held, None
+        held, self._postponed_event = self._postponed_event, None
         if held is not None:
             self._handle(held)
         for plan in self._plans.better():
@@ -597,9 +597,9 @@ class Coordinator:
                     self._send(protocol.Send((message.to,), message))
                     self._workers.lose_unreachable()
                 return
-            case messages.Confirm():
+            case messages.MembershipQuery():
                 if rank in self._state.roster.live:
-                    self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
+                    self._send(protocol.Send((rank,), messages.MembershipConfirmed(message.number)))
                     self._workers.lose_unreachable()
                 return
             case messages.Report():
@@ -663,13 +663,14 @@ class Coordinator:
     def _apply(self, event: protocol.MembershipEvent) -> None:
         """Applies ``event`` to the state, journals it, and carries out the commands.
 
-        A ``Resume`` without a plan yet is held back: the state stays as it was, and the event comes again.
+        A ``Resume`` without a plan yet is held back: the state stays as it was, and :meth:`_on_wake` repeats the event
+        once there is news of a plan.
         """
         state, commands = membership.transition(self._state, event)
         resumes = any(isinstance(c, protocol.Send) and isinstance(c.message, messages.Resume) for c in commands)
         if resumes and not self._plan_is_ready(state):
             # As if the last report had been under way for longer; whatever comes before it is handled as ever.
-            self._held = event
+            self._postponed_event = event
             self._watch.end_regroup()  # everybody has reported
             return
         self._state = state

@@ -44,13 +44,13 @@ _SWITCH_SECONDS = 0.5  # for which all wait in a change, apart from the time to 
 
 
 class LayoutChoice:
-    """The layouts of one run; ``cuts``: the current one, empty if unknown."""
+    """Chooses layouts of one run; ``cuts``: the current one, empty if unknown."""
 
-    def __init__(self, rebalance: Rebalance, planner: PlanProvider, measured: Measurements) -> None:
+    def __init__(self, rebalance: Rebalance, provider: PlanProvider, measured: Measurements) -> None:
         self.cuts: Cuts = ()
         self._rebalance = rebalance
-        self._planner, self._measured = planner, measured
-        self._background = planner.background
+        self._provider, self._measured = provider, measured
+        self._background = provider.background
         self._layers: LayerCosts | None = None  # the costs of the layers in the newest question
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: the facts of its worker, and its place in them
         self._fixed = ""  # why layers cannot move
@@ -89,7 +89,7 @@ class LayoutChoice:
         if self._rebalance == "never" or not is_known or self._measured.steps < _STEPS_BEFORE_LAYOUTS:
             return
         seconds = self._measured.known_seconds
-        problem = self._planner.problem(schedule.failed, seconds)
+        problem = self._provider.problem(schedule.failed, seconds)
         self._layers = self._costs(problem.costs, seconds, problem.memory)
         question = partial(
             plan_layout,
@@ -177,11 +177,11 @@ class LayoutChoice:
         self._measured.relaid(seconds)
         chosen = self.choice_of(cuts)
         memory = None if chosen is None else chosen.problem.memory  # until it is measured
-        self._planner.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
+        self._provider.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
         if chosen is None or chosen.judgement is None or chosen.judgement.schedule is None:
-            self._planner.begin_anew(None)
+            self._provider.begin_anew(None)
         else:
-            self._planner.begin_anew(chosen.judgement.schedule.under(chosen.problem))
+            self._provider.begin_anew(chosen.judgement.schedule.under(chosen.problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """Seconds of operations under ``cuts``, from those under the present layout."""

@@ -348,7 +348,7 @@ def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> 
 
 def on_save_announced(state: MembershipState, event: messages.SaveAnnounced) -> Next:
     """A whole checkpoint file counts from now on; writer or leader names it."""
-    answer = Send((event.rank,), messages.Confirmed(event.number))
+    answer = Send((event.rank,), messages.MembershipConfirmed(event.number))
     if event.batch == state.saves.batch and event.index not in state.saves.ended:
         state = state.with_saves(announced={**state.saves.announced, event.index: event.temporary})
     return state, (answer,)

@@ -42,7 +42,7 @@ class MessageRecord:
         self.known: messages.Committed | None = None
         self.request: messages.StopWish | None = None
         self.raised: messages.Raised | None = None
-        self.confirm: messages.Confirm | None = None
+        self.membership_query: messages.MembershipQuery | None = None
         self.save: messages.SaveBegun | None = None
         self.announced: tuple[messages.SaveAnnounced, ...] = ()
         self.saves_ended: tuple[messages.SaveEnded, ...] = ()
@@ -73,8 +73,8 @@ class MessageRecord:
                 self.request = message
             case messages.Raised():
                 self.raised = message
-            case messages.Confirm():
-                self.confirm = message
+            case messages.MembershipQuery():
+                self.membership_query = message
             case messages.SaveBegun():
                 self.save, self.announced, self.saves_ended = message, (), ()
             case messages.SaveAnnounced():
@@ -124,9 +124,9 @@ class MessageRecord:
             case messages.Judged():
                 if self.raised is not None and self.raised.generation == message.generation:
                     self.raised = None
-            case messages.Confirmed():
-                if self.confirm is not None and self.confirm.number <= message.number:
-                    self.confirm = None
+            case messages.MembershipConfirmed():
+                if self.membership_query is not None and self.membership_query.number <= message.number:
+                    self.membership_query = None
 
     def _forget_saves_before(self, saves: messages.SaveStatus) -> None:
         if self.save is not None and saves.batch >= self.save.batch:
@@ -205,7 +205,8 @@ class Member:
         hooks: how often it has run collectives of its position in hooks.
         in_hook: whether its siblings may be in a hook with it, in the connected generation.
         assignment: the position of a worker started by hand; ``unfit``: why it gets none.
-        confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
+        confirmed_query: the number of the newest answered
+            :class:`~lightning_recycle.control.protocol.messages.MembershipQuery`.
     """
 
     def __init__(self, rank: int, joining: bool = False, returns: bool = True) -> None:
@@ -224,7 +225,7 @@ class Member:
         self.in_hook = False
         self.assignment: messages.Assign | None = None
         self.unfit: messages.Unfit | None = None
-        self.confirmed = -1
+        self.confirmed_query = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._memory = MessageRecord() if returns else None
         self._announced: messages.Regroup | None = None
@@ -239,7 +240,7 @@ class Member:
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
         self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
-        self._passed = -1  # the newest stop point at which it went on
+        self._newest_stop_point = -1  # at which it went on
         self._asked = -1  # the newest stop point at which it has to say whether it goes on
         self._verdicts: dict[int, messages.StopVerdict] = {}
 
@@ -285,8 +286,8 @@ class Member:
                 if message.generation == self._paused_generation:
                     self._paused_generation = -1  # nobody has to stop
                     self.plans.append(message)
-            case messages.Confirmed():
-                self.confirmed = max(self.confirmed, message.number)
+            case messages.MembershipConfirmed():
+                self.confirmed_query = max(self.confirmed_query, message.number)
             case messages.HookEntered():
                 if (message.generation, message.number) == (self.generation, self.hooks):
                     self._hook, self.in_hook = message, True
@@ -350,7 +351,7 @@ class Member:
         yield "a pause is of a generation that was announced", self._paused_generation <= newest
         yield "plans follow each other", all(a.step <= b.step for a, b in pairwise(self.plans))
         yield "plans are of the generation", all(plan.generation == self.generation for plan in self.plans)
-        yield "a stop point that was passed is answered", not 0 <= self._asked <= self._passed
+        yield "a stop point that was passed is answered", not 0 <= self._asked <= self._newest_stop_point
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
         if self._memory is not None:
@@ -485,11 +486,11 @@ class Member:
 
     def pass_stop_point(self, point: int) -> tuple[Message, ...]:
         """Records that this worker trains on at ``point``; the answer, if one is due."""
-        self._passed = max(self._passed, point)
+        self._newest_stop_point = max(self._newest_stop_point, point)
         return self._answer_stop_request()
 
     def _answer_stop_request(self) -> tuple[Message, ...]:
-        if not 0 <= self._asked <= self._passed:
+        if not 0 <= self._asked <= self._newest_stop_point:
             return ()
         point, self._asked = self._asked, -1
         return (messages.StopWish(self.rank, point, False),)

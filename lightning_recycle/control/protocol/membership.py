@@ -1,6 +1,7 @@
 """The coordinator's state machine: events to next states and commands. Pure.
 
-:func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_HANDLERS` and
+:func:`transition` has no clock, socket or process; the coordinator is its shell, and posts each ``Send``
+(:class:`~lightning_recycle.control.coordinator.worker_table.WorkerTable`). The tables :data:`_HANDLERS` and
 :data:`_MEMBER_HANDLERS` name the handler of each event, in the module of its subject:
 
 - :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
@@ -53,7 +54,7 @@ _FROM_NON_MEMBERS = (
     messages.Ready,
     messages.Leave,
     messages.EndRun,
-    messages.Confirm,
+    messages.MembershipQuery,
     messages.SaveBegun,
     messages.SaveAnnounced,
     messages.SaveEnded,
@@ -223,8 +224,8 @@ def _resume(
     # A worker that applies what is answered need not send it again.
     step = decision.version if confirmed else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
-    state = state.with_generation(regrouping=False, committed=step if confirmed else -1).with_steps(answered=answered)
-    state = state.updated(has_resumed=True)
+    state = state.with_generation(regrouping=False, commit_answered=step if confirmed else -1)
+    state = state.with_steps(answered=answered).updated(has_resumed=True)
     resume = messages.Resume(
         state.generation.number,
         roster,
@@ -311,7 +312,7 @@ def rebuilt(state: MembershipState) -> Next:
         generation=state.generation.updated(number=generation),
         steps=state.steps.updated(
             version=version,
-            passed=0,
+            applied_below=0,
             applied=applied,
             answered=state.steps.answered if known is None else (known.step, known.payloads),
             summed=summed,
@@ -354,8 +355,8 @@ def _resend_missed(
     if stop is not None:  # also to those that will ask
         yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
     for rank, each in members.items():
-        if each.confirm is not None:
-            yield Resend((rank,), messages.Confirmed(each.confirm.number))
+        if each.membership_query is not None:
+            yield Resend((rank,), messages.MembershipConfirmed(each.membership_query.number))
         if each.hook is not None:  # not told by all, or they may not know
             yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), each.hook)
 

@@ -307,7 +307,7 @@ class Roster(_Updatable):
 
     Args:
         joined: the ranks that said hello, before the first generation.
-        live: ranks in the roster: awaited before the first generation, joining, or with their stage's state.
+        live: ranks in the roster, whose :class:`Standing` is AWAITED, LIVE or JOINING.
         leader: speaks for the run; unchanged while that worker lives and has its stage's state.
         joining: live ranks that do not have the state of their stage yet.
         newcomers: live ranks that joined during the training -> steps applied before that.
@@ -370,7 +370,7 @@ class Generation(_Updatable):
         number: -1 before the first.
         regrouping: whether reports are missing; ``reports``: by rank.
         commits: of the current step, by rank.
-        committed: the newest step whose commit was answered; -1 if there is none.
+        commit_answered: the newest step whose commit was answered; -1 if there is none.
         passes: the ranks that have passed step :attr:`Steps.summed`.
         broken_pairs: live workers of which one reported that it cannot reach the other.
         pause: the current pause; ``pauses``: the number of earlier ones.
@@ -383,7 +383,7 @@ class Generation(_Updatable):
     regrouping: bool = False
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     commits: Mapping[int, messages.Commit] = field(default_factory=dict)
-    committed: int = -1
+    commit_answered: int = -1
     passes: frozenset[int] = frozenset()
     broken_pairs: frozenset[Pair] = frozenset()
     pause: PauseState | None = None
@@ -404,7 +404,7 @@ class Steps(_Updatable):
 
     Args:
         version: the number of steps that every live worker has applied.
-        passed: all live workers of lower ranks have applied step ``version``.
+        applied_below: all live workers of ranks below this have applied step ``version``.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
         answered: step and payloads, by stage, of the newest answered commit.
         facts: for steps that not every live worker has applied: step -> stage, or None for facts that are equal on all
@@ -417,7 +417,7 @@ class Steps(_Updatable):
     """
 
     version: int = 0
-    passed: int = 0
+    applied_below: int = 0
     applied: Mapping[int, int] = field(default_factory=dict)
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     facts: Mapping[int, Mapping[int | None, tuple[Reported, ...]]] = field(default_factory=dict)
@@ -702,7 +702,7 @@ def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     else:
         yield "a report is awaited", now.reports.keys() < live
     yield "live workers commit", now.commits.keys() < live
-    yield "a commit that was answered is over", all(one.step > now.committed for one in now.commits.values())
+    yield "a commit that was answered is over", all(one.step > now.commit_answered for one in now.commits.values())
     yield "live workers pass steps and hold layers", now.passes | now.held <= live
     yield "layers are held when they are to move", bool(now.becomes) >= bool(now.held)
     yield "no step runs while layers are under way", not (now.becomes and (pause or now.commits))
@@ -737,10 +737,10 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         yield "a step counts once all have applied it", not steps.applied or min(applied.values()) <= steps.version
         applied_all = all(not count or count >= steps.version for count in applied.values())
         yield "all have applied the steps that count", applied_all
-        passed = (rank for rank in range(steps.passed) if rank in live)
+        below = (rank for rank in range(steps.applied_below) if rank in live)
         yield (
             "those that are passed by have applied the newest step",
-            all(applied[rank] > steps.version for rank in passed),
+            all(applied[rank] > steps.version for rank in below),
         )
 
 
