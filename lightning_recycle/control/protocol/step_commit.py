@@ -4,8 +4,9 @@ Losses are collected by micro-batch, however often computed. No worker applies a
 workers check each other's computations, not before all have passed it in one generation. A step *counts* once every
 live worker has applied it; then the reported facts are compared. The longest-serving workers are right if they agree: a
 newcomer that differs is dismissed; any other difference ends the run. While there are newcomers, no worker applies a
-step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) come before that:
-they are answered once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect again.
+step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) come before
+that: they are answered once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect
+again.
 
 A loss changes the roster at once, all else at a *step boundary*, so nothing is redone: workers report where they are
 (Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
