@@ -89,10 +89,10 @@ EXCHANGE_TAG = 1 << 24
 
 _TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
 _PAYLOAD = 2  # the first of them that payloads use
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
-_OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
+_EMPTY_MESSAGE = torch.empty(0, dtype=torch.uint8)  # an empty message
+_OPPOSITE = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
 _PEER_ERRORS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
-_TRANSLATED = (RuntimeError, OSError)  # that operations raise
+_TRANSLATED_ERRORS = (RuntimeError, OSError)  # that operations raise
 _MACHINE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
 _MESSAGE_LOOP, _STAGE_LOOP, _POSITION_LOOP = 0, 1, 2  # messages between stages must not wait behind a reduction
@@ -171,8 +171,8 @@ class Communicator:
         self._position_is_cut = False
         self._is_prepared = False  # for the next generation
         # Memory of sends that may not have arrived, of this step and the previous one.
-        self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
-        self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._send_memory: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._send_memory_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, ReceiveBuffer] = {}
         self._outboxes: dict[_Key, SendBuffer] = {}
         self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
@@ -280,7 +280,7 @@ class Communicator:
             self._sockets.cut()
             self._position_sockets.cut()
         self._is_prepared = False
-        self._inboxes, self._outboxes, self._sent, self._sent_before = {}, {}, {}, {}
+        self._inboxes, self._outboxes, self._send_memory, self._send_memory_before = {}, {}, {}, {}
         self._channels, self._collective_groups = {}, {}
         if self.mesh is not None:
             self.mesh.disconnect()
@@ -370,7 +370,7 @@ class Communicator:
             self.raise_if_aborted()
         try:
             work, end = self._receive_all(channel, (inbox.message,), source, tag * _TAGS)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
         return Incoming(channel, source, tag, inbox, work, end)
 
@@ -388,14 +388,14 @@ class Communicator:
             is_right, tensors = inbox.read_header(lambda layout: self._capacity(layout, source)), inbox.views
             if is_right and inbox.layout is not None and not inbox.packed:
                 tensors = self._receive_payload(channel, inbox.layout, source, tag)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
         if inbox.layout is None or not is_right or not inbox.is_whole(tensors):
             raise self._damaged(source)
         # It was sent after this worker's message under that tag in the other direction had arrived.
-        answered = (_OTHER[channel], source, tag)
-        self._sent.pop(answered, None)
-        self._sent_before.pop(answered, None)
+        answered = (_OPPOSITE[channel], source, tag)
+        self._send_memory.pop(answered, None)
+        self._send_memory_before.pop(answered, None)
         if to_device and is_accelerator(self.device):
             tensors = [None if t is None else self.memory.on_device(t, inbox.packed) for t in tensors]
         if inbox.layout.has_note:
@@ -434,10 +434,10 @@ class Communicator:
                 else:
                     staged = [self.memory.staged(tensor).contiguous() for tensor in payload]
                     sent += self._send_all(channel, staged, destination, tag * _TAGS + _PAYLOAD)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
-        self._sent[key] = sent
-        self._sent_before.pop(key, None)
+        self._send_memory[key] = sent
+        self._send_memory_before.pop(key, None)
 
     def echo(self, peer: int, size: int, initiate: bool) -> None:
         """Sends ``size`` bytes to ``peer`` and waits for their return, or returns them."""
@@ -450,7 +450,7 @@ class Communicator:
 
     def end_step(self) -> None:
         """Releases sends before the last call, which all participants have received."""
-        self._sent_before, self._sent = self._sent, {}
+        self._send_memory_before, self._send_memory = self._send_memory, {}
         self._damagers.clear()
         if not self._is_prepared:  # the generation goes well
             self._is_prepared = True
@@ -486,13 +486,13 @@ class Communicator:
         """Starts to send ``tensors`` and an empty message, under tags from ``base`` on."""
         group = self._channels[channel]
         send, place = group.process_group.send, group.places[destination]
-        return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+        return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _EMPTY_MESSAGE])]
 
     def _receive_all(self, channel: Channel, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
         """Counterpart of :meth:`_send_all`; the last item must be waited for first."""
         group = self._channels[channel]
         places = repeat(group.places[source])
-        return [*map(group.process_group.recv, zip((*tensors, _NOTHING)), places, count(base))]
+        return [*map(group.process_group.recv, zip((*tensors, _EMPTY_MESSAGE)), places, count(base))]
 
     def _damaged(self, source: int) -> CommunicationError:
         """The error of a damaged message, which the next attempt sends again."""
@@ -591,7 +591,7 @@ class _Translated:
             self._communicator.raise_if_aborted(self._in_hook)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, _TRANSLATED):
+        if isinstance(error, _TRANSLATED_ERRORS):
             self._communicator.translate(error)
 
 
@@ -613,7 +613,7 @@ def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
 _PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
 _PARTS_AT_ONCE = 16
 _PART_TAGS = range(EXCHANGE_TAG + 1, EXCHANGE_TAG + 1 + _PARTS_AT_ONCE)
-_DONE = torch.empty(0, dtype=torch.uint8)
+_ACKNOWLEDGEMENT = torch.empty(0, dtype=torch.uint8)
 
 
 def send_object(communicator: Communicator, value: Any, destination: int) -> None:
@@ -668,7 +668,7 @@ def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], so
             place.copy_(found)
         if number + _PARTS_AT_ONCE < len(parts):
             posted.append(communicator.post_receive(Channel.ACTIVATIONS, source, tag))
-        communicator.send(Channel.GRADIENTS, _DONE, source, tag)
+        communicator.send(Channel.GRADIENTS, _ACKNOWLEDGEMENT, source, tag)
         communicator.on_progress()
     communicator.release_buffers(source, _PART_TAGS)
 

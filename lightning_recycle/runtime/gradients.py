@@ -405,7 +405,7 @@ class BucketedReduction:
         self._last: Task | None = None  # the operation that completes the gradients
         self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
-        self._begun: list[Reduction] = []
+        self._begun_reductions: list[Reduction] = []
         self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
@@ -533,7 +533,7 @@ class BucketedReduction:
         giver = self._givers.get(bucket.stages)
         if giver is None:
             bucket.count()
-        self._begun.append(self._communicator.begin_collective(bucket.buffer, bucket.stages, giver))
+        self._begun_reductions.append(self._communicator.begin_collective(bucket.buffer, bucket.stages, giver))
 
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
@@ -567,13 +567,13 @@ class BucketedReduction:
         self._end()
 
     def _end(self) -> None:
-        for reduction in self._begun:
+        for reduction in self._begun_reductions:
             self._communicator.end_collective(reduction)
-        self._begun = []
+        self._begun_reductions = []
 
     def drop(self) -> None:
         """Forgets begun sums, once the connections of their generation are closed."""
-        begun, self._begun = self._begun, []
+        begun, self._begun_reductions = self._begun_reductions, []
         are_free = [self._communicator.abandon(reduction) for reduction in begun]
         if not all(are_free):
             self._gradients.renew(self._step)

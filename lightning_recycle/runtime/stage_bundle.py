@@ -180,7 +180,7 @@ class LayerMoves:
         self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
         self._start = self.cuts
-        self._held: tuple[Cuts, list[Any]] | None = None  # got for that layout
+        self._received_layers: tuple[Cuts, list[Any]] | None = None  # got for that layout
 
     @property
     def cuts(self) -> Cuts:
@@ -210,7 +210,7 @@ class LayerMoves:
                     send_object(self._communicator, self._keeper.pack_layers(transfer.layers), transfer.receiver)
                 else:
                     given.append(receive_object(self._communicator, transfer.donor))
-        self._held = resume.becomes, given
+        self._received_layers = resume.becomes, given
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """This worker's transfers when ``roster`` changes from its layout to ``becomes``."""
@@ -221,7 +221,7 @@ class LayerMoves:
 
     def install_layout(self, cuts: Cuts) -> StageBundle | None:
         """Installs the exchanged layers of layout ``cuts``; None if it is the present one."""
-        held, self._held = self._held, None
+        held, self._received_layers = self._received_layers, None
         cuts = cuts or self._start
         if cuts == self.cuts:
             return None

@@ -174,10 +174,10 @@ class MicrobatchChanges:
         self.keeps_shares = self._is_inside = self._runs_again = False
         self._equal_places: set[Place] = set()  # those that all micro-batches left alike so far
         self._own_tensors: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
-        self._warned: set[str] = set()
+        self._warned_names: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
-        self._step = self._ended = -1
-        self._before: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
+        self._step = self._ended_step = -1
+        self._replaced: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
 
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
@@ -358,8 +358,8 @@ class MicrobatchChanges:
         try:
             effects.append(self._append_effect(change, tree))
         except UnsupportedFeatureError as error:
-            if (name := name_of(change.place)) not in self._warned:
-                self._warned.add(name)
+            if (name := name_of(change.place)) not in self._warned_names:
+                self._warned_names.add(name)
                 rank_zero_warn(f"self.{error} It stays on the worker that made it.")
             return False
         return True
@@ -376,7 +376,7 @@ class MicrobatchChanges:
 
         ``sums``: of their contributions to statistics.
         """
-        self._ended, self._before = self._step, ({}, dict(self.by_microbatch))
+        self._ended_step, self._replaced = self._step, ({}, dict(self.by_microbatch))
         for place, added in zip(list(self._tree.statistics), sums, strict=False):
             self._remember(place)
             self._tree.put(place, self._tree.get(place) + added)
@@ -414,8 +414,8 @@ class MicrobatchChanges:
 
     def _remember(self, place: Place, on_step: bool = True) -> None:
         """Remembers what a place holds before a step changes it."""
-        if on_step and place not in self._before[0]:
-            self._before[0][place] = self._copy_of(place)
+        if on_step and place not in self._replaced[0]:
+            self._replaced[0][place] = self._copy_of(place)
 
     def _copy_of(self, place: Place) -> Any:
         value = self._tree.get(place)
@@ -473,10 +473,10 @@ class MicrobatchChanges:
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
         """In the block values are those at the start of ``step``, the one before this."""
-        if self._ended != step:
+        if self._ended_step != step:
             yield
             return
-        (before, by_microbatch), now = self._before, self.by_microbatch
+        (before, by_microbatch), now = self._replaced, self.by_microbatch
         after = {place: self._copy_of(place) for place in before}
         self._set(before, by_microbatch)
         try:

@@ -40,7 +40,7 @@ from lightning_recycle.runtime.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,
     MODULE_TABLES,
-    OF_ONE_PROCESS,
+    PROCESS_BOUND_TYPES,
     is_node,
     is_own,
     slots_of,
@@ -77,7 +77,7 @@ _requires_grad = attrgetter("requires_grad")  # by map(): no frame for each of t
 _ATTRIBUTES, _BUFFERS, _PARAMETERS, _CHILDREN = "", "buffers", "parameters", "children"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_NOT_LOOKED_INTO = (*OF_ONE_PROCESS, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
+_NOT_LOOKED_INTO = (*PROCESS_BOUND_TYPES, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
 _STATEFUL_PACKAGES = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
 _STATISTICS = ("running_mean", "running_var")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
@@ -362,8 +362,8 @@ class ValueTree:
         # ``_compares_trained``: whether the present block, or else the next one, is that block
         self._has_room = self._is_stale = self._compares_trained = True
         self._is_moved = False  # whether tensors may have left their places since they were looked up there
-        self._touched: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
-        self._given: list[Place] = []
+        self._replaced: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
+        self._given_places: list[Place] = []
         self._unreported: list[Place] = []  # changes that were found, for the next :meth:`absorb`
         self._blocks = 0
 
@@ -574,7 +574,7 @@ class ValueTree:
 
         :meth:`end` returns the fate of each.
         """
-        self._touched, self._given = [], list(values)
+        self._replaced, self._given_places = [], list(values)
         replaced: set[int] = set()
         storages: dict[int, Any] = {}
         for place, value in values.items():
@@ -591,7 +591,7 @@ class ValueTree:
                 self._touch(entry.places, entry.running)
             elif entry.copy is None and (is_watched or entry.tensor.nbytes <= _KEPT_BYTES):
                 entry.copy = entry.tensor.detach().clone()
-        for cell in {id(cell): cell for cell, _, _ in self._touched}.values():
+        for cell in {id(cell): cell for cell, _, _ in self._replaced}.values():
             self._read(cell)
         self._versions = versions_of(self._trained.values())
         if self._compares_trained:
@@ -602,7 +602,7 @@ class ValueTree:
 
     def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
         for cell, key in places:
-            self._touched.append((cell, key, cell.get(key)))
+            self._replaced.append((cell, key, cell.get(key)))
             cell.put(key, value)
 
     @torch.no_grad()
@@ -612,7 +612,7 @@ class ValueTree:
         All places hold again what they held before :meth:`begin`.
         """
         changed, changes = self._changes()
-        for place in self._given:
+        for place in self._given_places:
             changes.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
         for entry in self._tracked.values():
             if (write := self._take_write(entry)) is not None:
@@ -658,11 +658,11 @@ class ValueTree:
     def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
         for cell, key, before, _ in changed:
             cell.put(key, before)
-        for cell, key, value in reversed(self._touched):
+        for cell, key, value in reversed(self._replaced):
             cell.put(key, value)
-        for cell in {id(cell): cell for cell, *_ in (*changed, *self._touched)}.values():
+        for cell in {id(cell): cell for cell, *_ in (*changed, *self._replaced)}.values():
             self._read(cell)
-        self._touched = []
+        self._replaced = []
 
     def _change(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
         items = None

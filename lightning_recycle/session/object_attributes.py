@@ -143,7 +143,7 @@ _HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
 _SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
 _FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 MISSING = object()
-OF_ONE_PROCESS = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
+PROCESS_BOUND_TYPES = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 """Classes of objects that belong to a process; they are not carried."""
 
 

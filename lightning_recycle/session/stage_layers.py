@@ -321,8 +321,8 @@ def _whole_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 _FIRST_MEASURED = 2  # steps: the first ones compile and warm up
-_MEASURED = 3  # steps
-_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+_MEASURED_STEPS = 3  # steps
+_OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
 def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]) -> str:
@@ -347,7 +347,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
 def _tensor_attribute(optimizer: Optimizer) -> str | None:
     """The optimizer's attribute with tensors that are no states of parameters."""
     for name, value in vars(optimizer).items():
-        if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
+        if name not in _OPTIMIZER_ATTRIBUTES and any(isinstance(item, Tensor) for item in _flat(value)):
             return name
     return None
 
@@ -390,7 +390,7 @@ class _LayerMeter:
         self.output_bytes = 0
         self._handles: list[RemovableHandle] = []
         self._seconds: list[float] = []
-        self._started = 0.0
+        self._start_time = 0.0
 
     def watch(self, layer: nn.Module) -> None:
         self._handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
@@ -407,11 +407,11 @@ class _LayerMeter:
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
         _wait_for(inputs)
-        self._started = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
         _wait_for(inputs)
-        self._seconds.append(time.perf_counter() - self._started)
+        self._seconds.append(time.perf_counter() - self._start_time)
         self.output_bytes = tensor_bytes(output)
 
 
@@ -496,7 +496,7 @@ class StageLayers:
                 modules = list(layers)
             for meter, layer in zip(self._meters.values(), modules, strict=True):
                 meter.watch(layer)
-        elif self._steps == _FIRST_MEASURED + _MEASURED:
+        elif self._steps == _FIRST_MEASURED + _MEASURED_STEPS:
             meters = self._end_measuring()
             if meters.keys() == set(self.owned):
                 self._context.client.send(Measured(self._context.place.rank, layers=self._facts(meters)))

@@ -360,10 +360,10 @@ class FailureDetector:
         self._positions = positions
         self._options = options
         self._thread_states = thread_states
-        self._looks: dict[int, list[tuple[float, bool]]] = {}  # at processes of silent workers: whether they computed
-        self._heard: dict[int, float] = {}
+        self._samples: dict[int, list[tuple[float, bool]]] = {}  # of silent workers' threads: whether they computed
+        self._last_heard: dict[int, float] = {}
         self._beats: dict[int, tuple[Heartbeat, float]] = {}
-        self._acted: dict[int, float] = {}
+        self._last_acted: dict[int, float] = {}
         self._have_applied: set[int] = set()  # ever; a process's first step may take long, however long others took
         self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
         self._deadline: float | None = None
@@ -376,15 +376,15 @@ class FailureDetector:
     # ------------------------------------------------------------------ what is heard
 
     def heard(self, rank: int, now: float) -> None:
-        self._heard[rank] = now
+        self._last_heard[rank] = now
 
     def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
-        self._heard[rank] = now
+        self._last_heard[rank] = now
         self._beats[rank] = (heartbeat, now)
 
     def acted(self, rank: int, now: float) -> None:
         """The main thread sent a message: the activity of earlier heartbeats is over."""
-        self._acted[rank] = now
+        self._last_acted[rank] = now
 
     def applied(self, rank: int) -> None:
         self._have_applied.add(rank)
@@ -403,10 +403,10 @@ class FailureDetector:
     def forget(self, rank: int) -> None:
         """The process at ``rank`` is gone; another one may come."""
         self._candidates.pop(rank, None)
-        self._looks.pop(rank, None)
-        self._heard.pop(rank, None)
+        self._samples.pop(rank, None)
+        self._last_heard.pop(rank, None)
         self._beats.pop(rank, None)
-        self._acted.pop(rank, None)
+        self._last_acted.pop(rank, None)
         self._have_applied.discard(rank)
         self._have_reported.discard(rank)
 
@@ -417,7 +417,7 @@ class FailureDetector:
 
     def forgive(self, now: float) -> None:
         """Restarts the clocks of silence: this process could not hear until now."""
-        self._heard = dict.fromkeys(self._heard, now)
+        self._last_heard = dict.fromkeys(self._last_heard, now)
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
 
     # ------------------------------------------------------------------ what is bounded in time
@@ -524,7 +524,7 @@ class FailureDetector:
         timeout = self._options.heartbeat.timeout
         if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
             timeout = max(timeout, _LEAST_START_TIMEOUT)
-        seconds = now - self._heard.get(rank, now)
+        seconds = now - self._last_heard.get(rank, now)
         return Sign(
             f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.heartbeat.last_holder_timeout
         )
@@ -535,9 +535,9 @@ class FailureDetector:
         A stopped one does not, nor one whose threads wait for each other.
         """
         if not is_quiet:
-            self._looks.pop(rank, None)
+            self._samples.pop(rank, None)
             return False
-        looks = self._looks.setdefault(rank, [])
+        looks = self._samples.setdefault(rank, [])
         states = self._thread_states(rank)
         looks.append((now, "R" in states or "D" in states))
         looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat.timeout]
@@ -556,7 +556,7 @@ class FailureDetector:
             activity.operation,
             activity.kind,
             (state.generation.regrouping and rank in state.generation.reports) or bool(activity.waiting_for),
-            min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
+            min(beat.seconds + now - received, now - self._last_acted.get(rank, -math.inf)),
             activity.coordinated,
             (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
         )

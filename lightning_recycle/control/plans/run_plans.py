@@ -83,7 +83,7 @@ class RunPlans:
         self._drift = None if drift is None else DriftMonitor(drift, provider.planner)
         self._layouts = LayoutChoice(rebalance, provider, self.measurements)
         self._on_profile = on_profile
-        self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
+        self._recorded_choice: TechniqueChoice | None = None  # the newest choice that the record has
         self._notes: list[tuple[str, dict[str, Any]]] = []  # not taken yet
         self._steps = 0  # since the newest schedule began
         self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
@@ -244,8 +244,8 @@ class RunPlans:
         if current != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # other workers are failed or slow now
         choice = ready_plan.choice
-        if choice is not None and choice is not self._recorded:
-            self._recorded = choice
+        if choice is not None and choice is not self._recorded_choice:
+            self._recorded_choice = choice
             self._notes.append(("chosen", choice.facts))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.splits != problem.technique.split_backward:
@@ -275,7 +275,7 @@ class RunPlans:
         """Details of the newest plan for the record: source, and choice of backwards."""
         facts = self._backward(self.schedules[-1]) if self.schedules else {}
         if facts:
-            self._recorded = self._provider.choice(self.schedules[-1].problem)
+            self._recorded_choice = self._provider.choice(self.schedules[-1].problem)
         return {"plan": self._provider.source, **facts}
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:

@@ -228,7 +228,7 @@ class Member:
         self.confirmed_query = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._memory = MessageRecord() if returns else None
-        self._announced: messages.Regroup | None = None
+        self._announcement: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._hook: messages.HookEntered | None = None
         self._judged: messages.Judged | None = None
@@ -239,9 +239,9 @@ class Member:
         self._paused_generation = -1
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
-        self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
+        self._reached_boundary: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
         self._newest_stop_point = -1  # at which it went on
-        self._asked = -1  # the newest stop point at which it has to say whether it goes on
+        self._asked_stop_point = -1  # the newest stop point at which it has to say whether it goes on
         self._verdicts: dict[int, messages.StopVerdict] = {}
 
     # ------------------------------------------------------------------ what the coordinator says
@@ -259,12 +259,12 @@ class Member:
             self._memory.record_received(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
-                before = self.roster if self._announced is None else self._announced.roster
+                before = self.roster if self._announcement is None else self._announcement.roster
                 self.lost.update(dict.fromkeys(set(before).difference(message.roster), message.generation))
                 if self.interrupted:  # what the last one says is to be dropped stays so
-                    assert self._announced is not None
-                    message = replace(message, unproven=max(message.unproven, self._announced.unproven))
-                self._announced = message
+                    assert self._announcement is not None
+                    message = replace(message, unproven=max(message.unproven, self._announcement.unproven))
+                self._announcement = message
             case messages.Resume():
                 self._resume, self.in_hook = message, False
                 if message.confirmed:
@@ -294,7 +294,7 @@ class Member:
             case messages.Judged():
                 self._judged = message
             case messages.StopRequested():
-                self._asked = max(self._asked, message.point)
+                self._asked_stop_point = max(self._asked_stop_point, message.point)
                 return self._answer_stop_request()
             case messages.StopVerdict():
                 self._verdicts[message.point] = message
@@ -324,7 +324,7 @@ class Member:
         assert self._memory is not None, "it ends with its coordinator"
         if self.in_hook:
             who.update(hook=self._hook)
-        generation = -1 if self._announced is None else self._announced.generation
+        generation = -1 if self._announcement is None else self._announcement.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     def validate(self) -> None:
@@ -333,7 +333,7 @@ class Member:
             assert holds, f"worker {self.rank}: {rule}: {vars(self)}"
 
     def _rules(self) -> Iterator[tuple[str, bool]]:
-        announced, resume = self._announced, self._resume
+        announced, resume = self._announcement, self._resume
         newest = -1 if announced is None else announced.generation
         yield "a generation is announced before it is entered", self.generation <= newest
         yield "a generation is announced before all resume in it", resume is None or resume.generation <= newest
@@ -351,7 +351,7 @@ class Member:
         yield "a pause is of a generation that was announced", self._paused_generation <= newest
         yield "plans follow each other", all(a.step <= b.step for a, b in pairwise(self.plans))
         yield "plans are of the generation", all(plan.generation == self.generation for plan in self.plans)
-        yield "a stop point that was passed is answered", not 0 <= self._asked <= self._newest_stop_point
+        yield "a stop point that was passed is answered", not 0 <= self._asked_stop_point <= self._newest_stop_point
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
         if self._memory is not None:
@@ -362,11 +362,11 @@ class Member:
     @property
     def interrupted(self) -> bool:
         """Whether a newer generation than the one that was entered is announced."""
-        return self._announced is not None and self._announced.generation > self.generation
+        return self._announcement is not None and self._announcement.generation > self.generation
 
     def enter(self) -> messages.Regroup:
         """Enters the newest announced generation; returns its announcement."""
-        announced = self._announced
+        announced = self._announcement
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
         self._published.clear()
@@ -431,9 +431,9 @@ class Member:
                 self.validate()
             return Go(due[-1].program if due else None, replies)
         reached = (self.generation, step)
-        if boundary is None or self._said == reached:
+        if boundary is None or self._reached_boundary == reached:
             return Hold(replies, self.pause)
-        self._said = reached
+        self._reached_boundary = reached
         return Hold(
             (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
         )
@@ -490,9 +490,9 @@ class Member:
         return self._answer_stop_request()
 
     def _answer_stop_request(self) -> tuple[Message, ...]:
-        if not 0 <= self._asked <= self._newest_stop_point:
+        if not 0 <= self._asked_stop_point <= self._newest_stop_point:
             return ()
-        point, self._asked = self._asked, -1
+        point, self._asked_stop_point = self._asked_stop_point, -1
         return (messages.StopWish(self.rank, point, False),)
 
     def request_stop(self, point: int) -> messages.StopWish:

@@ -319,13 +319,13 @@ def pause_if_wanted(state: MembershipState) -> Next:
     if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
         return state, ()
     is_layout_due = state.layout.wanted is not None
-    if not any(_wanted(state)) and now.plan is None and not is_layout_due:
+    if not any(_changes(state)) and now.plan is None and not is_layout_due:
         return state, ()
     state = state.with_generation(pause=PauseState(now.pauses))
     return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
 
 
-def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
+def _changes(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     """Workers that enter and that leave at the next step boundary.
 
     Whole positions: siblings of a leaving worker leave, too. No stage is left without a position that has its state.
@@ -354,7 +354,7 @@ def on_paused(state: MembershipState, event: messages.Paused) -> Next:
         return state, ()
     # A worker that enters has not heard the losses that are known already.
     boundary = max(max(pause.begun.values()) + 1, state.steps.summed)
-    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
+    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_changes(state)):
         return _change_plan(state, plan, boundary)
     state = state.with_generation(pause=replace(pause, boundary=boundary))
     message = messages.Boundary(state.generation.number, boundary)
@@ -377,7 +377,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
     state = state.with_generation(pause=pause)
     if pause.arrived != state.roster.live:
         return state, ()
-    enter, leave = _wanted(state)
+    enter, leave = _changes(state)
     commands: list[Command] = [Record("paused", event.step)]
     if layout is not None and not (enter or leave):
         return after(tuple(commands), recovery.begin_generation(state, layout.cuts))
