@@ -90,7 +90,7 @@ class Bucket:
         return [*map(add, versions, versions_of(self.views))] if self._has_shards else versions
 
     def clear(self) -> None:
-        """Empties it; no gradient is written."""
+        """Zeroes the buffer; from then on no gradient counts as written."""
         self.buffer.zero_()
         self._clean = self._versions()
 

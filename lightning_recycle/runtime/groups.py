@@ -247,7 +247,7 @@ class UnreachableError(CommunicationError):
 
 
 class Rendezvous(Protocol):
-    """Where the workers of a generation publish and look up addresses."""
+    """Store in which workers of a generation publish and look up addresses."""
 
     def publish(self, key: str, value: bytes) -> None: ...
 

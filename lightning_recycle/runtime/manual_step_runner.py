@@ -264,7 +264,7 @@ class _Coroutine:
         self._thread.start()
 
     def resume(self, answer: Any) -> _Met:
-        """Lets it run with the answer of its meeting, to the next one or its end."""
+        """Runs the thread with the answer of its meeting, to the next one or its end."""
         self._answers.put(answer)
         state = self._states.get()
         if isinstance(state, BaseException):

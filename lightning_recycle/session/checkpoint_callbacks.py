@@ -202,7 +202,7 @@ class _Methods:
             self._put_off((self._number, name, arguments[-1]), before)
 
     def _put_off(self, call: _Call, before: dict[str, Any]) -> None:
-        """Until the checkpoint is complete the callback remembers what it did before."""
+        """Resets the callback's record to ``before`` until the checkpoint is complete."""
         changed = {name: v for name, v in _record(self._callback).items() if not _is_same(v, before[name])}
         self._checkpoints.saves.call_first_when_known("record", call, {name: before[name] for name in changed}, changed)
         for name, value in before.items():

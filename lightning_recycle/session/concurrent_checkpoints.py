@@ -73,7 +73,7 @@ class StateCopies:
 
     @classmethod
     def none(cls) -> StateCopies:
-        """No copies, but the tensors themselves."""
+        """Stands for copies where the tensors themselves are written."""
         copies = cls()
         copies.are_originals = True
         return copies

@@ -132,7 +132,7 @@ def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
 
 
 def _belongs_to_graph(value: Any) -> bool:
-    """Whether it has many tensors of a step's graph: only that step can use them."""
+    """Whether ``value`` has large tensors of a graph, which only its step can use."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
@@ -526,7 +526,7 @@ class MicrobatchChanges:
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> MicrobatchChangesState:
-        """For a joining worker, which has the module's attributes from elsewhere."""
+        """The changes for a joining worker, which gets the module's attributes otherwise."""
         self._forget(self._tree.absorb())
         return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_places)
 

@@ -289,7 +289,7 @@ class MessageConnection(_Socket):
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, option)
 
     def abandon(self) -> None:
-        """Closes it, also while another thread uses it."""
+        """Closes the connection, also while another thread uses it."""
         with contextlib.suppress(OSError):  # perhaps the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._send_lock:  # who sends has noticed: its descriptor may become that of another connection now
@@ -369,7 +369,7 @@ class NonBlockingConnection(_Socket):
         self.flush()
 
     def flush(self) -> None:
-        """Sends the rest as far as it is taken; raises like :meth:`send_frame`."""
+        """Sends unsent bytes as far as the other side takes them; raises OSError, too."""
         while self._unsent:
             data = self._unsent.popleft()
             try:

@@ -100,7 +100,7 @@ class ReadyPlan:
     backend: str = "library"
 
     def serves(self, problem: Problem) -> bool:
-        """Whether it is about what planning ``problem`` would lead to."""
+        """Whether planning ``problem`` would lead to this plan."""
         is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
         return is_near and alike(replace(self.asked, costs=problem.costs), problem)
 

@@ -106,7 +106,7 @@ class WorkerStatus:
 
     @property
     def commit_step(self) -> int | None:
-        """The step to whose commit it contributes, if any."""
+        """The step to whose commit the worker contributes, if any."""
         return self.version if self.reduced else self.version - 1 if self.speculative else None
 
 

@@ -252,7 +252,7 @@ class Checks:
         return bool(self.checksums) and min(self.checksums) < version
 
     def plan(self, step: int, summed: int, checked: Mapping[int, Checked]) -> Checks:
-        """With the next check after that of ``step``.
+        """These checks, with the next one planned after that of ``step``.
 
         It is the step after the next whose loss is complete (``summed``) at the earliest: only that can be announced to
         all workers before any of them is in it.

@@ -65,7 +65,7 @@ class _Agreement:
 
     @property
     def peers(self) -> set[int]:
-        """All workers with which it shares a communicator."""
+        """All workers with which this worker is to share a communicator."""
         return self.neighbours.union(*self.rosters.values()) - {self.rank}
 
     @property
