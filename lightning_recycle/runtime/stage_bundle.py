@@ -36,15 +36,15 @@ from lightning_recycle.torch_internals import foreach_copy_
 class StageBundle:
     """The parts of a worker that change when it gets other layers.
 
-    ``left``: gradients that parameters from other workers held there. ``replicated``: parameters that another member of
-    the position holds, too, and counts.
+    ``moved_gradients``: gradients that parameters from other workers held there. ``replicated``: parameters that another
+    member of the position holds, too, and counts.
     """
 
     stage: Stage
     parameters: Sequence[nn.Parameter]
     gradients: GradientBuffers
     ties: StageTies
-    left: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    moved_gradients: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
     replicated: tuple[nn.Parameter, ...] = ()
 
     @property

@@ -183,7 +183,7 @@ class StepRunner:
     def replace_layers(self, bundle: StageBundle) -> None:
         """Continues with the layers of ``bundle``, after this stage's layers have moved."""
         self.gradients.give_back()
-        for parameter, grad in bundle.left.items():
+        for parameter, grad in bundle.moved_gradients.items():
             parameter.grad = grad
         self._set_up(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers

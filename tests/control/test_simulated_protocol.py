@@ -526,7 +526,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", step_commit, "on_layers_held",
-     "state.generation.held != state.roster.live", "False"),
+     "state.generation.layers_held != state.roster.live", "False"),
     ("a loss undoes nothing", membership, "_go_on_without", "recovery.begin_generation(state)",
      "recovery.begin_generation(state.with_layout(cuts=state.generation.becomes or state.layout.cuts))"),
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),

@@ -162,8 +162,8 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
 def doubt(state: MembershipState) -> MembershipState:
     """State after the loss of a newcomer, whose newest step was perhaps not compared.
 
-    The newcomer may have taken part in the next one with wrong values: all run that again. No worker has applied it, as its loss
-    is not known.
+    The newcomer may have taken part in the next one with wrong values: all run that again. No worker has applied it, as
+    its loss is not known.
     """
     if state.returned is None and state.steps.version == state.steps.summed:
         return state

@@ -375,7 +375,8 @@ class Generation(_Updatable):
         broken_pairs: live workers of which one reported that it cannot reach the other.
         pause: the current pause; ``pauses``: the number of earlier ones.
         plan: what all are to run from a step boundary on.
-        becomes: the layout that all get ready for; empty if no layers move. ``held``: the ranks that are ready.
+        becomes: the layout that all get ready for; empty if no layers move. ``layers_held``: the ranks
+            that are ready.
         hooks: by rank, how often it has announced collectives of its position in hooks.
     """
 
@@ -390,7 +391,7 @@ class Generation(_Updatable):
     pauses: int = 0
     plan: PlanReady | None = None
     becomes: messages.Cuts = ()
-    held: frozenset[int] = frozenset()
+    layers_held: frozenset[int] = frozenset()
     hooks: Mapping[int, int] = field(default_factory=dict)
 
     def runs(self, number: int) -> bool:
@@ -692,7 +693,7 @@ def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
 def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     now, live, pause = state.generation, state.roster.live, state.generation.pause
     if now.number < 0 or now.regrouping:
-        began = (now.commits, now.passes, now.broken_pairs, now.plan, now.held, now.hooks, pause)
+        began = (now.commits, now.passes, now.broken_pairs, now.plan, now.layers_held, now.hooks, pause)
         yield "nothing of a generation counts before all have reported", not any(began)
     if now.number < 0:
         yield "nobody reports before the first generation", not now.regrouping and not now.reports
@@ -703,8 +704,8 @@ def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         yield "a report is awaited", now.reports.keys() < live
     yield "live workers commit", now.commits.keys() < live
     yield "a commit that was answered is over", all(one.step > now.commit_answered for one in now.commits.values())
-    yield "live workers pass steps and hold layers", now.passes | now.held <= live
-    yield "layers are held when they are to move", bool(now.becomes) >= bool(now.held)
+    yield "live workers pass steps and hold layers", now.passes | now.layers_held <= live
+    yield "layers are held when they are to move", bool(now.becomes) >= bool(now.layers_held)
     yield "no step runs while layers are under way", not (now.becomes and (pause or now.commits))
     yield "broken pairs are of live workers, in order", all(a < b and {a, b} <= live for a, b in now.broken_pairs)
     yield "members of live positions are in hooks", now.hooks.keys() <= live

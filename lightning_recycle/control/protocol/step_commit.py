@@ -435,8 +435,8 @@ def on_layers_held(state: MembershipState, event: Reached) -> Next:
     becomes, wanted = state.generation.becomes, state.layout.wanted
     if not becomes or not state.generation.runs(event.generation):
         return state, ()
-    state = state.with_generation(held=state.generation.held | {event.rank})
-    if state.generation.held != state.roster.live:
+    state = state.with_generation(layers_held=state.generation.layers_held | {event.rank})
+    if state.generation.layers_held != state.roster.live:
         return state, ()
     details: dict[str, Any] = {"before": state.layout.cuts, "cuts": becomes}
     if wanted is not None and wanted.cuts == becomes:
