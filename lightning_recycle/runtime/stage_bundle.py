@@ -36,7 +36,7 @@ from lightning_recycle.torch_internals import foreach_copy_
 class StageBundle:
     """The parts of a worker that change when it gets other layers.
 
-    ``moved_gradients``: gradients that parameters from other workers held there. ``replicated``: parameters that another
+    ``moved_gradients``: those that parameters from other workers held there. ``replicated``: parameters that another
     member of the position holds, too, and counts.
     """
 
