@@ -62,8 +62,7 @@ def find_chain(module: nn.Module, num_stages: int, layers: LayerPaths = None) ->
     """
     kind = type(module).__name__
     layers = _largest_container(module, num_stages) if layers is None else layers
-    names = [layers] if isinstance(layers, str) else layers
-    paths = [path for name in names for path in _entries(module, name)]
+    paths = [path for name in ([layers] if isinstance(layers, str) else layers) for path in _entries(module, name)]
     if len(paths) < num_stages:
         raise ConfigurationError(
             f"layers={layers!r} names {len(paths)} layer{'s' * (len(paths) != 1)} of {kind}, fewer than"

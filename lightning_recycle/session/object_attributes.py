@@ -131,7 +131,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def is_weight(path: str) -> bool:
-    """Whether a parameter or buffer is at ``path``: ``.data`` changes no version of it."""
+    """Whether a parameter or buffer is at ``path``: ``.data`` counts no write."""
     return "._parameters[" in path or "._buffers[" in path
 
 

@@ -159,8 +159,7 @@ class SimulatedRun:
         old, self.configuration = self.configuration, reaction.configuration
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
-            self.newest_snapshot = self._newest_checkpoint()  # one half written is never complete
-            self.readable = self.now
+            self.newest_snapshot, self.readable = self._newest_checkpoint(), self.now  # a half one is never complete
             self._undo(self.newest_snapshot)
         elif interrupted:
             self._undo(self._step_begin(old))

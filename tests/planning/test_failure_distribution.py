@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import failure_distribution
-from lightning_recycle.planning.failure_distribution import (
-    contingencies,
-    next_failures,
-    normalized_problem,
-    usual_limit,
-)
+from lightning_recycle.planning.failure_distribution import contingencies, next_failures, normalized_problem
 from lightning_recycle.planning.routing import representative
 
 GRID = p.Grid(3, 4, 6)
@@ -291,6 +286,7 @@ def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
 
 
 def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory() -> None:
+    usual_limit = failure_distribution.usual_limit
     assert usual_limit(GRID, ()) == usual_limit(GRID, [p.Worker(0, 0)]) == (4, 3, 2, 1)
     assert usual_limit(GRID, (), measured=True) == (7, 7, 7, 7)
     assert usual_limit(GRID, [p.Worker(0, 0)], measured=True) is None

@@ -126,7 +126,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
-    """A worker and its siblings leave; ends the run if their stage has no other holder."""
+    """A worker and its siblings leave; ends the run if no other holds their stage."""
     if event.rank not in state.roster.live:
         return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
