@@ -168,6 +168,7 @@ def prepare(
     """
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
+    module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
     trainer_checks.check_trainer(trainer, outside, options.is_remote)
     sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]

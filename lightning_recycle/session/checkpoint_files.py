@@ -235,13 +235,12 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
     files = (_MANIFEST, *_OF_ANY_STRATEGY)
     if local is not None and local.is_dir() and not any((local / name).exists() for name in files):
         reason = f"it is no checkpoint folder, with neither {' nor '.join(files)}"
-        beside = local / f"any{ModelCheckpoint.FILE_EXTENSION}"
+        local /= f"any{ModelCheckpoint.FILE_EXTENSION}"
     elif get_filesystem(path).exists(path):
         return
     else:
-        reason, beside = "there is no such file or folder", local
-        reason += "" if local is None else f" in {local.parent.absolute()}"
-    others = newest_first(checkpoints_beside(beside)) if beside is not None and beside.parent.is_dir() else []
+        reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
+    others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []
     newest = f"; the newest checkpoint there: {others[0]}" if others else ""
     raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
 
