@@ -18,7 +18,7 @@ OTHER_LIGHTNING = (
 
 
 def suggestion(value: object, choices: Iterable[object]) -> str:
-    """The end of an error for ``value``: the nearest of ``choices``; "" if none is near."""
+    """End of an error for ``value``: the nearest of ``choices``; "" if none is near."""
     by_name = {str(choice).lower(): choice for choice in choices}
     near = difflib.get_close_matches(value.lower(), by_name, n=1) if isinstance(value, str) else ()
     return f" Did you mean {by_name[near[0]]!r}?" if near else ""
