@@ -177,7 +177,7 @@ def option(default: Any, check: Check | None = None, *, shared: str = "", by_lau
     """A field of an :class:`OptionGroup`.
 
     Args:
-        default: its default.
+        default: its default; ``dataclasses.MISSING`` for none.
         check: the values that it may have.
         shared: for an option that all workers of a run must agree on, its line in ``recycle-coordinator --help``.
         by_launcher: whether only a launching process, which starts all workers itself, can carry it out.
@@ -240,6 +240,9 @@ def suggests_options(cls: _Class) -> _Class:
         if missing := [
             each.name for each in known[len(args) :] if each.default is each.empty and each.name not in kwargs
         ]:
+            for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                if (check := _check_of(cls, name)) is not None:
+                    check.checked(cls.__name__, name, value)
             given = [*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())]
             raise ConfigurationError(f"{cls.__name__}({', '.join(given)}): give {', '.join(missing)} too.")
         initialize(self, *args, **kwargs)
@@ -269,10 +272,14 @@ def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups:
     return f"{given}: there is no such option. Did you mean {right}?"
 
 
-def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+def _check_of(cls: type[Any], name: str) -> Check | None:
     options = getattr(cls, "options_type", cls)
     known = fields(options) if dataclasses.is_dataclass(options) else ()
-    check = next((item.metadata.get("check") for item in known if item.name == name), None)
+    return next((item.metadata.get("check") for item in known if item.name == name), None)
+
+
+def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+    check = _check_of(cls, name)
     return check is None or bool(check.accepts(value))
 
 
