@@ -246,7 +246,7 @@ def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
 
 
 def check_content(path: Any, content: Any) -> None:
-    """Raises CheckpointError if the ``content`` of ``path`` was not written by a Trainer."""
+    """Raises CheckpointError if no Trainer wrote the ``content`` of ``path``."""
     if not isinstance(content, Mapping) or _VERSION not in content:
         raise CheckpointError(
             f"ckpt_path={os.fspath(path)!r} is no checkpoint of Lightning: it has no {_VERSION!r}. To load weights"
