@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, suggestion
 
 __version__ = "0.1.0"
 """The version of the package."""
@@ -101,6 +101,19 @@ def require(extra: str, option: str) -> None:
     module = _MODULES[extra]
     if importlib.util.find_spec(module) is None:
         raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")
+
+
+VARIABLES = tuple(f"RECYCLE_{name}" for name in (
+    "COORDINATOR", "KEY", "KEY_FILE", "LISTEN", "HTTP", "LOG", "VALIDATE", "CONNECT_SECONDS", "HOST", "PORTS", "NODE",
+    "FULL_ERROR",
+))  # fmt: skip
+"""The variables of the environment that have a meaning."""
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Warnings of variables that begin like those of this package, and are none."""
+    unknown = sorted(name for name in environ if name.startswith("RECYCLE_") and name not in VARIABLES)
+    return [f"The variable {name} has no meaning here.{suggestion(name, VARIABLES)}" for name in unknown]
 
 
 # ---------------------------------------------------------------------- options
