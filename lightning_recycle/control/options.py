@@ -150,6 +150,8 @@ class HeartbeatTimeouts(OptionGroup):
         60.0, SECONDS, shared="seconds of silence of this coordinator until its workers give it up"
     )
 
+    _owner = "HeartbeatCallback"  # whose arguments they are
+
 
 @suggests_options
 @dataclass(frozen=True)

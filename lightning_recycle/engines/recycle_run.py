@@ -22,11 +22,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer
+from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer, unknown_variables
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.network import addresses
 from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
+from lightning_recycle.engines.worker_environment import check_workers_environment
 from lightning_recycle.errors import ConfigurationError
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
@@ -54,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check(options)
+        install_if_wanted()
+        addresses.http_address_from_environment()
+        check_workers_environment()
+        for warning in unknown_variables():
+            print(f"recycle-run: {warning}", file=sys.stderr, flush=True)
         command = _command(options.command)
         _check_program(command)
         task = task_of(os.environ)

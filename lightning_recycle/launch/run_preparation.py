@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -147,7 +148,7 @@ class PreparedRun:
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
         if not path.exists():
-            log.info("There is no profile %s yet: the first steps are measured, and it is written there.", path)
+            rank_zero_info(f"profile={str(path)!r}: there is no such file; it will be measured and written there.")
             return path, None
         profile = load_profile(path)
         if len(profile.stages) != grid.stages:
@@ -168,6 +169,7 @@ def prepare(
     """
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
+    module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
     trainer_checks.check_trainer(trainer, outside, options.is_remote)
     sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]

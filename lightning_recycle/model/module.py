@@ -344,12 +344,10 @@ class PipelineModule(RecordedModule):
     def _build_layers_if_possible(self) -> None:
         try:
             self._build_layers()
-        except ConfigurationError:
-            raise  # what it returned is wrong, and will be
         except Exception:
             if not self._awaits_setup:
                 raise
-            # Otherwise configure_model() calls it again, after setup(), and raises what it raises then.
+            # Otherwise the run raises it: from configure_model(), after setup(); or it has, and Lightning cleans up.
 
     def __getattr__(self, name: str) -> Any:
         if name == "layers" and "layers" not in self.__dict__.get("_modules", {}):

@@ -423,5 +423,7 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
         "time in which kept steps were trained."
     )
     results = Table("Results", columns, rows, left=3)
-    repeats = Table("Commands that repeat them", ["model", "policy", "failures", "command"], commands, left=4, wraps=True)
+    repeats = Table(
+        "Commands that repeat them", ["model", "policy", "failures", "command"], commands, left=4, wraps=True
+    )
     return Section("runs", "All training runs", lead, [results, repeats])

@@ -120,6 +120,23 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=x", "KEY=short"])
+def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: str) -> None:
+    name, value = variable.split("=")
+    environ = {**os.environ, f"RECYCLE_{name}": value}
+    done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
+
+
+def test_a_misspelt_variable_is_named_once() -> None:
+    environ = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
+    done = subprocess.run([*PROGRAM, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0
+    assert done.stderr.count("RECYCLE_CONECT_SECONDS") == 1
+    assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
+
+
 def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
