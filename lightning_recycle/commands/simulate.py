@@ -190,7 +190,8 @@ def _described(instance: Any) -> dict[str, Any]:
 def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
     if any(result.samples for result in results):
         return None
-    return results[0].intervals[0].label
+    first = results[0].intervals[0]
+    return first.label if first.state is simulation.State.STOPPED else "a failure undid every step"
 
 
 def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -299,10 +300,14 @@ def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
     table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
-        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %")
-    lost = sum(result["losses"].values())
-    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", style="bold")
+        table.add_row(cause, *_lost(lost, total))
+    table.add_row("all", *_lost(sum(result["losses"].values()), total), style="bold")
     return table
+
+
+def _lost(amount: float, total: float) -> tuple[str, str]:
+    """Samples/s, and their share of ``total``; a sum of 0 such as -1e-16 is shown as 0."""
+    return f"{round(amount, 3) + 0.0:.3f}", f"{round(100 * amount / total, 1) + 0.0:.1f} %"
 
 
 def _gpu_time(result: Result) -> Table:

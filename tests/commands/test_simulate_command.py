@@ -96,6 +96,15 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
         assert f"{seconds / 3600:,.2f}" in lines[cause], cause
 
 
+def test_a_run_without_a_kept_step_says_why_and_shows_no_negative_zero(tmp_path: Path) -> None:
+    tiny = ["model=gpt3_medium", "seeds=1", "duration=10s"]
+    out = simulate(tmp_path, *tiny, "policy=restart", "failures=scripted", "failures.outages=[[0.1,[0],null]]")
+    assert "nothing was trained: a failure undid every step" in out
+    assert "-0.0" not in out
+    out = simulate(tmp_path, *tiny, "policy=restart", "failures=fraction", "failures.part=1")
+    assert "nothing was trained: too few workers for a pipeline" in out
+
+
 def test_the_timeline_has_no_gap(one: tuple[str, Path]) -> None:
     _, folder = one
     result = result_in(folder)
