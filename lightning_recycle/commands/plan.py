@@ -248,10 +248,12 @@ def _cells(result: planning.PlanResult, *, by_stage: bool = False) -> dict[str, 
     schedule = result.schedule
     failed = planning.distribution_of(schedule.grid, schedule.failed)
     usual, zero_bubble = _ratios(schedule)
+    limits = schedule.problem.in_flight_limit
     return {
         "grid": str(schedule.grid),
         "planner": result.backend,
         "failed": _failures_by_stage(failed) if by_stage else str(sum(failed)),
+        "in flight": "any" if limits is None else _short(limits),
         "period": f"{schedule.period:.5g}",
         "span": f"{schedule.makespan:.5g}",
         "bound": f"{result.lower_bound:.5g}",
@@ -333,9 +335,9 @@ def _planner(result: planning.PlanResult) -> str:
 
 def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
     """Several plans, one per line, without columns that are equal throughout."""
-    if len({each["grid"] for each in rows}) == 1:
-        title += f", {rows[0]['grid']}"
-    less = {"grid"} | ({"span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
+    for name in ("grid", "planner"):
+        title += f", {rows[0][name]}" if len({each[name] for each in rows}) == 1 else ""
+    less = {"grid", "planner"} | ({"in flight", "span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
     same = {name for name in less if len({each[name] for each in rows}) == 1}
     if all(each["found by"] == each["planner"] for each in rows):
         same.add("found by")

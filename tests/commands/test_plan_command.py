@@ -1,6 +1,7 @@
 """``recycle-plan`` as a user meets it: files, tables, sweeps, and one line and exit code 2 for bad input."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,13 @@ def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path: Path) ->
     assert not (tmp_path / "plan.json").exists()
 
 
+def plans_of_library(out: str) -> list[list[str]]:
+    """The cells of each row of the table of a library."""
+    head, *lines = out[out.index("Plan library, 3 x 4 x 6, heuristic") :].splitlines()[1:]
+    assert head.split()[:3] == ["failed", "in", "flight"]
+    return [line.split() for line in lines if re.match(r"\d/", line)]
+
+
 @pytest.mark.long
 def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)
@@ -167,16 +175,18 @@ def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     assert first[1] == second[1] or "Plan library" in second[1]
     files = sorted((tmp_path / "plans").iterdir())
     assert len(files) == 2 * (1 + 4 + 10), "for none, one and two failures in four stages, with two limits on memory"
-    shown = [line.split() for line in second[1].splitlines() if line.startswith("heuristic")]
+    shown = plans_of_library(second[1])
     assert len(shown) == len(files)
-    assert [shown[0][1], shown[-1][1]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
+    assert [shown[0][0], shown[-1][0]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
 
 
 def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path) -> None:
     arguments = ["failures=3", "library=plans", "library_plans=6", "output=null", "planner.effort=0"]
     ((code, out, _),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
-    shown = [line.split()[1] for line in out.splitlines() if line.startswith("heuristic")]
+    rows = plans_of_library(out)
+    assert len({(failed, in_flight) for failed, in_flight, *_ in rows}) == len(rows), "no two rows look alike"
+    shown = [failed for failed, *_ in rows]
     assert shown[::2] == shown[1::2]
     assert shown[::2] == [
         "0/0/0/0",
