@@ -31,7 +31,7 @@ from rich.table import Table
 from lightning_recycle import simulation
 from lightning_recycle.arguments import choice, whole
 from lightning_recycle.commands import Output, run_command, switch
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import refusing, write_json
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.simulation.training_model import GPUS
@@ -218,8 +218,10 @@ def simulate_and_show(config: DictConfig) -> float:
     console = Output()
     given = [override for override in job.overrides.task if not override.startswith("output=")]
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    with Console(stderr=True).status("Planning and simulating"):  # nothing where that is no terminal
-        result = result_of(scenario_from(settings), shlex.join([_NAME, *given]))
+    scenario, errors = scenario_from(settings), Console(stderr=True, soft_wrap=True, highlight=False)
+    errors.print(f"simulating {_announcement(scenario)}", markup=False)
+    with errors.status("Planning and simulating"):  # nothing where that is no terminal
+        result = result_of(scenario, shlex.join([_NAME, *given]))
     file = None if settings["output"] is None else folder / "result.json"
     if file is not None:
         with refusing(f"write to {folder}"):
@@ -250,10 +252,18 @@ def _sweep_summary() -> Group:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
+def _announcement(scenario: Scenario) -> str:
+    length = records.duration_text(scenario.duration)
+    return f"{_title(_scenario_settings(scenario))}: {counted(len(scenario.seeds), 'run')} of {length}"
+
+
+def _title(result: Result) -> str:
+    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}"
+
+
 def _line(result: Result) -> str:
     figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
-    outcome = result["note"] or figures
-    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}: {outcome}"
+    return f"{_title(result)}: {result['note'] or figures}"
 
 
 def _overview(results: Sequence[Result]) -> Table:
