@@ -173,7 +173,10 @@ def _load(file: Path) -> Record:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}.") from error
     if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
-        raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}).")
+        raise ConfigurationError(
+            f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}): make it again with"
+            " recycle-simulate."
+        )
     return record
 
 

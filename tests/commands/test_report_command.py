@@ -349,7 +349,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "there is no result.json in empty"),
         (["broken"], "cannot read broken/result.json"),
-        (["new"], "new/result.json is not a result of this version"),
+        (["new"], "new/result.json is not a result of this version's recycle-simulate (schema 1): make it again"),
         (["good", "-o", "good/result.json/page.html"], "cannot write good/result.json/page.html"),
         (["good", "-o", "page.pdf"], "--output=page.pdf: give a name that ends with .html, or - for standard output."),
     ]
