@@ -392,3 +392,25 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
     assert shown["--help"].startswith(f"usage: {command} ")
     assert "\nExit status: 0" in shown["--help"]
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2
+
+
+@pytest.mark.parametrize(
+    ("command", "parser", "flag", "meant"),
+    [
+        ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
+        ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
+        ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
+        ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest(
+    command: str, parser: str, flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"recycle-coordinator": ["--listen", "127.0.0.1:0"], "recycle-report": ["folder"]}.get(command, [])
+    for text in ([flag, "3"], [f"{flag}=3"]):
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(parser).main([*given, *text])
+        assert end.value.code == 2
+        answer = capsys.readouterr().err
+        assert answer.startswith(f"{command}: unrecognized arguments: {text[0]}")
+        assert answer.endswith(f"; see {command} --help. Did you mean '{meant}'?\n")
