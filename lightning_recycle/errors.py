@@ -30,8 +30,8 @@ def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -
 
 
 def counted(count: int, noun: str) -> str:
-    """``count`` with a regular noun: 1 worker, 2,000 workers."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """``count`` with a regular noun: 1 worker, 2,000 workers, 2 micro-batches."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('ch', 's')) else 's'}"
 
 
 class ReCycleError(Exception):

@@ -281,14 +281,15 @@ def _overview(results: Sequence[Result]) -> Table:
 def _summary(result: Result) -> Table:
     model, cluster, runs = result["model"], result["cluster"], len(result["runs"])
     table = Table("", "", show_header=False, title="Simulation", title_justify="left")
-    grid = f"{model['pipelines']} pipelines of {model['stages']} stages, {model['microbatches']} micro-batches each"
+    grid = f"{counted(model['pipelines'], 'pipeline')} of {counted(model['stages'], 'stage')}"
+    grid += f", {counted(model['microbatches'], 'micro-batch')} each"
     spread = f" (from run to run {result['deviation'] * result['fault_free_throughput']:.2f})" if runs > 1 else ""
     ratio = f"{result['ratio']:.3f}"
     if cluster["gpus"] != model["gpus"]:
         ratio += f"; {result['ratio_per_gpu']:.3f} per GPU of the cluster"
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
-        ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
+        ("cluster", f"{counted(cluster['nodes'], 'node')} of {cluster['gpus_per_node']} {model['gpu']}"),
         ("assumed", records.assumptions_text(result)),
         ("policy", records.policy_text(result)),
         ("failures", f"{records.failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.errors import counted
 from lightning_recycle.processes import die_with_parent
 
 _SIGNALS = range(1, 65)
@@ -61,7 +62,7 @@ def ended(
         return FinalStatus(status)
     quick = slot.quick + 1 if lasted < _QUICK_SECONDS else 0
     if slot.restarts >= max_restarts:
-        return FinalStatus(status, f"it was restarted {slot.restarts} times (--max-restarts)")
+        return FinalStatus(status, f"it was restarted {counted(slot.restarts, 'time')} (--max-restarts)")
     if quick >= _MOST_QUICK:
         return FinalStatus(status, f"it ended {quick} times in a row within {_QUICK_SECONDS:g} s")
     return RestartRecord(slot.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)

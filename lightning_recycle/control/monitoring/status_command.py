@@ -25,7 +25,7 @@ from typing import Any
 
 from lightning_recycle.arguments import SECONDS, command_parser, exit_without_reader, flag_value
 from lightning_recycle.control.monitoring.run_sockets import connect_to, sockets
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
@@ -259,7 +259,7 @@ def _render(status: Mapping[str, Any]) -> Any:
     counts = status["counts"]
     if counts["failures"]:
         names = {"failures": "failure", "redone_steps": "redone step", "rejoined_workers": "replacement"}
-        counted = [f"{counts[key]:,} {name}{'' if counts[key] == 1 else 's'}" for key, name in names.items()]
+        counted = [counted(counts[key], name) for key, name in names.items()]
         lines += [Text(), Text(f"{', '.join(counted)}; {status['recovery_seconds']:.1f} s to recover")]
     for failure in reversed(status["failures"][-3:]):
         who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
