@@ -284,8 +284,8 @@ class RestartPolicy:
         if self._without_progress >= self._recovery.most_starts:
             return (
                 f"it has been restarted {counted(self._without_progress, 'time')} from the checkpoint of step"
-                f" {saved_step} without reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
-                " more often"
+                f" {saved_step} without reaching a newer one (max_restarts), so whatever ends the workers comes back."
+                " Find its cause, or save more often"
             )
         if self._repeated >= _REPEATED:
             return (
