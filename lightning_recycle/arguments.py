@@ -35,7 +35,10 @@ __version__ = "0.1.0"
 class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        meant = "".join(suggestion(flag, flags) for flag in unknown if flag not in flags)
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.{meant}\n")
 
     @override
     def print_help(self, file: Any = None) -> None:

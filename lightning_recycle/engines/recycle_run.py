@@ -66,11 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        place = _meeting_address(options, os.environ)
-        agent = _agent(options, command, place)
-        if place.hosts_it:
-            print(f"recycle-run: {_invitation(place, os.environ)}", file=sys.stderr, flush=True)
-        return agent.run()
+        return _agent(options, command, _meeting_address(options, os.environ)).run()
     except ConfigurationError as error:
         print(f"recycle-run: {error}", file=sys.stderr)
         return _BAD_OPTIONS
@@ -126,7 +122,8 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
+    printer = Printer(names, "" if in_slurm else _invitation(place, os.environ))
+    return Agent(tasks, options.max_restarts, printer, grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import SavePhase
-from lightning_recycle.errors import CheckpointError
+from lightning_recycle.errors import CheckpointError, counted
 from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
@@ -299,9 +299,9 @@ class RestartPolicy:
             self._newest, self._without_progress = saved_step, 0
         if self._without_progress >= self._recovery.most_starts:
             return (
-                f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
-                " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
-                " more often"
+                f"it has been restarted {counted(self._without_progress, 'time')} from the checkpoint of step"
+                f" {saved_step} without reaching a newer one (max_restarts), so whatever ends the workers comes back."
+                " Find its cause, or save more often"
             )
         if self._repeated >= _REPEATED:
             return (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self, override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.model.layers import (
     AbsentLayer,
     LayerSpec,
@@ -328,7 +328,7 @@ class PipelineModule(RecordedModule):
         for name in group:
             if split_name(name)[0] >= count:
                 raise ConfigurationError(
-                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {count} layers."
+                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {counted(count, 'layer')}."
                 )
         return tuple(group)
 

@@ -26,7 +26,7 @@ from lightning_recycle.arguments import (
 )
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
@@ -252,9 +252,9 @@ class Options(OptionGroup):
             members = self.members
             of_members = f" of {members} processes each" if members > 1 else ""
             raise ConfigurationError(
-                f"{num_workers * members} devices cannot be divided into pipelines of pipeline_parallel_size={stages}"
-                f" stages{of_members}. Use {2 * stages * members} devices or another multiple of {stages * members}, or"
-                f" pipeline_parallel_size={' or '.join(fitting)}."
+                f"{counted(num_workers * members, 'device')} cannot be divided into pipelines of"
+                f" pipeline_parallel_size={stages} stages{of_members}. Use {2 * stages * members} devices or another"
+                f" multiple of {stages * members}, or pipeline_parallel_size={' or '.join(fitting)}."
             )
         microbatches = self.num_microbatches
         if microbatches is None:

@@ -221,11 +221,30 @@ def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
     os.close(end)
 
 
-def test_a_coordinator_that_cannot_listen_ends_everything() -> None:
-    with running("--coordinator", "192.0.2.1:29400", *shell("exec sleep 100")) as process:
+@pytest.mark.parametrize("worker", ["exec sleep 100", "true", "trap '' TERM; sleep 4"])
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        (["--coordinator", "192.0.2.1:29400"], {}, "this machine has no address 192.0.2.1"),
+        ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
+    ],
+)
+def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(
+    options: list[str], environ: dict[str, str], words: str, worker: str
+) -> None:
+    with running(*options, *shell(worker), env=environ) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
-    assert "this machine has no address 192.0.2.1" in errors
+    assert words in errors
+    assert "the coordinator listens" not in errors
+
+
+def test_where_the_coordinator_listens_is_said_once_it_does() -> None:
+    with running(*shell("exec sleep 100")) as process:
+        address = line_with(process, lambda line: "listening on" in line).split()[-1]
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert errors.count(f"recycle-run: the coordinator listens at {address}, for this machine's workers.") == 1
 
 
 # ---------------------------------------------------------------------- trainings
