@@ -255,7 +255,7 @@ class _Shares(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         runner = trainer.strategy.session.executor.runner
         states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.numel() > 1]
-        parts = [local_part(tensor) for tensor in (*runner._held(), *states)]
+        parts = [local_part(tensor) for tensor in (*runner._layer_tensors(), *states)]
         held = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps((held, _resident("VmHWM"))))
 

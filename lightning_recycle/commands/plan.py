@@ -33,7 +33,7 @@ from lightning_recycle.commands import Output, run_command, switch
 from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import check_ending, check_parent, refusing
 from lightning_recycle.planning.costs import Memory
-from lightning_recycle.planning.normalization import contingencies, usual_limit
+from lightning_recycle.planning.failure_distribution import contingencies, usual_limit
 from lightning_recycle.visualize import save_gantt
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "reduce", "optimizer")

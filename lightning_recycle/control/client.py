@@ -65,13 +65,13 @@ class ActivityRecorder:
     """
 
     def __init__(self) -> None:
-        self._now = Activity(0, "start"), time.monotonic()
+        self._activity = Activity(0, "start"), time.monotonic()
         self._outer: list[Activity] = []  # those around the present one
         self._block = _Block(self)
 
     @property
     def activity(self) -> Activity:
-        return self._now[0]
+        return self._activity[0]
 
     def doing(self, step: int, operation: str, kind: str = "", microbatch: int = -1) -> None:
         """Records what the main thread does from now on.
@@ -79,16 +79,16 @@ class ActivityRecorder:
         ``operation``: for people. ``kind``: set if it has a usual duration; no user's hook may run in it.
         ``microbatch``: index in the global batch; -1 for none.
         """
-        self._now = Activity(step, operation, "", kind, microbatch=microbatch), time.monotonic()
+        self._activity = Activity(step, operation, "", kind, microbatch=microbatch), time.monotonic()
 
     def busy(self, operation: str, kind: str = "") -> AbstractContextManager[None]:
         """Records another activity until the ``with`` block of this call ends.
 
         The earlier one is timed afresh after it.
         """
-        was = self._now[0]
+        was = self._activity[0]
         self._outer.append(was)
-        self._now = Activity(was.step, operation, "", kind), time.monotonic()
+        self._activity = Activity(was.step, operation, "", kind), time.monotonic()
         return self._block
 
     def waiting(self, what: str, coordinated: bool = False) -> AbstractContextManager[None]:
@@ -96,14 +96,14 @@ class ActivityRecorder:
 
         ``coordinated``: the coordinator is waited for.
         """
-        was = self._now[0]
+        was = self._activity[0]
         self._outer.append(was)
-        self._now = Activity(was.step, was.operation, what, "", coordinated, was.microbatch), time.monotonic()
+        self._activity = Activity(was.step, was.operation, what, "", coordinated, was.microbatch), time.monotonic()
         return self._block
 
     def progressed(self) -> None:
         """Records progress in the current activity or wait."""
-        self._now = self._now[0], time.monotonic()
+        self._activity = self._activity[0], time.monotonic()
 
 
 class _Block:
@@ -116,7 +116,7 @@ class _Block:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._recorder._now = self._recorder._outer.pop(), time.monotonic()
+        self._recorder._activity = self._recorder._outer.pop(), time.monotonic()
 
 
 class ControlClient(ActivityRecorder):
@@ -132,10 +132,10 @@ class ControlClient(ActivityRecorder):
         wants: the run that this worker's script asks for, if it was started by hand.
         patience: seconds for which the successor of a lost coordinator is looked for.
 
-    Callbacks: ``on_interrupt`` runs in the receiver thread when a generation is announced, with the number of the one
-    that ends and the workers with which this one may be in a hook that must not end. ``regroup`` runs in the main
-    thread while it waits in :meth:`arrive`, ``on_leader`` when the leader may have changed, ``complete_saves`` in the
-    thread that ends this process without a result.
+    Callbacks: ``on_interrupt``, which the executor sets to ``Communicator.abort``, runs in the receiver thread when a
+    generation is announced, with the number of the one that ends and the workers with which this one may be in a hook
+    that must not end. ``regroup`` runs in the main thread while it waits in :meth:`arrive`, ``on_leader`` when the
+    leader may have changed, ``complete_saves`` in the thread that ends this process without a result.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class ControlClient(ActivityRecorder):
         self.returns = 0  # how often it has found another coordinator; parcels are lost with the old one
         self._wake_heartbeat = threading.Event()
         self._requests: deque[messages.Leave | messages.EndRun] = deque()  # of signal handlers
-        self._who: dict[str, Any] = {
+        self._identity: dict[str, Any] = {
             "pid": os.getpid(),
             "node": node or socket.gethostname(),
             "token": os.urandom(8).hex(),
             "space": process_space(),
         }
-        self._hello = messages.Hello(rank, joining=joining, wants=wants, **self._who)
+        self._hello = messages.Hello(rank, joining=joining, wants=wants, **self._identity)
         self.send(self._hello)
         for target in (self._receive, self._beat):
             name = f"recycle-{target.__name__.strip('_')}"
@@ -194,7 +194,7 @@ class ControlClient(ActivityRecorder):
 
     @property
     def node(self) -> str:
-        return str(self._who["node"])
+        return str(self._identity["node"])
 
     @property
     def joining(self) -> bool:
@@ -291,7 +291,7 @@ class ControlClient(ActivityRecorder):
 
         Called, beside the training thread, before anything that only a member may do.
         """
-        self._await_confirmation(lambda number: messages.Confirm(self.rank, number))
+        self._await_confirmation(lambda number: messages.MembershipQuery(self.rank, number))
 
     def await_naming(self, batch: int, index: int, temporary: str) -> None:
         """Announces a whole checkpoint file; waits until this member may give it its name.
@@ -302,10 +302,10 @@ class ControlClient(ActivityRecorder):
 
     def _await_confirmation(self, question: Callable[[int], Any]) -> None:
         with self._changed:
-            self._questions = number = max(self._questions, self.member.confirmed) + 1
+            self._questions = number = max(self._questions, self.member.confirmed_query) + 1
         self.send(question(number))
         what = "confirmation that it is a member"
-        self._wait(lambda: self.member.confirmed >= number or self._completes or None, what, shown=False)
+        self._wait(lambda: self.member.confirmed_query >= number or self._completes or None, what, shown=False)
 
     def await_assignment(self) -> messages.Assign:
         """Waits for a position to become free and takes it.
@@ -346,7 +346,7 @@ class ControlClient(ActivityRecorder):
         return self._wait(self.member.resumed, "the others to report", interruptible=True)
 
     def commit(self, step: int, payload: Any) -> dict[int, Any]:
-        """Waits until all live workers are REDUCED in ``step``; returns stages' payloads.
+        """Waits until all live workers are REDUCED in ``step``; payloads by column.
 
         Raises Interrupted when a generation was announced before that.
         """
@@ -715,7 +715,7 @@ class ControlClient(ActivityRecorder):
             return self._hello  # a spare holds nothing
         wants = self._hello.wants
         return self.member.returned(
-            **self._who,
+            **self._identity,
             run=enrolled.run,
             incarnation=assigned.incarnation,
             joining=assigned.joining,
@@ -727,7 +727,7 @@ class ControlClient(ActivityRecorder):
             try:
                 while self._requests:
                     self.send(self._requests.popleft())
-                activity, since = self._now
+                activity, since = self._activity
                 seconds = time.monotonic() - since
                 beat = messages.Heartbeat(self.rank, self.generation, activity, seconds, self.member.begun)
                 self._connection.send(beat)
@@ -779,7 +779,7 @@ def unpack(payload: Payload | bool | None) -> Any:
 
 
 def unpack_all(payloads: Mapping[int, Payload | None] | Mapping[int, Payload | bool | None]) -> dict[int, Any]:
-    """The values of payloads by rank or by stage."""
+    """The values of payloads by rank or by column."""
     return {key: unpack(payload) for key, payload in payloads.items()}
 
 

@@ -74,7 +74,7 @@ class Over:
 
     @property
     def outcome(self) -> Outcome:
-        """The known part of it: the results are with their reader."""
+        """The known part of the outcome: the results are with their reader."""
         if self.reason is StopReason.FINISHED:
             return Finished({})
         return Ended() if self.reason is StopReason.ENDED else Failed(self.words)

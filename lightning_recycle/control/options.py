@@ -381,7 +381,7 @@ class WorkerProcess(Protocol):
     def kill(self) -> None: ...
 
     def release(self) -> None:
-        """Frees its resources in this process once it has ended."""
+        """Frees this process's resources for the worker, which has ended."""
 
 
 @dataclass(frozen=True)

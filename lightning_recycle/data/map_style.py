@@ -38,9 +38,9 @@ from lightning_recycle.torch_internals import show_dataset
 _KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have to redo
 
 
-def _number(epoch: int, rounds: int) -> int:
+def _number(epoch: int, round_index: int) -> int:
     """The number of a round of ``epoch``: the epoch's own for the first."""
-    return derive_seed(epoch, rounds) if rounds else epoch
+    return derive_seed(epoch, round_index) if round_index else epoch
 
 
 def identity_collate(batch: Any) -> Any:
@@ -55,12 +55,12 @@ class _Addressed(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at (epoch, index) ``addresses``; ``reseed``: None to draw nothing."""
+        """The samples at ``addresses``; ``reseed``: None to draw nothing."""
         samples = []
-        for epoch, index in addresses:
+        for number, index in addresses:
             if reseed is not None:
-                reseed(derive_seed(self.seed, epoch, *numbers_of(index)))
-            samples.append(((epoch, index), self.dataset[index]))
+                reseed(derive_seed(self.seed, number, *numbers_of(index)))
+            samples.append(((number, index), self.dataset[index]))
         return samples
 
     def __getitems__(self, addresses: Sequence[Address]) -> list[AddressedSample]:
@@ -195,7 +195,7 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ what the executor sees
 
     def begin_step(self, handle: StepHandle) -> None:
-        """Forgets earlier steps and reads this worker's own micro-batches of this one."""
+        """Forgets earlier steps, and reads this worker's part if no process does."""
         current = (handle.epoch, handle.index)
         self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
         self._read_own(handle)
@@ -206,14 +206,14 @@ class MicrobatchLoader(SampleLoader):
 
     def _read_own(self, handle: StepHandle) -> None:
         if self._prefetch and self.dataloader.num_workers == 0:
-            own = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
-            self._read([(handle.epoch, handle.index, microbatch) for microbatch in own])
+            microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
+            self._read([(handle.epoch, handle.index, microbatch) for microbatch in microbatches])
 
     def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         key = (handle.epoch, handle.index, microbatch)
         if key not in self._fetched:
-            own = self._prefetch and microbatch.pipeline == self._pipeline and self.dataloader.num_workers > 0
-            if not own or not self._take_prefetched(key):
+            is_prefetched = self._prefetch and microbatch.pipeline == self._pipeline and self.dataloader.num_workers > 0
+            if not is_prefetched or not self._take_prefetched(key):
                 self._read([key])
         return self._fetched.pop(key)  # it is read again for each call: the caller owns it
 
@@ -251,7 +251,7 @@ class MicrobatchLoader(SampleLoader):
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
         """Reads micro-batches together, because saving the generators' state dominates."""
-        missing = {key: own for key in keys if key not in self._fetched and (own := self.addresses(*key))}
+        missing = {key: samples for key in keys if key not in self._fetched and (samples := self.addresses(*key))}
         if missing:
             found = self._collected(keys[0][0], [*missing.values()])
             self._fetched.update(zip(missing, found, strict=True))
@@ -276,22 +276,22 @@ class MicrobatchLoader(SampleLoader):
 
         The first round has the epoch's number.
         """
-        rounds = step // self._num_steps
-        number = _number(epoch, rounds)
+        round_index = step // self._num_steps
+        number = _number(epoch, round_index)
         if number not in self._orders:
             drawn = self._draws[1] if self._draws is not None and self._draws[0] == epoch else 0
-            for earlier in range(drawn, rounds):  # a sampler with a state must draw them in turn
+            for earlier in range(drawn, round_index):  # a sampler with a state must draw them in turn
                 self._draw(epoch, earlier)
-            self._draw(epoch, rounds)
+            self._draw(epoch, round_index)
         return number, self._orders[number]
 
-    def _draw(self, epoch: int, rounds: int) -> None:
-        """Draws the order of pass ``rounds`` of ``epoch`` from the user's sampler.
+    def _draw(self, epoch: int, round_index: int) -> None:
+        """Draws the order of round ``round_index`` of ``epoch`` from the user's sampler.
 
         The sampler and its generators have the state that they would have on one device; after a restart, the saved
         one.
         """
-        sampler, number = self._user_sampler, _number(epoch, rounds)
+        sampler, number = self._user_sampler, _number(epoch, round_index)
         if self._draws is None or self._draws[0] != epoch:
             if self._restored is not None:
                 state, self._restored = self._restored, None
@@ -299,7 +299,7 @@ class MicrobatchLoader(SampleLoader):
                 if again or not renewed:
                     self._sampler_state.load(state["before" if again else "after"])
             self._before = self._sampler_state.take()
-        if not self.dataloader.persistent_workers or epoch == rounds == 0:
+        if not self.dataloader.persistent_workers or epoch == round_index == 0:
             self._draw_base_seed(sampler)
         for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
             if drawn is not None and hasattr(drawn, "set_epoch"):
@@ -316,7 +316,7 @@ class MicrobatchLoader(SampleLoader):
                 order = compact(list(islice(sampler, len(sampler))))
             else:
                 order = compact(list(sampler))
-        self._draws = epoch, rounds + 1
+        self._draws = epoch, round_index + 1
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
 
     def _draw_base_seed(self, sampler: Any) -> None:
@@ -405,11 +405,11 @@ class MicrobatchLoader(SampleLoader):
         A dataset read in processes is read in one, once: it may open files there that no process may inherit. Draws
         from a dataset's own generator differ with each reading, and are not compared.
         """
-        again = self._probed is None
+        is_first_probe = self._probed is None
         if self.dataloader.num_workers == 0:
             with self._seeded() as reseed:
-                found = [self._addressed.read(addresses, reseed) for _ in range(1 + again)]
-        elif again:
+                found = [self._addressed.read(addresses, reseed) for _ in range(1 + is_first_probe)]
+        elif is_first_probe:
             found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
         else:
             return None

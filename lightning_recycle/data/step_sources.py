@@ -28,7 +28,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 _SETTINGS = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
 Address: TypeAlias = tuple[int, Any]
-"""(epoch, index); the index is an integer, or a list of integers to read at once."""
+"""(number of the round, index); the index is an integer, or a list of integers to read at once."""
 
 AddressedSample: TypeAlias = tuple[Address, Any]
 """(address, sample)."""

@@ -4,8 +4,8 @@ Each task is a worker, or the coordinator. A worker that lost its coordinator, w
 the program: another process takes its place. All other ends are final, and a process that keeps dying at once is given
 up. Statuses are those of :mod:`subprocess`, or 128 + the signal's number, as in a shell.
 
-The run ends when a process finished or failed with an error of its program, when the coordinator stopped it, or at a
-signal; from then on no process is started. When :meth:`Agent.run` returns, no process is left.
+The run ends when a process finished, when one that is no replacement failed with an error of its program or was stopped
+by the coordinator, or at a signal; from then on no process is started. When :meth:`Agent.run` returns, none is left.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FinalStatus:
     given_up: str = ""
 
 
-def ended(
+def decide_restart(
     slot: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
 ) -> RestartRecord | FinalStatus:
     """Decision after the end of a process that ran for ``lasted`` seconds.
@@ -273,7 +273,8 @@ class Agent:
     """Runs ``tasks`` to their end.
 
     ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
-    None if the sender signals and awaits all processes: then this agent kills none, and passes on no signal.
+    None if the sender signals and awaits all processes: then this agent passes on no signal. After a failure it sends
+    SIGTERM to the others, and kills them after the grace, or 60 s.
     ``pipes``: output goes through ``printer``. ``on_finish`` is called when the first process has finished; ``heard``:
     signals so far.
     """
@@ -309,7 +310,7 @@ class Agent:
         self._events.put(lambda: self._ended(child, status))
 
     def ask_to_end(self, number: int) -> None:
-        """A signal requests the end of the run; the second one at once."""
+        """A signal requests the end of the run; with a grace, the second one at once."""
         self._events.put(lambda: self._on_signal(number))
 
     def finished_elsewhere(self) -> None:
@@ -382,7 +383,7 @@ class Agent:
         if running is None:
             return
         running.child, running.status = None, status
-        decision = ended(running.slot, status, lasted, self._is_ending, self._max_restarts)
+        decision = decide_restart(running.slot, status, lasted, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
             return
@@ -459,7 +460,7 @@ class Agent:
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        lost = ended(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
+        lost = decide_restart(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
         if isinstance(lost, RestartRecord):
             hosted.slot, hosted.start_at = lost, time.monotonic() + lost.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")

@@ -82,8 +82,8 @@ class StageResult:
 
     Args:
         state: its weights; None if they stay in the workers.
-        optimizers: None if the stage does not train, or writes its own checkpoints because the whole is too large for
-            one place.
+        optimizers: None if the stage does not train, its weights stay in the workers, or it writes its own checkpoints
+            because the whole is too large for one place.
         objects: its layers, with their state outside of state dicts.
         beside: its parameters and buffers outside of state dicts.
         member: the number of the member of its position, whose shards it has.
@@ -141,7 +141,7 @@ class CarriedObjects:
 
 
 class UserObjects:
-    """Objects that a worker and the launching process share, as the run began.
+    """Packs the user's objects in a worker; unpacks them in the launching process.
 
     With ``keeps_large``, large data is recorded, to find later changes.
     """
@@ -249,24 +249,24 @@ def stage_result(
         path = Path(folder, f"{session.place.rank}-{session.place.incarnation}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            torch.save(_collect_stage(session, user, route, copies=False), path)
+            torch.save(_collect_stage(session, user, route, as_copies=False), path)
             return StageResultFile(path)
         except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
             log.warning("The result comes home in a message instead of a file: %s", error)
             with contextlib.suppress(OSError):  # there may be nothing to delete
                 path.unlink()
-    return _collect_stage(session, user, route, copies=True)
+    return _collect_stage(session, user, route, as_copies=True)
 
 
-def _collect_stage(session: Session, user: UserObjects, route: ResultRoute, copies: bool) -> StageResult:
+def _collect_stage(session: Session, user: UserObjects, route: ResultRoute, as_copies: bool) -> StageResult:
     """This worker's part of the result; without tensors if they stay in the workers."""
     state, optimizers, beside = None, None, {}
     if route is not ResultRoute.STAYS:
         module = session.module
-        state, beside = (to_cpu(tensors, copies) for tensors in (weights_of(module), tensors_beside(module)))
+        state, beside = (to_cpu(tensors, as_copies) for tensors in (weights_of(module), tensors_beside(module)))
         if _brings_optimizers(session):
             states = [(complete_state(each), group_names(module, each)) for each in session.trainer.optimizers]
-            optimizers = [(to_cpu(state, copies), names) for state, names in states]
+            optimizers = [(to_cpu(state, as_copies), names) for state, names in states]
     layers, member = user.pack(_carried_layers(session), shared=False), session.run.positions.member(session.place.rank)
     return StageResult(session.worker.stage, state, optimizers, layers, beside, member)
 
@@ -307,16 +307,19 @@ WEIGHTS_STAY = (
 
 
 class MissingWeights:
-    """Note that ``module`` lacks the trained weights, or is but ``one_stage``."""
+    """Remembers that ``module`` lacks the trained weights, until they are written.
+
+    ``one_stage``: the module is one stage of the model.
+    """
 
     def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
         self._module = weakref.ref(module)
         self._one_stage = one_stage
-        self._versions = _versions(module)
+        self._writes = _count_writes(module)
 
     def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
         """Raises UnsupportedFeatureError if ``module`` is to run as if it were trained."""
-        if module is not self._module() or _versions(module) != self._versions:
+        if module is not self._module() or _count_writes(module) != self._writes:
             return
         if self._one_stage:
             raise UnsupportedFeatureError(
@@ -332,7 +335,7 @@ class MissingWeights:
             )
 
 
-def _versions(module: pl.LightningModule) -> int:
+def _count_writes(module: pl.LightningModule) -> int:
     """A number that changes with each write to the parameters."""
     return sum(version_of(parameter) for parameter in module.parameters())
 
@@ -341,8 +344,8 @@ def _versions(module: pl.LightningModule) -> int:
 
 
 STAY_IN_THE_WORKERS = (
-    "with save_distributed_checkpoint=True, where workers are started by hand, and where the weights stay in the"
-    " workers, their states do, too"
+    "their states stay in the workers with save_distributed_checkpoint=True, where the weights stay there, and where"
+    " workers are started by hand"
 )
 """Why the launching process may have no optimizers."""
 
@@ -364,15 +367,15 @@ def make_optimizers(
             f"{type(module).__name__}.configure_optimizers() fails in the launching process, without what setup() made"
             f" in the workers: {type(error).__name__}: {error}"
         ) from error
-    of_stages = [list(zip(*of_one, strict=True)) for of_one in zip(*stages, strict=True)]  # (states, names) of each
-    load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in of_stages])
+    by_optimizer = [list(zip(*each, strict=True)) for each in zip(*stages, strict=True)]  # (states, names) of each
+    load_parameter_groups(module, optimizers, [merged_names(names, copies) for _, names in by_optimizer])
     swap_schedules(module.trainer, optimizers, configs)
     if len(configs) != len(schedulers):
         raise ConfigurationError(
             f"a callback has replaced the learning-rate schedulers: configure_optimizers() returns {len(configs)}, and"
             f" the workers have {len(schedulers)}"
         )
-    for optimizer, (states, names) in zip(optimizers, of_stages, strict=True):
+    for optimizer, (states, names) in zip(optimizers, by_optimizer, strict=True):
         optimizer.load_state_dict(merge_optimizer_states(states, names, copies))
     for config, state in zip(configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)
@@ -405,8 +408,8 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
         for result in stages:
             state.update(result.state or {})
         trained = {name: flag for result in stages for name, flag in result.objects.trained.items()}
-        reshape = partial(user.take, leader.objects) if leader.objects.whole else partial(_add_new, trainer, trained)
-        _take_weights(trainer, state, reshape)
+        adapt = partial(user.take, leader.objects) if leader.objects.whole else partial(_add_new, trainer, trained)
+        _take_weights(trainer, state, adapt)
     _restore_trainer(trainer, leader)
     trainer.precision_plugin.load_state_dict(leader.precision)
     for result in stages if has_weights else []:
@@ -423,11 +426,11 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
 
 
 def _take_weights(
-    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], reshape: Callable[[Mapping[str, torch.Tensor]], None]
+    trainer: pl.Trainer, state: Mapping[str, torch.Tensor], adapt_module: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
     """Makes the module of ``trainer`` the trained one.
 
-    ``reshape`` fits it to these weights. Raises ReCycleError if they do not fit; they are in a file then.
+    ``adapt_module`` fits it to these weights. Raises ReCycleError if they do not fit; they are in a file then.
     """
     module = trainer.lightning_module
     try:
@@ -437,7 +440,7 @@ def _take_weights(
             module.configure_model()  # has run in the workers only
             take_pruned_form(module, state)
         if _shapes(weights_of(module)) != _shapes(state):  # made or changed by hooks
-            reshape(state)
+            adapt_module(state)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in state and tensor.dtype != state[name].dtype:  # trained in another precision than it came in
                 tensor.data = tensor.data.to(state[name].dtype)
@@ -445,9 +448,9 @@ def _take_weights(
     except Exception as error:
         raise ReCycleError(
             f"The trained weights do not fit into the {type(module).__name__} of this process: {error} They are in"
-            f" {_store(trainer, state)}: load that with torch.load() and put them into a module that is built as in the"
-            " workers. Make modules and buffers in __init__() or configure_model() instead of other hooks, to get them"
-            " back in the module."
+            f" {_save_unfitting_weights(trainer, state)}: load that with torch.load() and put them into a module that"
+            " is built as in the workers. Make modules and buffers in __init__() or configure_model() instead of other"
+            " hooks, to get them back in the module."
         ) from error
 
 
@@ -473,7 +476,7 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size | None]
     return {name: None if is_lazy(weight) else weight.shape for name, weight in weights.items()}
 
 
-def _store(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
+def _save_unfitting_weights(trainer: pl.Trainer, state: Mapping[str, torch.Tensor]) -> str:
     """Saves weights that fit no module here; returns the file's path, in words."""
     for folder in (trainer.default_root_dir, tempfile.gettempdir()):
         try:

@@ -55,23 +55,23 @@ class Chain:
         return next((i for i, path in enumerate(self.paths) if name == path or name.startswith(f"{path}.")), None)
 
 
-def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) -> Chain:
+def find_chain(module: nn.Module, num_stages: int, layers: LayerPaths = None) -> Chain:
     """The chain that the user names, or the only one that ``module`` can have.
 
     Raises ConfigurationError if there is none with at least ``num_stages`` layers, or if several may be meant.
     """
     kind = type(module).__name__
-    named = _found(module, num_stages) if pipeline is None else [pipeline] if isinstance(pipeline, str) else pipeline
-    paths = [path for name in named for path in _entries(module, name)]
+    layers = _largest_container(module, num_stages) if layers is None else layers
+    paths = [path for name in ([layers] if isinstance(layers, str) else layers) for path in _entries(module, name)]
     if len(paths) < num_stages:
         raise ConfigurationError(
-            f"layers={pipeline!r} names {counted(len(paths), 'layer')} of {kind}, fewer than"
+            f"layers={layers!r} names {counted(len(paths), 'layer')} of {kind}, fewer than"
             f" pipeline_parallel_size={num_stages} stages: {', '.join(paths) or 'none'}. {_REMEDY}."
         )
-    layers = [module.get_submodule(path) for path in paths]
-    for index, layer in enumerate(layers):
+    modules = [module.get_submodule(path) for path in paths]
+    for index, layer in enumerate(modules):
         for other in range(index):
-            if layer is layers[other]:
+            if layer is modules[other]:
                 raise ConfigurationError(
                     f"{paths[other]} and {paths[index]} of {kind} are the same module; a chain calls each once, so that"
                     f" it can be on one stage. {_REMEDY}."
@@ -79,7 +79,7 @@ def find_chain(module: nn.Module, num_stages: int, pipeline: LayerPaths = None) 
             inner, outer = sorted((paths[index], paths[other]), key=len, reverse=True)
             if inner.startswith(f"{outer}."):
                 raise ConfigurationError(
-                    f"layers={pipeline!r} names {outer!r} of {kind}, and {inner!r} within it: name one of them."
+                    f"layers={layers!r} names {outer!r} of {kind}, and {inner!r} within it: name one of them."
                 )
     return Chain(tuple(paths), tuple(_is_whole(module, one, next_) for one, next_ in pairwise(paths)))
 
@@ -113,8 +113,11 @@ def _is_whole(module: nn.Module, one: str, other: str) -> bool:
 # ---------------------------------------------------------------------- a chain without names
 
 
-def _found(module: nn.Module, num_stages: int) -> list[str]:
-    """Path of the container with most layers; ConfigurationError if none or unclear."""
+def _largest_container(module: nn.Module, num_stages: int) -> list[str]:
+    """The container with most parameters, as a list of one path.
+
+    Raises ConfigurationError if there is none, or no clear one.
+    """
     kind = type(module).__name__
     sizes = {path: size for path, size in _containers(module, "", num_stages) if size}
     if not sizes:

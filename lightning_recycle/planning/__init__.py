@@ -15,18 +15,18 @@ from lightning_recycle.planning.costs import (
     save_profile,
 )
 from lightning_recycle.planning.exact_planner import ExactPlanner
-from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
-from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
-from lightning_recycle.planning.layer_cuts import LayerCosts, even_cuts
-from lightning_recycle.planning.layouts import FailureRecord, LayoutPlan, plan_layout
-from lightning_recycle.planning.list_scheduling import one_f_one_b
-from lightning_recycle.planning.normalization import (
+from lightning_recycle.planning.failure_distribution import (
     distribution_of,
     normalize,
     normalized_failures,
     normalized_problem,
     roles,
 )
+from lightning_recycle.planning.grid import Grid, Microbatch, Op, OpKind, ScheduledOp, Worker
+from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, heuristic
+from lightning_recycle.planning.layer_cuts import LayerCosts, even_cuts
+from lightning_recycle.planning.layouts import FailureRecord, LayoutPlan, plan_layout
+from lightning_recycle.planning.list_scheduling import one_f_one_b
 from lightning_recycle.planning.plan_library import (
     PlanLibrary,
     load_plan,

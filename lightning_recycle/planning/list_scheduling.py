@@ -1,8 +1,8 @@
 """List scheduling under a priority rule, and the fixed patterns 1F1B and ZB-H1.
 
 *List scheduling*: a free worker takes a ready operation, older micro-batches first. The rule decides which kind goes
-first, from the number of micro-batches that the worker holds. A backward that may be split is run as B at once and W
-later, or as BW where B would exceed the memory. A worker that expects a backward soon may stay idle until it arrives. A
+first, from the number of the worker's micro-batches between F and B. A backward that may be split is run as B at once
+and W later, or as BW where B would exceed the memory. A worker that expects a backward soon may stay idle until then. A
 schedule keeps within the limits and never deadlocks: the last stage can always finish its micro-batches (BW takes no
 memory), so it takes new ones, so the stage before it does too, and so on.
 
@@ -31,14 +31,14 @@ from lightning_recycle.planning.timing import BACKWARD, FORWARD, FUSED, WEIGHT, 
 class Express:
     """Operations that nothing may delay: first gradient and last micro-batches.
 
-    So many of the ``first_backwards`` and ``last_backwards`` are waited for, whatever else could begin;
-    ``forward_first`` of the last F go before any B. ``awaited`` of the last F are waited for before operations that the
+    The first ``first_backwards`` and the last ``last_backwards`` B are waited for, whatever else could begin. The last
+    ``last_forwards_first`` F go before any B. ``awaited`` of the last F are waited for before operations that the
     rule puts behind them, if that costs less than ``patience`` times their own wait.
     """
 
     first_backwards: int = 0
     last_backwards: int = 0
-    forward_first: int = 0
+    last_forwards_first: int = 0
     awaited: int = 0
     patience: float = 0.0
 
@@ -69,12 +69,12 @@ def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int
 
     ``limit``: the most micro-batches of a worker, per stage. Raises PlanningError when a worker has no room for one.
     """
-    state = _Play(codes, rule, limit)
+    state = _ScheduleSimulation(codes, rule, limit)
     state.run()
     return state.sequence, sum(state.peak)
 
 
-class _Play:
+class _ScheduleSimulation:
     """An iteration that is played forward in time; workers by rank."""
 
     def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
@@ -85,17 +85,17 @@ class _Play:
         self.forwards: list[list[int]] = [[] for _ in workers]
         self.backwards: list[list[int]] = [[] for _ in workers]
         self.weights: list[list[int]] = [[] for _ in workers]
-        self.tickets = [age * n + number for number, age in enumerate(rule.ages)]
+        self.priorities = [age * n + number for number, age in enumerate(rule.ages)]
         self.busy = [False] * len(workers)
         self.held, self.peak = [0] * len(workers), [0] * len(workers)
         self.waiting = [0] * len(workers)  # between F and B
         self.forward_first, self.limit = rule.forward_first, limit
         positive = [time for row in codes.times for time in set(row) if time > 0.0]
-        self.together = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
+        self.tolerance = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
         memory = codes.problem.memory
         self.room = None if memory is None else _Room(codes, memory)
         is_patient = any(rule.patience) or rule.express != NO_EXPRESS
-        self.arrivals = _Arrivals(codes, rule, self.together) if is_patient else None
+        self.arrivals = _Arrivals(codes, rule, self.tolerance) if is_patient else None
         # An operation ends (its code), or its result arrives at the next stage (code + size).
         self.events: list[tuple[float, int]] = []
         self.awake: set[int] = set()  # workers that may begin an operation
@@ -103,9 +103,9 @@ class _Play:
         self.sequence: list[int] = []
 
     def run(self) -> None:
-        events, awake, size, together = self.events, self.awake, self.codes.size, self.together
+        events, awake, size, tolerance = self.events, self.awake, self.codes.size, self.tolerance
         for number, rank in enumerate(self.codes.ranks[FORWARD]):
-            heappush(self.forwards[rank], self.tickets[number])
+            heappush(self.forwards[rank], self.priorities[number])
             awake.add(rank)
         while True:
             for rank in awake:
@@ -117,7 +117,7 @@ class _Play:
                     raise PlanningError("a worker has no room for a micro-batch: it takes more than the mean one.")
                 return
             self.now = events[0][0]
-            while events and events[0][0] <= self.now + together:
+            while events and events[0][0] <= self.now + tolerance:
                 self.now, event = heappop(events)
                 if event < size:
                     self._end(event)
@@ -139,7 +139,7 @@ class _Play:
         elif backwards:
             kind, ready = BACKWARD, backwards
             if self.room is not None and not self.codes.fused:
-                kind = self.room.backward(rank, stage, backwards[0] % n)
+                kind = self.room.backward_kind(rank, stage, backwards[0] % n)
         elif forwards and fits:
             kind, ready = FORWARD, forwards
         elif weights:
@@ -177,11 +177,11 @@ class _Play:
         self.busy[rank] = False
         self.awake.add(rank)
         if kind == BACKWARD and not self.codes.fused:
-            heappush(self.weights[rank], self.tickets[number])
+            heappush(self.weights[rank], self.priorities[number])
         elif kind != FORWARD:
             self.held[rank] -= 1
         elif stage == self.last:
-            heappush(self.backwards[rank], self.tickets[number])
+            heappush(self.backwards[rank], self.priorities[number])
         if kind == WEIGHT or stage == (self.last if kind == FORWARD else 0):
             return
         if self.communication > 0.0:
@@ -197,7 +197,7 @@ class _Play:
         rank = self.codes.ranks[stage + 1 if is_forward else stage - 1][number]
         if self.arrivals is not None:
             self.arrivals.arrive(rank, is_forward)
-        heappush((self.forwards if is_forward else self.backwards)[rank], self.tickets[number])
+        heappush((self.forwards if is_forward else self.backwards)[rank], self.priorities[number])
         self.awake.add(rank)
 
 
@@ -214,7 +214,7 @@ class _Room:
         size = self.usual[stage] if number is None else self.changes[FORWARD][stage][number]
         return size <= self.free[rank]
 
-    def backward(self, rank: int, stage: int, number: int) -> int:
+    def backward_kind(self, rank: int, stage: int, number: int) -> int:
         """BACKWARD if what its W needs fits, else FUSED."""
         left = self.free[rank] - self.changes[BACKWARD][stage][number]
         return FUSED if left < min(0.0, self.free[rank]) else BACKWARD
@@ -227,8 +227,8 @@ class _Room:
 class _Arrivals:
     """Results under way to each worker, for which it may stay idle."""
 
-    def __init__(self, codes: Codes, rule: Rule, together: float) -> None:
-        self.codes, self.express, self.patience, self.together = codes, rule.express, rule.patience, together
+    def __init__(self, codes: Codes, rule: Rule, tolerance: float) -> None:
+        self.codes, self.express, self.patience, self.tolerance = codes, rule.express, rule.patience, tolerance
         workers = range(codes.problem.grid.num_workers)
         self.forwards: list[list[float]] = [[] for _ in workers]
         self.backwards: list[list[float]] = [[] for _ in workers]
@@ -240,14 +240,14 @@ class _Arrivals:
 
     def is_last_forward(self, rank: int) -> bool:
         """Whether the next F is one of the last, which go before any B."""
-        return self.forwards_left[rank] <= self.express.forward_first
+        return self.forwards_left[rank] <= self.express.last_forwards_first
 
     def are_worth_waiting_for(self, rank: int, kind: int, now: float, seconds: float, takes_forward: bool) -> bool:
         """Whether to stay idle instead of beginning an operation of so many ``seconds``."""
         forwards, backwards = self.forwards[rank], self.backwards[rank]
         if takes_forward and forwards and self.forwards_left[rank] <= self.express.awaited:
             idle = forwards[0] - now
-            if idle < self.express.patience * (seconds - idle) - self.together:
+            if idle < self.express.patience * (seconds - idle) - self.tolerance:
                 return True
         if not backwards or kind not in (FORWARD, WEIGHT):
             return False
@@ -261,7 +261,7 @@ class _Arrivals:
             patience = inf
         idle = backwards[0] - now
         remaining = seconds - idle
-        return remaining > self.together and idle < patience * remaining
+        return remaining > self.tolerance and idle < patience * remaining
 
     def begin(self, rank: int, kind: int, number: int, arrival: float) -> None:
         """An operation begins, whose result arrives at ``arrival``."""
@@ -287,7 +287,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
     Where memory holds fewer than S - s the warm-up is shortened.
 
     Raises:
-        PlanningError: when a worker has failed.
+        PlanningError: when a worker has failed, or there are more lanes than pipelines.
     """
     if problem.failed:
         failed = ", ".join(map(str, sorted(problem.failed)))
@@ -301,9 +301,9 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
 
 def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
-    """The operations of 1F1B, or of ZB-H1 where backwards are split.
+    """The operations of 1F1B (ZB-H1 if backwards are split), after their dependencies.
 
-    In an order that respects their dependencies. ``held``: the most micro-batches of a worker, per stage.
+    ``held``: the most micro-batches of a worker, per stage.
     """
     grid = codes.problem.grid
     held = held or (grid.microbatches,) * grid.stages

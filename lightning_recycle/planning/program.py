@@ -8,7 +8,8 @@ exchange messages in a step, in evaluations, and in forwards by the first worker
 REDUCE, and must get the same bits. Peers take turns (:func:`partners`), and micro-batches are drawn, so that errors at
 a fixed place meet a check. A CHECK is *free* if it fits into an idle time: every step has one where possible. All
 micro-batches have their turn in further steps, so seldom that these take at most the allowed share of the time. No
-worker STEPs before all CHECKs of all stages are over. Stages with one worker and compact schedules have no checks.
+worker STEPs before all CHECKs of all stages are over. Stages with one worker, or one without micro-batches, have no
+checks, nor have compact schedules.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class Program:
     all_checks: tuple[int, ...] = ()
 
     def renamed(self, rank: Callable[[int], int], part: int = 0, parts: int = 1) -> Program:
-        """The same program between workers of other ranks, which checks no peer.
+        """The same program, which must have no checks, between workers of other ranks.
 
         ``rank``: old -> new. It computes part ``part`` of each micro-batch, ``parts`` of which replace one of a larger
         grid.

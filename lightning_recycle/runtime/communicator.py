@@ -75,10 +75,10 @@ from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long
     from lightning_recycle.runtime.position_mesh import PositionMesh
 
-LOOK = timedelta(seconds=0.1)
+POLL_INTERVAL = timedelta(seconds=0.1)
 """Interval between checks whether the generation was aborted."""
 
-LAST_LOOK = timedelta(milliseconds=10)
+LAST_POLL_INTERVAL = timedelta(milliseconds=10)
 """At a collective of an aborted generation."""
 
 SMALL_BYTES = 64 * 1024
@@ -89,11 +89,11 @@ EXCHANGE_TAG = 1 << 24
 
 _TAGS = MAX_TENSORS + 3  # Gloo's tags per tag of a value: the message, its tensors, and the end of either
 _PAYLOAD = 2  # the first of them that payloads use
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # an empty message
-_OTHER = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
-_OF_PEERS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
-_TRANSLATED = (RuntimeError, OSError)  # that operations raise
-_OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_EMPTY_MESSAGE = torch.empty(0, dtype=torch.uint8)  # an empty message
+_OPPOSITE = {Channel.ACTIVATIONS: Channel.GRADIENTS, Channel.GRADIENTS: Channel.ACTIVATIONS}
+_PEER_ERRORS = (ConnectionError, TimeoutError, InterruptedError)  # OSErrors that say nothing of this machine
+_TRANSLATED_ERRORS = (RuntimeError, OSError)  # that operations raise
+_MACHINE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _MOST_MESHED = 17  # workers of a stage that also sum without Gloo; more would need many sockets for few bytes each
 _MESSAGE_LOOP, _STAGE_LOOP, _POSITION_LOOP = 0, 1, 2  # messages between stages must not wait behind a reduction
 _CHUNK_BYTES = 32 * 1024 * 1024  # of a reduction: a network of 100 Mbit/s takes seconds for it
@@ -160,7 +160,7 @@ class Communicator:
         self._rendezvous = rendezvous
         self._factory = GroupFactory(rank, host, rendezvous, key, 2 if mesh is None else 3, self._timeout)
         self._channels: dict[Channel, Group] = {}
-        self._rosters: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
+        self._collective_groups: dict[str, Group] = {}  # Gloo's groups for collectives, of the stage and of its ties
         self._stage = ""  # the name of the stage's
         self._small: SmallAllreduce | None = None
         self._lock = threading.Lock()
@@ -171,8 +171,8 @@ class Communicator:
         self._position_is_cut = False
         self._is_prepared = False  # for the next generation
         # Memory of sends that may not have arrived, of this step and the previous one.
-        self._sent: dict[_Key, list[tuple[Any, Tensor]]] = {}
-        self._sent_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._send_memory: dict[_Key, list[tuple[Any, Tensor]]] = {}
+        self._send_memory_before: dict[_Key, list[tuple[Any, Tensor]]] = {}
         self._inboxes: dict[_Key, ReceiveBuffer] = {}
         self._outboxes: dict[_Key, SendBuffer] = {}
         self._damagers: set[int] = set()  # ranks of which a message has been damaged in this step
@@ -236,19 +236,19 @@ class Communicator:
                 done.set()
 
         threading.Thread(target=connect, name="recycle-connect", daemon=True).start()
-        while not done.wait(LOOK.total_seconds()):
-            self.check()  # abandons the thread, which ends when its connections time out
+        while not done.wait(POLL_INTERVAL.total_seconds()):
+            self.raise_if_aborted()  # abandons the thread, which ends when its connections time out
             if transport_began and time.monotonic() - transport_began[0] < self.transport.connect_seconds:
                 self.on_progress()  # or all that wait for it would have to connect again
         for error in errors:
-            if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _OF_PEERS)):
+            if isinstance(error, ReCycleError) or (is_machine_error(error) and not isinstance(error, _PEER_ERRORS)):
                 raise error
             raise CommunicationError(f"Connecting generation {generation} failed: {error}") from error
         if links := groups.pop(f"{stage}-mesh", Group()).links:
             self._small = SmallAllreduce(rosters[stage].index(self.rank), links, self._timeout.total_seconds())
-        self.check()
+        self.raise_if_aborted()
         self._channels = {channel: groups.get(channel.value, Group()) for channel in Channel}
-        self._rosters = {name: groups.get(name, Group()) for name in rosters}
+        self._collective_groups = {name: groups.get(name, Group()) for name in rosters}
         if self.mesh is not None:
             alone = self._factory.create_alone(_POSITION_LOOP)
             self.mesh.connect(position, groups, alone, self._await_members)
@@ -280,8 +280,8 @@ class Communicator:
             self._sockets.cut()
             self._position_sockets.cut()
         self._is_prepared = False
-        self._inboxes, self._outboxes, self._sent, self._sent_before = {}, {}, {}, {}
-        self._channels, self._rosters = {}, {}
+        self._inboxes, self._outboxes, self._send_memory, self._send_memory_before = {}, {}, {}, {}
+        self._channels, self._collective_groups = {}, {}
         if self.mesh is not None:
             self.mesh.disconnect()
         if self._small is not None:
@@ -289,7 +289,7 @@ class Communicator:
             self._small = None
         self.transport.close()
 
-    def check(self, in_hook: bool = False) -> None:
+    def raise_if_aborted(self, in_hook: bool = False) -> None:
         """Raises CommunicationError after an abort; ``in_hook``: also for hooks."""
         if self._is_aborted(in_hook):
             raise CommunicationError(f"Generation {self.generation} was aborted.")
@@ -300,7 +300,7 @@ class Communicator:
     def translate(self, error: Exception) -> NoReturn:
         """Raises a CommunicationError for ``error``, if it is of a peer or the network."""
         # Errors of the device are not translated, nor of a DataLoader's process, whose end a signal reports.
-        if is_machine_error(error) and not isinstance(error, _OF_PEERS):
+        if is_machine_error(error) and not isinstance(error, _PEER_ERRORS):
             raise error
         raise CommunicationError(f"Generation {self.generation}: {error}") from error
 
@@ -330,7 +330,7 @@ class Communicator:
             with self.waiting("the other members of its position"):
                 self._await_collective(group, work, in_hook)
             if is_refused:  # it began after the abort: that it has ended here does not say that it has elsewhere
-                self.check(in_hook)
+                self.raise_if_aborted(in_hook)
         except CommunicationError as error:
             if in_hook:
                 self.lose_sibling(error)
@@ -344,7 +344,7 @@ class Communicator:
         while True:
             aborted = self._is_aborted(in_hook)
             try:
-                work.wait(LAST_LOOK if aborted else LOOK)
+                work.wait(LAST_POLL_INTERVAL if aborted else POLL_INTERVAL)
                 return
             except RuntimeError:
                 if aborted or work.is_completed():
@@ -352,7 +352,7 @@ class Communicator:
         if not work.is_completed():
             _keep_for_ever(group)
         with self._in_hook if in_hook else self.translated:
-            work.wait(LOOK)  # raises its own error, or has ended right after the look
+            work.wait(POLL_INTERVAL)  # raises its own error, or has ended right after the poll
 
     # ------------------------------------------------------------------ values between stages
 
@@ -367,10 +367,10 @@ class Communicator:
         if inbox is None or inbox.message.nbytes != capacity:
             inbox = self._inboxes[key] = ReceiveBuffer(capacity, self.memory)
         if self._aborted_generation >= self.generation:
-            self.check()
+            self.raise_if_aborted()
         try:
             work, end = self._receive_all(channel, (inbox.message,), source, tag * _TAGS)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
         return Incoming(channel, source, tag, inbox, work, end)
 
@@ -381,21 +381,21 @@ class Communicator:
         """
         inbox, channel, source, tag = incoming.inbox, incoming.channel, incoming.source, incoming.tag
         if self._aborted_generation >= self.generation:
-            self.check()
+            self.raise_if_aborted()
         try:
             incoming.end.wait(self._timeout)
             incoming.work.wait(self._timeout)
             is_right, tensors = inbox.read_header(lambda layout: self._capacity(layout, source)), inbox.views
             if is_right and inbox.layout is not None and not inbox.packed:
                 tensors = self._receive_payload(channel, inbox.layout, source, tag)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
         if inbox.layout is None or not is_right or not inbox.is_whole(tensors):
             raise self._damaged(source)
         # It was sent after this worker's message under that tag in the other direction had arrived.
-        answered = (_OTHER[channel], source, tag)
-        self._sent.pop(answered, None)
-        self._sent_before.pop(answered, None)
+        answered = (_OPPOSITE[channel], source, tag)
+        self._send_memory.pop(answered, None)
+        self._send_memory_before.pop(answered, None)
         if to_device and is_accelerator(self.device):
             tensors = [None if t is None else self.memory.on_device(t, inbox.packed) for t in tensors]
         if inbox.layout.has_note:
@@ -424,7 +424,7 @@ class Communicator:
             tensors, self.alter_next = self.alter_next(tuple(tensors)), None
             outbox.pack(tensors)
         if self._aborted_generation >= self.generation:
-            self.check()
+            self.raise_if_aborted()
         try:
             sent = self._send_all(channel, (outbox.message,), destination, tag * _TAGS)
             if not outbox.packed:
@@ -434,10 +434,10 @@ class Communicator:
                 else:
                     staged = [self.memory.staged(tensor).contiguous() for tensor in payload]
                     sent += self._send_all(channel, staged, destination, tag * _TAGS + _PAYLOAD)
-        except _TRANSLATED as error:
+        except _TRANSLATED_ERRORS as error:
             self.translate(error)
-        self._sent[key] = sent
-        self._sent_before.pop(key, None)
+        self._send_memory[key] = sent
+        self._send_memory_before.pop(key, None)
 
     def echo(self, peer: int, size: int, initiate: bool) -> None:
         """Sends ``size`` bytes to ``peer`` and waits for their return, or returns them."""
@@ -450,7 +450,7 @@ class Communicator:
 
     def end_step(self) -> None:
         """Releases sends before the last call, which all participants have received."""
-        self._sent_before, self._sent = self._sent, {}
+        self._send_memory_before, self._send_memory = self._send_memory, {}
         self._damagers.clear()
         if not self._is_prepared:  # the generation goes well
             self._is_prepared = True
@@ -486,13 +486,13 @@ class Communicator:
         """Starts to send ``tensors`` and an empty message, under tags from ``base`` on."""
         group = self._channels[channel]
         send, place = group.process_group.send, group.places[destination]
-        return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _NOTHING])]
+        return [(send([t], place, base + part), t) for part, t in enumerate([*tensors, _EMPTY_MESSAGE])]
 
     def _receive_all(self, channel: Channel, tensors: Sequence[Tensor], source: int, base: int) -> list[Any]:
         """Counterpart of :meth:`_send_all`; the last item must be waited for first."""
         group = self._channels[channel]
         places = repeat(group.places[source])
-        return [*map(group.process_group.recv, zip((*tensors, _NOTHING)), places, count(base))]
+        return [*map(group.process_group.recv, zip((*tensors, _EMPTY_MESSAGE)), places, count(base))]
 
     def _damaged(self, source: int) -> CommunicationError:
         """The error of a damaged message, which the next attempt sends again."""
@@ -513,7 +513,7 @@ class Communicator:
             try:
                 self._small.sum(staged)
             except OSError as error:
-                if error.errno in _OF_THIS_MACHINE:
+                if error.errno in _MACHINE_ERRNOS:
                     raise
                 raise ConnectionError(f"a sum over the stage: {error}") from error
             if staged is not tensor:
@@ -526,7 +526,7 @@ class Communicator:
 
     @property
     def has_peers(self) -> bool:
-        return self._rosters.get(self._stage, Group()).whole is not None
+        return self._collective_groups.get(self._stage, Group()).whole is not None
 
     def begin_collective(self, tensor: Tensor, stages: tuple[int, ...] = (), source: int | None = None) -> Reduction:
         """Begins a sum in the background over this stage, or the ``stages`` of a tie.
@@ -535,9 +535,9 @@ class Communicator:
         ``tensor`` must not be touched. All workers of a group begin the same ones in the same order; with a transport
         ``in_one_order`` also across groups, in orders that agree.
         """
-        self.check()
+        self.raise_if_aborted()
         roster = _tie_name(stages) if stages else self._stage
-        group = self._rosters.get(roster, Group())
+        group = self._collective_groups.get(roster, Group())
         if group.whole is None:
             return Reduction()
         if self.transport.takes(roster, tensor):
@@ -569,7 +569,7 @@ class Communicator:
         """Gives up a reduction with closed connections; whether its memory is free."""
         for part, staged, work in reduction.parts:
             try:
-                work.wait(LAST_LOOK)
+                work.wait(LAST_POLL_INTERVAL)
             except RuntimeError:  # its own error, or it goes on
                 if not work.is_completed():
                     _keep_for_ever(reduction.group)
@@ -588,15 +588,15 @@ class _Translated:
 
     def __enter__(self) -> None:
         if self._communicator._aborted_generation >= self._communicator.generation:
-            self._communicator.check(self._in_hook)
+            self._communicator.raise_if_aborted(self._in_hook)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, _TRANSLATED):
+        if isinstance(error, _TRANSLATED_ERRORS):
             self._communicator.translate(error)
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Needed because its destructor would wait for the thread inside a collective."""
+    """Leaks ``group``: its destructor would wait for a thread inside a collective."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -613,7 +613,7 @@ def _parts(tensor: Tensor, most_bytes: int) -> tuple[Tensor, ...]:
 _PART_BYTES = 4 * 1024 * 1024  # on a network of 100 Mbit/s less than a second
 _PARTS_AT_ONCE = 16
 _PART_TAGS = range(EXCHANGE_TAG + 1, EXCHANGE_TAG + 1 + _PARTS_AT_ONCE)
-_DONE = torch.empty(0, dtype=torch.uint8)
+_ACKNOWLEDGEMENT = torch.empty(0, dtype=torch.uint8)
 
 
 def send_object(communicator: Communicator, value: Any, destination: int) -> None:
@@ -668,7 +668,7 @@ def _receive_in_pieces(communicator: Communicator, tensors: Sequence[Tensor], so
             place.copy_(found)
         if number + _PARTS_AT_ONCE < len(parts):
             posted.append(communicator.post_receive(Channel.ACTIVATIONS, source, tag))
-        communicator.send(Channel.GRADIENTS, _DONE, source, tag)
+        communicator.send(Channel.GRADIENTS, _ACKNOWLEDGEMENT, source, tag)
         communicator.on_progress()
     communicator.release_buffers(source, _PART_TAGS)
 

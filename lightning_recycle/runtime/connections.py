@@ -290,7 +290,7 @@ class _Connecting:
         self._addresses, self._missing = addresses, set(links)
         self._awaited = {link.code("name", key, generation): link for link in links if link.acceptor == rank}
         self._silent = {link.acceptor for link in links if link.dialer == rank}
-        self._done: dict[Link, socket.socket] = {}
+        self._established: dict[Link, socket.socket] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
         self._strangers: list[str] = []
@@ -312,13 +312,13 @@ class _Connecting:
                     )
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._complete.wait(), _LOOK_SECONDS)
-            done, self._done = self._done, {}
+            done, self._established = self._established, {}
             return done
         finally:
             self._strangers += [f"{peer}: it said nothing" for peer in self._nameless.values()]
             asyncio.get_running_loop().remove_reader(self._gate.socket)
             await _ended(self._tasks)
-            for sock in self._done.values():
+            for sock in self._established.values():
                 sock.close()
             if self._strangers:
                 log.warning(
@@ -335,7 +335,7 @@ class _Connecting:
             sock.close()  # it is connected: this attempt was given up
             return
         self._missing.discard(link)
-        self._done[link] = sock
+        self._established[link] = sock
         if not self._missing:
             self._complete.set()
 

@@ -137,7 +137,7 @@ class Executor:
                     return result
 
     def _is_undone(self) -> bool:
-        """Whether a new generation drops this worker's results, as of a wrong speculation."""
+        """Whether a new generation voids this attempt, such as after a wrong speculation."""
         try:
             if not self.runner.attempt.is_past:
                 self.runner.confirm()
@@ -435,7 +435,7 @@ class Forwards:
         self.client, self.communicator = runner.client, runner.communicator
         self._is_last = runner.worker.stage == runner.grid.stages - 1
         self._part, self._parts = runner.communicator.parts
-        self._beyond = runner.grid.global_microbatches * self._parts  # tag of messages that belong to no micro-batch
+        self._value_tag = runner.grid.global_microbatches * self._parts  # tag of messages that belong to no micro-batch
 
     def run_batch(
         self, handle: StepHandle, split: Callable[[Any], tuple[Any, Any]], record: RecordOutput
@@ -501,11 +501,11 @@ class Forwards:
             return None
         inputs = value
         if stage > 0:
-            incoming = self.communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._beyond)
+            incoming = self.communicator.post_receive(Channel.ACTIVATIONS, leads[stage - 1], self._value_tag)
             with self.client.waiting(f"worker {self.runner.positions.name(leads[stage - 1])}"):
                 inputs = self.communicator.receive(incoming)
         output = self.runner.stage.run(self.runner.version, draw, inputs, value)
         if not self._is_last:
-            self.communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._beyond)
+            self.communicator.send(Channel.ACTIVATIONS, output, leads[stage + 1], self._value_tag)
         self.runner.stage.clear()
         return output

@@ -90,7 +90,7 @@ class Bucket:
         return [*map(add, versions, versions_of(self.views))] if self._has_shards else versions
 
     def clear(self) -> None:
-        """Empties it; no gradient is written."""
+        """Zeroes the buffer; from then on no gradient counts as written."""
         self.buffer.zero_()
         self._clean = self._versions()
 
@@ -394,9 +394,9 @@ class BucketedReduction:
     """
 
     def __init__(
-        self, sums: Communicator, gradients: GradientBuffers, stage: Stage, may_begin: Callable[[], bool]
+        self, communicator: Communicator, gradients: GradientBuffers, stage: Stage, may_begin: Callable[[], bool]
     ) -> None:
-        self._sums, self._gradients, self._stage, self._may_begin = sums, gradients, stage, may_begin
+        self._communicator, self._gradients, self._stage, self._may_begin = communicator, gradients, stage, may_begin
         self._step = 0
         self._givers: Mapping[tuple[int, ...], int] = {}
         self._queues: list[deque[Bucket]] = []  # what is left to be begun in the background, each in its order
@@ -405,7 +405,7 @@ class BucketedReduction:
         self._last: Task | None = None  # the operation that completes the gradients
         self._ends: dict[Bucket, Task | None] = {}  # and those that complete each bucket
         self._expected: dict[tuple[int, ...], Task | None] = {}  # by stages: the last one that runs what they hold
-        self._begun: list[Reduction] = []
+        self._begun_reductions: list[Reduction] = []
         self._missing: dict[Bucket, set[int]] = {}  # not begun: the ids of parameters without their complete gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._versions: dict[Bucket, int] = {}  # of what was begun although operations were left that do not add to it
@@ -430,15 +430,15 @@ class BucketedReduction:
         self._step, self._givers, self._last = step, givers, None
         self._ends, self._versions, self._bucket_of = {}, {}, {}
         self._seen, self._expected = {}, {}
-        has_peers, buckets = self._sums.has_peers, self._gradients.buckets(step)
+        has_peers, buckets = self._communicator.has_peers, self._gradients.buckets(step)
         of_stage = [bucket for bucket in buckets if not bucket.stages]
         of_ties = [bucket for bucket in buckets if bucket.stages]
         self._summed_in_reduce = torch.zeros(1) if not of_stage else None
-        if len(of_stage) == 1 and self._sums.sums_at_once(of_stage[0].buffer):
+        if len(of_stage) == 1 and self._communicator.sums_at_once(of_stage[0].buffer):
             self._summed_in_reduce = of_stage[0].buffer
         early = of_stage if has_peers and self._summed_in_reduce is None else []
         self._only_counted = [] if early else of_stage
-        in_one_order = self._sums.transport.in_one_order
+        in_one_order = self._communicator.transport.in_one_order
         self._queues = [deque(early + of_ties)] if in_one_order else [deque(early), deque(of_ties)]
         # Statistics alone are complete when the last operation begins: no forward comes after it.
         self._missing = {bucket: set(map(id, bucket.parameters)) or {0} for bucket in early + of_ties}
@@ -533,7 +533,7 @@ class BucketedReduction:
         giver = self._givers.get(bucket.stages)
         if giver is None:
             bucket.count()
-        self._begun.append(self._sums.begin_collective(bucket.buffer, bucket.stages, giver))
+        self._begun_reductions.append(self._communicator.begin_collective(bucket.buffer, bucket.stages, giver))
 
     def finish(self) -> None:
         """Returns when all gradients are summed over their groups.
@@ -556,7 +556,7 @@ class BucketedReduction:
         for bucket in self._only_counted:
             bucket.count()
         if self._summed_in_reduce is not None:
-            self._sums.all_reduce(self._summed_in_reduce)
+            self._communicator.all_reduce(self._summed_in_reduce)
         self._end()
 
     def send_sums(self, step: int) -> None:
@@ -567,13 +567,13 @@ class BucketedReduction:
         self._end()
 
     def _end(self) -> None:
-        for reduction in self._begun:
-            self._sums.end_collective(reduction)
-        self._begun = []
+        for reduction in self._begun_reductions:
+            self._communicator.end_collective(reduction)
+        self._begun_reductions = []
 
     def drop(self) -> None:
         """Forgets begun sums, once the connections of their generation are closed."""
-        begun, self._begun = self._begun, []
-        are_free = [self._sums.abandon(reduction) for reduction in begun]
+        begun, self._begun_reductions = self._begun_reductions, []
+        are_free = [self._communicator.abandon(reduction) for reduction in begun]
         if not all(are_free):
             self._gradients.renew(self._step)

@@ -139,14 +139,14 @@ class _Neighbours(Store):
     def __init__(self, rank: int, ports: Mapping[int, int]) -> None:
         super().__init__()
         self._rank, self._ports = rank, ports
-        self._own = b""
+        self._address = b""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._own = value
+        self._address = value
 
     def get(self, key: str) -> bytes:
         peer = int(key.rsplit("/", 1)[-1])
-        return self._own if peer == self._rank else _with_address(self._own, _DOORBELLS, self._ports[peer])
+        return self._address if peer == self._rank else _with_address(self._address, _DOORBELLS, self._ports[peer])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         pass
@@ -247,7 +247,7 @@ class UnreachableError(CommunicationError):
 
 
 class Rendezvous(Protocol):
-    """Where the workers of a generation publish and look up addresses."""
+    """Store in which workers of a generation publish and look up addresses."""
 
     def publish(self, key: str, value: bytes) -> None: ...
 

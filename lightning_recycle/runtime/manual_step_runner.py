@@ -37,7 +37,7 @@ from lightning_recycle.runtime.executor_callbacks import CommitPayload, CommitRu
 from lightning_recycle.runtime.stage_bundle import StageBundle
 from lightning_recycle.runtime.step_runner import StepRunner
 
-_TOLD = 4  # of the newest things that a worker has done, in errors
+_MOST_SHOWN = 4  # of the newest things that a worker has done, in errors
 _HASHES = 2
 
 
@@ -56,7 +56,7 @@ class StepPath:
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=8)
-        self._newest: deque[str] = deque(maxlen=_TOLD)
+        self._newest: deque[str] = deque(maxlen=_MOST_SHOWN)
 
     def add(self, what: str) -> None:
         self._digest.update(what.encode() + b"\0")
@@ -107,12 +107,12 @@ class ManualStepRunner(StepRunner):
         self.redoes_whole_steps = True
         self._has_begun = False  # the state is in the middle of a step, or after one that is not committed
         self._broken: Exception | None = None  # what ended an exchange of this attempt
-        self._waited = 0.0  # seconds in exchanges of this attempt
+        self._waited_seconds = 0.0  # seconds in exchanges of this attempt
 
     @override
     def run_program(self, step: int) -> None:
         self._rewind()
-        self._broken, self._waited = None, 0.0
+        self._broken, self._waited_seconds = None, 0.0
         self.forget_gradient()
         microbatches = self._read(step)
         self.client.doing(step, "keeping the state")
@@ -134,7 +134,7 @@ class ManualStepRunner(StepRunner):
         if self._broken is not None:  # the user's code has caught it
             raise self._broken
         counted = {m.index: result for m, result in zip(microbatches, returned, strict=True) if m.counts}
-        self.timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited) / len(microbatches))
+        self.timings.add(OpKind.FORWARD, (time.perf_counter() - started - self._waited_seconds) / len(microbatches))
         self._run_hooks(step, OpKind.FORWARD, OpKind.REDUCE)
         self.reduced, self.payload = True, CommitPayload()
         step_path.add("the end of the step")
@@ -191,7 +191,7 @@ class ManualStepRunner(StepRunner):
             self._broken = error
             raise
         finally:
-            self._waited += time.perf_counter() - started
+            self._waited_seconds += time.perf_counter() - started
 
     def check(self, step_path: StepPath) -> None:
         """Raises UnsupportedFeatureError, on all workers, unless all have done the same."""
@@ -264,7 +264,7 @@ class _Coroutine:
         self._thread.start()
 
     def resume(self, answer: Any) -> _Met:
-        """Lets it run with the answer of its meeting, to the next one or its end."""
+        """Runs the thread with the answer of its meeting, to the next one or its end."""
         self._answers.put(answer)
         state = self._states.get()
         if isinstance(state, BaseException):
@@ -288,7 +288,7 @@ class _Coroutine:
         return answer
 
     def _main(self) -> None:
-        _here.coroutine = self
+        _thread_state.coroutine = self
         try:
             self._answered()
             self._states.put(_Met(_END, self._body()))
@@ -298,7 +298,7 @@ class _Coroutine:
             self._states.put(error)
 
 
-_here = threading.local()
+_thread_state = threading.local()
 
 
 class Lockstep:
@@ -318,7 +318,7 @@ class Lockstep:
     @property
     def number(self) -> int:
         """The number of the calling function; 0 in common work."""
-        coroutine = getattr(_here, "coroutine", None)
+        coroutine = getattr(_thread_state, "coroutine", None)
         return 0 if coroutine is None else coroutine.number
 
     def meet(self, what: str, contribution: Any, combine: Callable[[list[Any]], _T]) -> _T:
@@ -327,7 +327,7 @@ class Lockstep:
         ``combine`` is called once, with all parts; a call of ``meet`` within it is not a meeting. Raises
         UnsupportedFeatureError if the functions come to different points.
         """
-        coroutine: _Coroutine | None = getattr(_here, "coroutine", None)
+        coroutine: _Coroutine | None = getattr(_thread_state, "coroutine", None)
         if coroutine is None:
             return combine([contribution])
         return coroutine.meet(_Met(what, contribution, combine))  # type: ignore[no-any-return]

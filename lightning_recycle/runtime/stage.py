@@ -74,7 +74,7 @@ class _InFlight:
 
 
 class _Enter(torch.autograd.Function):
-    """Where a received tensor enters this stage's graph, and its gradient leaves it.
+    """Entry of a received tensor into this stage's graph, and exit of its gradient.
 
     A leaf that requires a gradient would do, except for in-place layers such as ``nn.ReLU(inplace=True)``, which
     autograd forbids on leaves and their views. ``anchor``: a scalar that requires a gradient, and passes this on.

@@ -36,15 +36,15 @@ from lightning_recycle.torch_internals import foreach_copy_
 class StageBundle:
     """The parts of a worker that change when it gets other layers.
 
-    ``left``: gradients that parameters from other workers held there. ``replicated``: parameters that another member of
-    the position holds, too, and counts.
+    ``moved_gradients``: those that parameters from other workers held there. ``replicated``: parameters that another
+    member of the position holds, too, and counts.
     """
 
     stage: Stage
     parameters: Sequence[nn.Parameter]
     gradients: GradientBuffers
     ties: StageTies
-    left: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    moved_gradients: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
     replicated: tuple[nn.Parameter, ...] = ()
 
     @property
@@ -180,7 +180,7 @@ class LayerMoves:
         self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
         self._start = self.cuts
-        self._held: tuple[Cuts, list[Any]] | None = None  # got for that layout
+        self._received_layers: tuple[Cuts, list[Any]] | None = None  # got for that layout
 
     @property
     def cuts(self) -> Cuts:
@@ -210,7 +210,7 @@ class LayerMoves:
                     send_object(self._communicator, self._keeper.pack_layers(transfer.layers), transfer.receiver)
                 else:
                     given.append(receive_object(self._communicator, transfer.donor))
-        self._held = resume.becomes, given
+        self._received_layers = resume.becomes, given
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """This worker's transfers when ``roster`` changes from its layout to ``becomes``."""
@@ -221,7 +221,7 @@ class LayerMoves:
 
     def install_layout(self, cuts: Cuts) -> StageBundle | None:
         """Installs the exchanged layers of layout ``cuts``; None if it is the present one."""
-        held, self._held = self._held, None
+        held, self._received_layers = self._received_layers, None
         cuts = cuts or self._start
         if cuts == self.cuts:
             return None

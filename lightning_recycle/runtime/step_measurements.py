@@ -174,13 +174,13 @@ class FirstSteps:
         self._steps: set[int] = set()
         self._measures = self._may_split = False
         self._overhead = 0 if held is None else max(0, devices.process_bytes(device) - devices.storage_bytes(held()))
-        self._own: set[int] = set()
+        self._own: set[int] = set()  # storages of parameters and gradients
         self._after_forward = self._after_backward = self._checkpoint = self._temporary = self._received = 0
         self._tried = 0
         self._split: dict[int, bool] = {}  # the micro-batches of this step that are timed, and whether they are split
         self._seconds: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
         self._busy: dict[tuple[bool, OpKind], list[float]] = defaultdict(list)
-        self._waited = self._passed = 0.0
+        self._waited_seconds = self._total_seconds = 0.0
         self._by_device = {True: Timings(device), False: Timings(device)}
 
     @property
@@ -304,8 +304,8 @@ class FirstSteps:
         waited = min(max(passed - computed, 0.0), _seconds_waited() - waited)
         self._seconds[name].append(passed - waited)
         self._busy[name].append(busy)
-        self._waited += waited
-        self._passed += passed
+        self._waited_seconds += waited
+        self._total_seconds += passed
 
     def trial(self) -> SplitTrial | None:
         """Cost of splitting, once the trial's last step has been applied."""
@@ -327,7 +327,7 @@ class FirstSteps:
             busy_split=sum(median(self._busy[name]) for name in _SPLIT),
             place=place,
             processors=processors,
-            waited=self._waited / self._passed if self._passed else 0.0,
+            waited=self._waited_seconds / self._total_seconds if self._total_seconds else 0.0,
         )
 
 

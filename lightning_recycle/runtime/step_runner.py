@@ -145,7 +145,7 @@ class StepRunner:
         self.commits = waits or (rules.norm and rules.presumes is None)
         self.redoes_whole_steps = has_ties  # what is REDUCED, but not applied, cannot be kept for a redo
         self._shadow_on_host, self._device_name = shadow_on_host, device_name
-        self._shadow_of = -1  # the version of the parameters in the shadow
+        self._shadow_version = -1  # the version of the parameters in the shadow
         self._is_last = worker.stage == grid.stages - 1
         self._whole_program = Program()
         self.program: tuple[Task, ...] = ()
@@ -165,7 +165,7 @@ class StepRunner:
         # A single column is never ahead of others: what it has applied is what is committed.
         is_ahead = not self.commits and (self.positions.columns > 1 or self.speculation is not None)
         self._shadow = Shadow(self._parameters, self._shadow_on_host) if is_ahead else None
-        self._measurements.begin_layers(self._held)
+        self._measurements.begin_layers(self._layer_tensors)
         # A speculative step, or the user's own backward, may differ.
         comparing = self.speculation is None and self.stage.differentiates_itself
         self._microbatches = self.grid.global_microbatches
@@ -183,7 +183,7 @@ class StepRunner:
     def replace_layers(self, bundle: StageBundle) -> None:
         """Continues with the layers of ``bundle``, after this stage's layers have moved."""
         self.gradients.give_back()
-        for parameter, grad in bundle.left.items():
+        for parameter, grad in bundle.moved_gradients.items():
             parameter.grad = grad
         self._set_up(bundle)
         self.follow(self._whole_program)  # so does what is new with the layers
@@ -408,7 +408,7 @@ class StepRunner:
     def apply(self, payloads: Mapping[int, CommitPayload], speculative: bool = False) -> None:
         """Steps the optimizer with the reduced gradient of step :attr:`version`.
 
-        ``payloads``: by stage; ``speculative``: they are not known yet.
+        ``payloads``: by column; ``speculative``: they are not known yet.
         """
         number = self.version
         step = self.steps[number]
@@ -422,7 +422,7 @@ class StepRunner:
         with self.timings.of[OpKind.STEP]:
             if self._shadow is not None:
                 self._shadow.update()
-                self._shadow_of = number
+                self._shadow_version = number
             if speculative:
                 self.callbacks.keep_optimizer_state()
             # From here on the step counts as applied: a regroup within (a user's collective) must not apply it again.
@@ -471,7 +471,7 @@ class StepRunner:
     @property
     def has_shadow(self) -> bool:
         """Whether this worker holds the parameters from before its newest step."""
-        return self._shadow is not None and self._shadow_of == self.version - 1
+        return self._shadow is not None and self._shadow_version == self.version - 1
 
     @property
     def is_confirmed(self) -> bool:
@@ -538,7 +538,7 @@ class StepRunner:
 
     # ------------------------------------------------------------------ small things
 
-    def _held(self) -> Iterable[Tensor]:
+    def _layer_tensors(self) -> Iterable[Tensor]:
         """This worker's tensors for its layers between two steps."""
         shadow = [] if self._shadow is None else self._shadow.on(self._device)
         return chain(self._parameters, self.gradients.tensors(), shadow)

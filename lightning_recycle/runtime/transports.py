@@ -103,7 +103,7 @@ class Transport:
         return PACKED_BYTES
 
     def carries(self, peer: int) -> bool:
-        """Whether it carries payloads to and from ``peer``; the same on both sides."""
+        """Whether payloads to and from ``peer`` go this way; the same on both sides."""
         return False
 
     def send(
@@ -116,7 +116,7 @@ class Transport:
         raise NotImplementedError
 
     def takes(self, roster: str, tensor: Tensor) -> bool:
-        """Whether it does collectives of ``tensor`` in a group; the same on all members."""
+        """Whether collectives of ``tensor`` go this way; the same on all members."""
         return False
 
     def begin_collective(self, roster: str, tensor: Tensor, root: int | None = None) -> Any:

@@ -249,9 +249,9 @@ class Verifier:
         self._checks, self._checked_by = -1, -1  # rank whose record comes, and rank that gets this worker's
         self._incoming: Incoming | None = None
         self._records: dict[int, MicrobatchRecord] = {}  # of this attempt
-        self._own: MicrobatchRecord | None = None  # what it is checked on, when it is complete
+        self._own_record: MicrobatchRecord | None = None  # what it is checked on, when it is complete
         self._disputed: MicrobatchRecord | None = None
-        self._open = -1  # the step that all must have passed
+        self._unpassed_step = -1  # the step that all must have passed
         self._inspected = self._excused = -1
         self.inspects = False
         self._was_finite = True  # the loss of the newest step
@@ -269,12 +269,12 @@ class Verifier:
     def begin(self, step: int, is_first_attempt: bool) -> None:
         """Begins an attempt at ``step``, the first if no stage has finished it before."""
         checks, self.tasks = self._program.checks, self._program.tasks
-        self._own = self._disputed = self._incoming = self.target = None
+        self._own_record = self._disputed = self._incoming = self.target = None
         self._records = {}
         self.inspects = self._explains and step == self._inspected
         # Once its loss is known some may have applied the step: what others make of it can be held back no more.
-        self._open = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
-        if self._open < 0:
+        self._unpassed_step = step if self._program.has_checks(step) and not self._client.knows_loss(step) else -1
+        if self._unpassed_step < 0:
             return
         number = checks.drawn(step) if checks is not None and self._comparing and is_first_attempt else None
         if checks is None or number is None:
@@ -298,11 +298,11 @@ class Verifier:
 
     def leaves_open(self, step: int) -> bool:
         """Whether the newest attempt at ``step``, not passed by all, may be wrong."""
-        return step == self._open and not self._client.knows_loss(step)
+        return step == self._unpassed_step and not self._client.knows_loss(step)
 
     def _pass(self) -> None:
         self._client.send(
-            messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._open)
+            messages.Reached(self._client.rank, self._client.generation, messages.Milestone.PASSED, self._unpassed_step)
         )
 
     def _is_checked_on(self, task: Task) -> bool:
@@ -322,7 +322,7 @@ class Verifier:
         if (record := self._records.get(task.index)) is not None:
             made = [*tensors_of(output), None if loss is None else float(loss)]
             record.sums[_OUTPUT] = checksum(made)
-            self._look(record, made, record.inputs)
+            self._dispute_if_unsound(record, made, record.inputs)
 
     def adds_gradients(self, task: Task) -> None:
         """``task``, which adds weight gradients, begins."""
@@ -337,7 +337,7 @@ class Verifier:
             record.sums[_INPUT_GRADIENT] = checksum(made)
             if task.op.kind is OpKind.BACKWARD_INPUT and self._is_checked_on(task):
                 self._apart.end()
-            self._look(record, made, grads)
+            self._dispute_if_unsound(record, made, grads)
 
     def completed(self, task: Task) -> None:
         """Sends the peer the record, once the weight gradients of ``task`` are complete."""
@@ -347,14 +347,14 @@ class Verifier:
             record.sums[WEIGHT_GRADIENT] = checksum(self._recompute.gradients())
             self._apart.end()
             self._apart.add()
-            record.machine, self._own = _machine(), record
+            record.machine, self._own_record = _machine(), record
             self._communicator.send(Channel.ACTIVATIONS, _as_message(record), self._checked_by, self._tag)
         if self.inspects:
             made = self._recompute.gradients()
-            self._look(record, made, (record.inputs, record.grads))
+            self._dispute_if_unsound(record, made, (record.inputs, record.grads))
             self.inspects = is_sound(made)  # otherwise all gradients have those numbers in them from now on
 
-    def _look(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
+    def _dispute_if_unsound(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
         """In an inspected step, disputes a ``record`` that made right numbers wrong."""
         if self.inspects and not is_sound(made) and is_sound(tensors_of(given)):
             wrong = replace(record, sums={**record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
@@ -400,10 +400,10 @@ class Verifier:
         with self._client.waiting(f"rank {checked}"):
             record = _from_message(self._communicator.receive(incoming))
         if record.machine != _machine():
-            if self._own is None:
+            if self._own_record is None:
                 self._pass()
                 return
-            record, checked = self._own, self._client.rank
+            record, checked = self._own_record, self._client.rank
         sums = self._recompute(record)
         if sums != record.sums:
             if checked == self._client.rank and (varies := self._what_varies(record, sums)):

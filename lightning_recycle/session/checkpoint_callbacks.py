@@ -57,7 +57,7 @@ _RECORD = (  # what ModelCheckpoint changes while it saves
     "_last_checkpoint_saved",
     "_last_global_step_saved",
 )
-_OF_ITS_STEP = ("_last_checkpoint_saved", "_last_global_step_saved")
+_STEP_RECORDS = ("_last_checkpoint_saved", "_last_global_step_saved")
 """Of these what it has asked for counts at once: it is not to ask for the same again."""
 
 
@@ -121,7 +121,7 @@ class CallbackCheckpoints(Checkpoints):
     def _take_up(self, failure: SaveFailure | None, call: _Call, before: dict[str, Any], after: dict[str, Any]) -> None:
         callback = self._callbacks[call[0]]
         for name, value in (before if failure else after).items():
-            if name not in _OF_ITS_STEP or getattr(callback, name) == after[name]:
+            if name not in _STEP_RECORDS or getattr(callback, name) == after[name]:
                 setattr(callback, name, value)
         if failure and not failure.is_refusal and call[1] != "on_exception":
             self.saves.given_up += (call,)
@@ -202,11 +202,11 @@ class _Methods:
             self._put_off((self._number, name, arguments[-1]), before)
 
     def _put_off(self, call: _Call, before: dict[str, Any]) -> None:
-        """Until the checkpoint is complete the callback remembers what it did before."""
+        """Resets the callback's record to ``before`` until the checkpoint is complete."""
         changed = {name: v for name, v in _record(self._callback).items() if not _is_same(v, before[name])}
         self._checkpoints.saves.call_first_when_known("record", call, {name: before[name] for name in changed}, changed)
         for name, value in before.items():
-            if name not in _OF_ITS_STEP:
+            if name not in _STEP_RECORDS:
                 setattr(self._callback, name, value)
 
     def _write(self, trainer: pl.Trainer, path: str) -> None:

@@ -33,14 +33,6 @@ from lightning_recycle.files import link, remove
 from lightning_recycle.model.layers import own_parts
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.session.checkpoint_batches import (
-    Action,
-    CheckpointBatch,
-    CheckpointBatches,
-    SaveRequest,
-    StateCopies,
-    settle_files,
-)
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
@@ -51,6 +43,14 @@ from lightning_recycle.session.checkpoint_files import (
     local_path,
     megabytes,
     save_sharded,
+)
+from lightning_recycle.session.concurrent_checkpoints import (
+    Action,
+    CheckpointBatch,
+    CheckpointBatches,
+    SaveRequest,
+    StateCopies,
+    settle_files,
 )
 from lightning_recycle.session.lightning_internals import plain_optimizer, set_checkpoint_path
 from lightning_recycle.session.object_graph import ObjectPack

@@ -171,10 +171,10 @@ class OptimizerStep:
     """The newest step of the optimizers, which may have to be made again."""
 
     def __init__(self) -> None:
-        self._before: list[OptimizerState] = []
+        self._states_before: list[OptimizerState] = []
 
     def tensors(self) -> Iterator[Tensor]:
-        return (tensor for state in self._before for tensor in state.tensors())
+        return (tensor for state in self._states_before for tensor in state.tensors())
 
     @staticmethod
     def is_watched(optimizers: list[Optimizer]) -> bool:
@@ -184,15 +184,15 @@ class OptimizerStep:
     @torch.no_grad()
     def keep(self, optimizers: list[Optimizer]) -> None:
         """Copies their states; called right before they step."""
-        old: list[OptimizerState | None] = [*self._before, *([None] * len(optimizers))]
-        self._before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
+        old: list[OptimizerState | None] = [*self._states_before, *([None] * len(optimizers))]
+        self._states_before = [OptimizerState(o, kept) for o, kept in zip(optimizers, old, strict=False)]
 
     def again(self, optimizers: list[Optimizer], factor: float, loss: Callable[[], Any]) -> None:
         """Steps again with gradients multiplied by ``factor``.
 
         Parameters are as they were; options such as learning rates are first the old, and then the present ones.
         """
-        for optimizer, before in zip(optimizers, self._before, strict=True):
+        for optimizer, before in zip(optimizers, self._states_before, strict=True):
             now = OptimizerState(optimizer, None, options_only=True)
             with torch.no_grad():
                 before.rewind()

@@ -61,7 +61,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {  # attributes of the Trainer's parts th
     _VALIDATION: ("_last_val_dl_reload_epoch", "_has_run"),
 }
 
-_OF_A_RUN = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+_RUN_SETTINGS = ("should_stop", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
 """Settings of the Trainer that callbacks change."""
 
 LOOPS = ("fit_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop", "predict_loop")
@@ -114,7 +114,7 @@ class TrainerState:
     def as_data(self) -> dict[str, Any]:
         """This state as plain data for a checkpoint, without states of callbacks."""
         settings = {
-            path: {name: found[name] for name in (*names, *_OF_A_RUN) if name in found}
+            path: {name: found[name] for name in (*names, *_RUN_SETTINGS) if name in found}
             for path, names in _PRIVATE.items()
             for found in (self.settings[path],)
         }
@@ -126,7 +126,7 @@ class TrainerState:
         """Inverse of :meth:`as_data`; without settings of a run unless ``same_run``."""
         results = tuple({key: _of_data(value) for key, value in logged.items()} for logged in data["results"])
         settings = {
-            path: {name: value for name, value in found.items() if same_run or name not in _OF_A_RUN}
+            path: {name: value for name, value in found.items() if same_run or name not in _RUN_SETTINGS}
             for path, found in data["settings"].items()
         }
         return cls(data["loops"], results, settings, {})

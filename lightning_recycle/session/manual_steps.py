@@ -46,11 +46,11 @@ from lightning_recycle.randomness import (
 from lightning_recycle.runtime.manual_step_runner import Lockstep, ManualStepMicrobatch, ManualStepRunner, StepPath
 from lightning_recycle.session.gradient_clipping import called_once, restore_scale
 from lightning_recycle.session.lightning_internals import count_manual_steps, lightning_optimizers
+from lightning_recycle.session.module_changes import ValueTree
 from lightning_recycle.session.object_attributes import INTERNAL_ATTRIBUTES, MODULE_TABLES
 from lightning_recycle.session.object_graph import ObjectGraph, ObjectPack, callback_graph
 from lightning_recycle.session.optimizer_states import OptimizerState, copied
 from lightning_recycle.session.output_recorder import OutputRecorder, metric_states, set_metric_states
-from lightning_recycle.session.value_tree import ValueTree
 from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.torch_internals import tree_map_only
 
@@ -179,18 +179,18 @@ class MicrobatchState:
             name: values[name] if first and component.stays else component.copy(values[name])
             for name, component in self._components.items()
         }
-        self._outside: dict[str, Any] = {}
+        self._outside_states: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._outside = {name: part.get() for name, part in self._components.items()}
+        self._outside_states = {name: part.get() for name, part in self._components.items()}
         for name, part in self._components.items():
             part.put(self._values[name])
 
     def __exit__(self, *_: object) -> None:
         self._values = {name: part.get() for name, part in self._components.items()}
         for name, part in self._components.items():
-            part.put(self._outside[name])
-        self._outside = {}
+            part.put(self._outside_states[name])
+        self._outside_states = {}
 
     @torch.no_grad()
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -228,7 +228,7 @@ class ManualStepState:
         self.forget_values()
         self._optimizers: list[OptimizerState] = []
         self._schedulers: list[dict[str, Any]] = []
-        self._others: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._other_states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self._callbacks: tuple[ObjectGraph, ObjectPack] | None = None
 
     def forget_values(self) -> None:
@@ -254,7 +254,7 @@ class ManualStepState:
         old = self._optimizers[: len(trainer.optimizers)]
         self._optimizers = [OptimizerState(*pair) for pair in itertools.zip_longest(trainer.optimizers, old)]
         self._schedulers = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-        self._others = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
+        self._other_states = deepcopy((self._progress.state_dict(), trainer.precision_plugin.state_dict()))
         watching = [c for c in trainer.callbacks if _sees_steps(c)]  # type: ignore[attr-defined]
         self._callbacks = None
         if watching:
@@ -278,7 +278,7 @@ class ManualStepState:
             state.rewind()
         for config, scheduler in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
             config.scheduler.load_state_dict(deepcopy(scheduler))
-        progress, precision = deepcopy(self._others)
+        progress, precision = deepcopy(self._other_states)
         self._progress.load_state_dict(progress)
         restore_scale(trainer, precision)
         if self._callbacks is not None:

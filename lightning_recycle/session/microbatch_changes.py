@@ -1,7 +1,7 @@
 """Values that steps and hooks change in the module, per micro-batch.
 
 Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
-(:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
+(:mod:`~lightning_recycle.session.module_changes`) begins for each micro-batch as at the beginning of the step, and is
 taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
 micro-batch. After the step, on every worker,
 
@@ -35,8 +35,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.model.recording import RecordedModule
-from lightning_recycle.session.value_tree import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
+from lightning_recycle.model.recorded_module import RecordedModule
+from lightning_recycle.session.module_changes import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
     checksum,
     is_sharded,
@@ -132,7 +132,7 @@ def taken_apart(data: bytes) -> tuple[bytes, list[Effect]]:
 
 
 def _belongs_to_graph(value: Any) -> bool:
-    """Whether it has many tensors of a step's graph: only that step can use them."""
+    """Whether ``value`` has large tensors of a graph, which only its step can use."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     return sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES
 
@@ -174,10 +174,10 @@ class MicrobatchChanges:
         self.keeps_shares = self._is_inside = self._runs_again = False
         self._equal_places: set[Place] = set()  # those that all micro-batches left alike so far
         self._own_tensors: dict[int, dict[Place, Tensor]] = {}  # what this worker's micro-batches of the step left
-        self._warned: set[str] = set()
+        self._warned_names: set[str] = set()
         self._at_batch: list[tuple[Any, Any]] | None = None  # what the cells held when the batch began
-        self._step = self._ended = -1
-        self._before: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
+        self._step = self._ended_step = -1
+        self._replaced: tuple[dict[Place, Any], ByMicrobatch] = {}, {}  # what the newest step has replaced
 
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
@@ -343,9 +343,9 @@ class MicrobatchChanges:
         try:
             yield
         except BaseException:
-            tree.look(lambda change: change.items is None)
+            tree.changes_outside(lambda change: change.items is None)
             raise
-        for change in tree.look(lambda change: not self._add_append(change, tree, effects)):
+        for change in tree.changes_outside(lambda change: not self._add_append(change, tree, effects)):
             if change.items is None:
                 (_, _, *names), key = change.place
                 self.changed.add(str(names[0] if names else key))
@@ -358,8 +358,8 @@ class MicrobatchChanges:
         try:
             effects.append(self._append_effect(change, tree))
         except UnsupportedFeatureError as error:
-            if (name := name_of(change.place)) not in self._warned:
-                self._warned.add(name)
+            if (name := name_of(change.place)) not in self._warned_names:
+                self._warned_names.add(name)
                 rank_zero_warn(f"self.{error} It stays on the worker that made it.")
             return False
         return True
@@ -376,7 +376,7 @@ class MicrobatchChanges:
 
         ``sums``: of their contributions to statistics.
         """
-        self._ended, self._before = self._step, ({}, dict(self.by_microbatch))
+        self._ended_step, self._replaced = self._step, ({}, dict(self.by_microbatch))
         for place, added in zip(list(self._tree.statistics), sums, strict=False):
             self._remember(place)
             self._tree.put(place, self._tree.get(place) + added)
@@ -414,8 +414,8 @@ class MicrobatchChanges:
 
     def _remember(self, place: Place, on_step: bool = True) -> None:
         """Remembers what a place holds before a step changes it."""
-        if on_step and place not in self._before[0]:
-            self._before[0][place] = self._copy_of(place)
+        if on_step and place not in self._replaced[0]:
+            self._replaced[0][place] = self._copy_of(place)
 
     def _copy_of(self, place: Place) -> Any:
         value = self._tree.get(place)
@@ -473,10 +473,10 @@ class MicrobatchChanges:
     @contextmanager
     def as_in_step(self, step: int) -> Iterator[None]:
         """In the block values are those at the start of ``step``, the one before this."""
-        if self._ended != step:
+        if self._ended_step != step:
             yield
             return
-        (before, by_microbatch), now = self._before, self.by_microbatch
+        (before, by_microbatch), now = self._replaced, self.by_microbatch
         after = {place: self._copy_of(place) for place in before}
         self._set(before, by_microbatch)
         try:
@@ -526,7 +526,7 @@ class MicrobatchChanges:
     # ------------------------------------------------------------------ a worker that joins
 
     def state(self) -> MicrobatchChangesState:
-        """For a joining worker, which has the module's attributes from elsewhere."""
+        """The changes for a joining worker, which gets the module's attributes otherwise."""
         self._forget(self._tree.absorb())
         return sorted(self.names), sorted(self.changed), dict(self.by_microbatch), set(self._equal_places)
 

@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recycle.model.layers import AbsentLayer
-from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.pickling import written_class
 from lightning_recycle.runtime.stage import unsharded_class
 
@@ -131,7 +131,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def is_weight(path: str) -> bool:
-    """Whether it is a parameter or buffer: ``.data`` changes them without a version."""
+    """Whether a parameter or buffer is at ``path``: ``.data`` counts no write."""
     return "._parameters[" in path or "._buffers[" in path
 
 
@@ -143,7 +143,7 @@ _HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement
 _SHOWING = ("rich", "tqdm")  # libraries whose objects hold a terminal
 _FRAMEWORKS = ("lightning_recycle", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 MISSING = object()
-OF_ONE_PROCESS = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
+PROCESS_BOUND_TYPES = (pl.Trainer, _BaseDataLoaderIter, NonCallableMock)
 """Classes of objects that belong to a process; they are not carried."""
 
 

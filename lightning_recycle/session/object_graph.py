@@ -54,7 +54,7 @@ from lightning_recycle.session.lightning_internals import (
 )
 from lightning_recycle.session.object_attributes import (
     MISSING,
-    OF_ONE_PROCESS,
+    PROCESS_BOUND_TYPES,
     TableKey,
     attributes_of,
     class_of,
@@ -143,7 +143,7 @@ class ObjectGraph:
         optimizers: bool = False,
     ) -> None:
         self._whole, self._skipped, self._optimizers = whole, frozenset(skipped), optimizers
-        self._bound = (*OF_ONE_PROCESS, *bound, *(() if whole else (pl.LightningModule,)))
+        self._bound = (*PROCESS_BOUND_TYPES, *bound, *(() if whole else (pl.LightningModule,)))
         self._bound += () if optimizers else (Optimizer, LRScheduler)
         self._roots = {name: value for name, value in roots.items() if value is not None}
         root_ids = set(map(id, self._roots.values()))
@@ -289,7 +289,7 @@ class _Weights:
 class _GraphPickler(MainPickler):
     def __init__(self, graph: ObjectGraph, file: io.BytesIO, same: Mapping[int, Path]) -> None:
         super().__init__(file, MainModule(imported=True))
-        self._graph, self._same = graph, same
+        self._graph, self._same_paths = graph, same
         self.tensors: list[Tensor] = []
         self.used: set[Path] = set()  # of ``same``
         self._indices: dict[int, int] = {}
@@ -301,9 +301,9 @@ class _GraphPickler(MainPickler):
             return "anchor", graph._names[key]
         if key in graph._paths:
             return "node", graph._paths[key], class_of(obj)
-        if key in self._same:
-            self.used.add(self._same[key])
-            return "same", self._same[key]
+        if key in self._same_paths:
+            self.used.add(self._same_paths[key])
+            return "same", self._same_paths[key]
         if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided:
             if key not in self._indices:
                 self._indices[key] = len(self.tensors)
@@ -331,7 +331,7 @@ class _GraphUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(packed.data))
         self._anchors, self._nodes, self._tensors = graph._anchors, graph._nodes, packed.tensors
         self._large, self._device = large, device
-        self._loaded: dict[int, Tensor] = {}
+        self._loaded_tensors: dict[int, Tensor] = {}
         self.made: dict[Path, Any] = {}
         self.shared: dict[int, tuple[Path, str] | None] = {}  # by the id of a tensor
         self.handles: list[tuple[RemovableHandle, list[tuple[Path, TableKey]]]] = []
@@ -357,14 +357,14 @@ class _GraphUnpickler(pickle.Unpickler):
             return handle
         if kind == "device":
             return self._device
-        if name not in self._loaded:
+        if name not in self._loaded_tensors:
             on_device, is_parameter, requires_grad, shared = details
             tensor = self._tensors[name].to(self._device if on_device else "cpu", copy=True)
-            self._loaded[name] = (
+            self._loaded_tensors[name] = (
                 nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
             )
-            self.shared[id(self._loaded[name])] = shared
-        return self._loaded[name]
+            self.shared[id(self._loaded_tensors[name])] = shared
+        return self._loaded_tensors[name]
 
     def _node(self, path: Path, kind: type[Any]) -> Any:
         here = self._nodes.get(path, MISSING)
@@ -387,9 +387,9 @@ class _Update:
     def __init__(self, graph: ObjectGraph, loader: _GraphUnpickler) -> None:
         self._graph, self._nodes, self._weights = graph, graph._nodes, graph._weights
         self._made, self._shared = loader.made, loader.shared
-        self._taken: dict[int, Any] = {}  # by id of what was received: what stands for it here
+        self._counterparts: dict[int, Any] = {}  # by id of what was received: what stands for it here
         self._known = {id(node) for nodes in (graph._nodes, graph._anchors, loader.made) for node in nodes.values()}
-        self._claimed: set[int] = set()
+        self._claimed_ids: set[int] = set()
         self._received: list[Any] = []  # keeps ids unique
 
     def write(self, states: Mapping[Path, dict[str, Any]], stays: Mapping[Path, set[str]]) -> None:
@@ -423,9 +423,9 @@ class _Update:
 
     def merged(self, old: Any, new: Any) -> Any:
         """The object here for ``new``: ``old`` itself if it can hold its value."""
-        if id(new) in self._taken:
-            return self._taken[id(new)]
-        if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed:
+        if id(new) in self._counterparts:
+            return self._counterparts[id(new)]
+        if old is new or old is MISSING or type(old) is not type(new) or id(old) in self._claimed_ids:
             old = None
         merge = next((merge for kinds, merge in _MERGES if type(new) in kinds), None)
         if is_sharded(new):
@@ -436,8 +436,8 @@ class _Update:
         return merge(self, old, new)
 
     def claim(self, old: Any, new: Any) -> None:
-        self._claimed.add(id(old))
-        self._taken[id(new)] = old
+        self._claimed_ids.add(id(old))
+        self._counterparts[id(new)] = old
 
     def tensor(self, old: Tensor | None, new: Tensor) -> Tensor:
         fits = old is not None and old.shape == new.shape and old.dtype == new.dtype and old.layout == new.layout
@@ -501,16 +501,16 @@ class _Update:
         own_cells, received_cells = target.__closure__ or (), new.__closure__ or ()
         filled = []
         for own_cell, received_cell in zip(own_cells, received_cells, strict=True):
-            if id(received_cell) not in self._taken:
+            if id(received_cell) not in self._counterparts:
                 self._received.append(received_cell)
-                self.claim(received_cell if id(own_cell) in self._claimed else own_cell, received_cell)
+                self.claim(received_cell if id(own_cell) in self._claimed_ids else own_cell, received_cell)
                 filled.append(received_cell)
-        cells = tuple(self._taken[id(received_cell)] for received_cell in received_cells)
+        cells = tuple(self._counterparts[id(received_cell)] for received_cell in received_cells)
         if any(cell is not own_cell for cell, own_cell in zip(cells, own_cells, strict=True)):
             target = function_with(target, cells)
         self.claim(target, new)
         for received_cell in filled:
-            cell = self._taken[id(received_cell)]
+            cell = self._counterparts[id(received_cell)]
             content = content_of(cell)
             for value in content_of(received_cell):
                 if value is not MISSING:
@@ -524,10 +524,10 @@ class _Update:
 
     def _held(self, old: Any, new: Any) -> Any:
         """The object here for ``new``, which only functions hold if it is no node."""
-        if id(new) in self._taken or id(new) in self._known or not is_node(new):
+        if id(new) in self._counterparts or id(new) in self._known or not is_node(new):
             return self.merged(old, new)
         self._received.append(new)
-        is_free = id(old) not in self._claimed and id(old) not in self._known
+        is_free = id(old) not in self._claimed_ids and id(old) not in self._known
         target = old if type(old) is type(new) and is_free else new
         self.claim(target, new)
         self._write(target, attributes_of(target), attributes_of(new), set())

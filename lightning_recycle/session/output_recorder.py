@@ -22,7 +22,7 @@ from torchmetrics.wrappers import MetricTracker, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, suggestion
-from lightning_recycle.model.recording import RecordedModule
+from lightning_recycle.model.recorded_module import RecordedModule
 from lightning_recycle.session.microbatch_changes import Effect, MicrobatchChanges, put_together, taken_apart
 from lightning_recycle.session.object_graph import metric_parts
 from lightning_recycle.tensor_memory import from_host, on_device, pack_tensors, to_cpu, to_host, unpack_tensors
@@ -113,7 +113,7 @@ class OutputRecorder:
 
     def _find_metrics(self) -> None:
         modules = dict(self._module.named_modules())
-        self._logged = {name for name, module in modules.items() if isinstance(module, Metric)}
+        self._module_metrics = {name for name, module in modules.items() if isinstance(module, Metric)}
         known = set(map(id, modules.values()))
         found = metric_parts(self._module.trainer).items()
         modules |= {path: module for path, module in found if id(module) not in known}
@@ -196,7 +196,7 @@ class OutputRecorder:
     def _portable(self, name: str, value: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         """A call of ``self.log`` as other workers can repeat it: metrics by their path."""
         if isinstance(value, Metric):
-            path = next((path for path in self._logged if self._metrics[path] is value), None)
+            path = next((path for path in self._module_metrics if self._metrics[path] is value), None)
             if path is None:
                 raise ConfigurationError(
                     f"self.log({name!r}, {type(value).__name__}(...)): the metric must be an attribute of the module,"
@@ -249,7 +249,7 @@ class OutputRecorder:
         for path, metric in self._metrics.items():
             gained = [record.metrics[path] for record in ordered if path in record.metrics]
             if gained:
-                target = device if path in self._logged else metric.device  # nothing moves it with the module
+                target = device if path in self._module_metrics else metric.device  # nothing moves it with the module
                 add_states(
                     metric, path, [on_device(states, target) for states in gained], keep_step_value=path in logged
                 )

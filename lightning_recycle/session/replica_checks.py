@@ -66,7 +66,7 @@ class StateChecks:
     """
 
     def __init__(self, device: str, every: int | None, clock: Any = time.perf_counter) -> None:
-        self._device, self._every, self._clock = device, every, clock
+        self._device, self._check_interval, self._clock = device, every, clock
         self._due: set[int] = set()
         self._last: tuple[int, float] | None = None  # the newest check: its step, and when it was over
         self._seconds = math.inf  # that one takes, at best
@@ -75,7 +75,7 @@ class StateChecks:
         self._due.add(step)
 
     def is_due(self, step: int) -> bool:
-        return self._every != 0 and step in self._due
+        return self._check_interval != 0 and step in self._due
 
     def check(self, step: int, module: nn.Module, optimizers: Iterable[Optimizer]) -> Checked:
         """The checksums of this worker after ``step``."""
@@ -88,14 +88,14 @@ class StateChecks:
         return Checked(sums, interval, self._device)
 
     def sums(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, bytes]:
-        if self._every == 0:
+        if self._check_interval == 0:
             return {}
         return {name: checksum(values) for name, values in stage_state(module, optimizers).items()}
 
     def _interval(self, step: int, now: float) -> int:
         """Steps until the check that it wants next."""
-        if self._every is not None:
-            return self._every
+        if self._check_interval is not None:
+            return self._check_interval
         if self._last is None or step <= self._last[0]:
             return FIRST_INTERVAL
         seconds = (now - self._last[1]) / (step - self._last[0])  # of a step

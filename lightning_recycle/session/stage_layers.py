@@ -122,11 +122,11 @@ class StageBuilder:
         self._by_itself = context.fitting and parts.optimizes_itself
 
     def bundle(
-        self, cuts: Cuts, ties: StageTies, left_gradients: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+        self, cuts: Cuts, ties: StageTies, moved_gradients: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     ) -> StageBundle:
         """This stage's layers under the layout ``cuts``, with gradients and ties.
 
-        ``left_gradients``: the gradients that moved layers bring with them.
+        ``moved_gradients``: the gradients that moved layers bring with them.
         """
         context, parts, module = self._context, self._parts, self._parts.module
         stage, last = context.worker.stage, context.grid.stages - 1
@@ -165,7 +165,7 @@ class StageBuilder:
         statistics = self._recorder.microbatch_changes.statistics if has_room else tuple
         gradients = GradientBuffers(parameters, context.device, buckets, lends_copies, ties.holders, statistics)
         replicated = () if context.mesh is None else tuple(p for p in parameters if not context.mesh.counts(p))
-        return StageBundle(runs, parameters, gradients, ties, left_gradients, replicated)
+        return StageBundle(runs, parameters, gradients, ties, moved_gradients, replicated)
 
     def _modules_run(
         self, cuts: Cuts, held: range, modules: Sequence[nn.Module], microbatch: int | None
@@ -321,8 +321,8 @@ def _whole_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 _BY_LAYER = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
 _FIRST_MEASURED = 2  # steps: the first ones compile and warm up
-_MEASURED = 3  # steps
-_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+_MEASURED_STEPS = 3  # steps
+_OPTIMIZER_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
 def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]) -> str:
@@ -347,7 +347,7 @@ def why_layers_stay(trainer: pl.Trainer, parts: ModelParts, owned: Iterable[int]
 def _tensor_attribute(optimizer: Optimizer) -> str | None:
     """The optimizer's attribute with tensors that are no states of parameters."""
     for name, value in vars(optimizer).items():
-        if name not in _OF_OPTIMIZERS and any(isinstance(item, Tensor) for item in _flat(value)):
+        if name not in _OPTIMIZER_ATTRIBUTES and any(isinstance(item, Tensor) for item in _flat(value)):
             return name
     return None
 
@@ -390,7 +390,7 @@ class _LayerMeter:
         self.output_bytes = 0
         self._handles: list[RemovableHandle] = []
         self._seconds: list[float] = []
-        self._started = 0.0
+        self._start_time = 0.0
 
     def watch(self, layer: nn.Module) -> None:
         self._handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
@@ -407,11 +407,11 @@ class _LayerMeter:
 
     def _before(self, _: nn.Module, inputs: Any) -> None:
         _wait_for(inputs)
-        self._started = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def _after(self, _: nn.Module, inputs: Any, output: Any) -> None:
         _wait_for(inputs)
-        self._seconds.append(time.perf_counter() - self._started)
+        self._seconds.append(time.perf_counter() - self._start_time)
         self.output_bytes = tensor_bytes(output)
 
 
@@ -423,17 +423,17 @@ def _wait_for(inputs: Any) -> None:
 class StageLayers:
     """The layers that this worker has.
 
-    ``hold``: runs the parts of this stage under a layout, given the weights that stages share, and the gradients that
-    come with moved layers.
+    ``make_bundle``: runs the parts of this stage under a layout, given the weights that stages share, and the gradients
+    that come with moved layers. ``kept_gradients``: of parameters, between steps.
     """
 
     def __init__(
         self,
         context: WorkerContext,
         parts: ModelParts,
-        hold: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], StageBundle],
-        left: Callable[[], Mapping[nn.Parameter, Tensor]],
-        changed: Callable[[StageBundle], None],
+        make_bundle: Callable[[Cuts, StageTies, Mapping[nn.Parameter, Tensor]], StageBundle],
+        kept_gradients: Callable[[], Mapping[nn.Parameter, Tensor]],
+        on_change: Callable[[StageBundle], None],
     ) -> None:
         self._context, self._trainer, self._parts = context, context.trainer, parts
         self._stage = context.worker.stage
@@ -441,7 +441,7 @@ class StageLayers:
         self._measures = context.options.recovery.rebalance != "never" and not context.client.joining
         self._steps = 0
         self._meters: dict[int, _LayerMeter] = {}
-        self._hold, self._left, self._changed = hold, left, changed
+        self._make_bundle, self._kept_gradients, self._on_change = make_bundle, kept_gradients, on_change
         self.cuts: Cuts = (0, *(part.stop for part in context.run.parts))
 
     @property
@@ -496,7 +496,7 @@ class StageLayers:
                 modules = list(layers)
             for meter, layer in zip(self._meters.values(), modules, strict=True):
                 meter.watch(layer)
-        elif self._steps == _FIRST_MEASURED + _MEASURED:
+        elif self._steps == _FIRST_MEASURED + _MEASURED_STEPS:
             meters = self._end_measuring()
             if meters.keys() == set(self.owned):
                 self._context.client.send(Measured(self._context.place.rank, layers=self._facts(meters)))
@@ -542,7 +542,7 @@ class StageLayers:
             {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
             for optimizer in self._trainer.optimizers
         ]
-        held = self._left()
+        held = self._kept_gradients()
         left = {name: held[p] for name, p in named.items() if p in held}
         with self._parts.unwatched(*layers) as modules:
             # Whatever was picklable at the start still is, unless the user's code has changed it.
@@ -589,11 +589,11 @@ class StageLayers:
         for index, optimizer in enumerate(self._trainer.optimizers):
             groups_by_stage = [names[stage][index] for stage in sorted(names)]
             _regroup(optimizer, merged_names(groups_by_stage, {}), by_name, states[index])
-        held = self._left()
+        held = self._kept_gradients()
         ties = StageTies(self._parts.ties(stages), self._stage, parameters_by_name(self._parts.module))
         missing = {by_name[name]: grad for name, grad in gradients.items() if by_name[name] not in held}
-        bundle = self._hold(cuts, ties, missing)
-        self._changed(bundle)
+        bundle = self._make_bundle(cuts, ties, missing)
+        self._on_change(bundle)
         return bundle
 
     def _whole(self, tensor: Tensor, is_parameter: bool, requires_grad: bool, on_device: bool) -> Tensor:

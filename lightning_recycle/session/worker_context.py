@@ -107,7 +107,7 @@ class StageGroup(ABC):
     @property
     @abstractmethod
     def is_leader(self) -> bool:
-        """Whether this worker speaks for all of them, and names files."""
+        """Whether this worker speaks for the group, and names files."""
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class StageGroup(ABC):
 
     @abstractmethod
     def gather_all(self, name: str, value: Any) -> Mapping[int, Any]:
-        """The values of all of them, by rank."""
+        """The values of all workers of the group, by rank."""
 
     def gather_columns(self, name: str, contribute: Callable[[], Any]) -> list[Any]:
         """One part per column, in order. Asks again if a speaker dies meanwhile."""

@@ -31,7 +31,7 @@ from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.model.layers import take_pruned_form, weights_of
 from lightning_recycle.randomness import generator_states, set_generator_states
 from lightning_recycle.runtime.executor import Executor
-from lightning_recycle.session.checkpoint_batches import CommonState
+from lightning_recycle.session.concurrent_checkpoints import CommonState
 from lightning_recycle.session.lightning_internals import TrainerState, read_loaders, states_for_checkpoint
 from lightning_recycle.session.microbatch_changes import MicrobatchChangesState
 from lightning_recycle.session.object_attributes import is_bound_to_process
@@ -165,7 +165,7 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ peers
 
-    def take(self, saves: CommonState) -> WorkerSnapshot:
+    def snapshot(self, saves: CommonState) -> WorkerSnapshot:
         """The state of this worker at the beginning of a step; tensors are not copied."""
         trainer, module = self._trainer, self._module
         # Nothing zeroes the gradients of parameters that no optimizer has.

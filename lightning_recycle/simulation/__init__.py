@@ -29,7 +29,7 @@ from lightning_recycle.simulation.policies import (
     Spares,
 )
 from lightning_recycle.simulation.policy import Policy
-from lightning_recycle.simulation.published import Bamboo, Oobleck, Varuna
+from lightning_recycle.simulation.published_policies import Bamboo, Oobleck, Varuna
 from lightning_recycle.simulation.results import Cause, SimulationResult, State
 from lightning_recycle.simulation.simulated_run import repeat, simulate
 from lightning_recycle.simulation.training_model import (

@@ -67,7 +67,7 @@ class SimulatedRun:
         self.pending: _Pending | None = None
         self.alarm: int | None = None
         self.checkpoint = 0  # the state to which a loss goes back
-        self.taken = 0  # the newest state of which a checkpoint was begun
+        self.newest_snapshot = 0  # the newest state of which a checkpoint was begun
         self.readable = 0  # when it can be loaded
         self.checkpointing: bool | None = None  # in a pause: True where a checkpoint's writing goes on after it, False
         # where it can be loaded when the pauses are over (it was itself loaded, or is written in them)
@@ -85,7 +85,7 @@ class SimulatedRun:
             self._span(upcoming)
             self.now = upcoming
             if self.now < self.end:
-                self._happen()
+                self._handle_next_event()
 
     # -- what comes next ------------------------------------------------------------------------------------------
 
@@ -103,8 +103,8 @@ class SimulatedRun:
             ticks.append(self.alarm)
         return max(self.now, min(ticks))
 
-    def _happen(self) -> None:
-        """Handles due events; ends of pauses and steps come before disturbances."""
+    def _handle_next_event(self) -> None:
+        """Handles one due event; ends of pauses and steps come before disturbances."""
         if self.pauses and self.pauses[-1][1] <= self.now:
             self.pauses.pop()
             if not self.pauses:
@@ -159,8 +159,8 @@ class SimulatedRun:
         old, self.configuration = self.configuration, reaction.configuration
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
-            self.taken, self.readable = self._newest_checkpoint(), self.now  # one half written is never complete
-            self._undo(self.taken)
+            self.newest_snapshot, self.readable = self._newest_checkpoint(), self.now  # a half one is never complete
+            self._undo(self.newest_snapshot)
         elif interrupted:
             self._undo(self._step_begin(old))
         resumed = bool(self.pauses) and reaction.lost is Loss.NOTHING
@@ -197,12 +197,12 @@ class SimulatedRun:
     def _begin_checkpoint(self, *, loaded: bool) -> None:
         """A checkpoint of this moment, loadable later, or at once if it was loaded."""
         self.checkpoint = self._newest_checkpoint()
-        self.taken = self.now
+        self.newest_snapshot = self.now
         self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
 
     def _newest_checkpoint(self) -> int:
         """The newest state that can be loaded now."""
-        return self.taken if self.readable <= self.now else self.checkpoint
+        return self.newest_snapshot if self.readable <= self.now else self.checkpoint
 
     def _carry_on(self, old: Configuration) -> None:
         """The step in progress continues at another speed; work already done stays done."""
@@ -232,7 +232,7 @@ class SimulatedRun:
         every = self.configuration.checkpoint_every
         if every is None:
             return None
-        found = self._boundary(max(self.taken + as_ticks(every), self.readable, self.now))
+        found = self._boundary(max(self.newest_snapshot + as_ticks(every), self.readable, self.now))
         return found if found > self.begun else found + _step(self.configuration)
 
     # -- the timeline ---------------------------------------------------------------------------------------------

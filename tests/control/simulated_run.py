@@ -485,7 +485,7 @@ class Run:
     def _names_when_confirmed(self, worker: SimulatedWorker, number: int, batch: int, index: int) -> None:
         if not worker.alive or self.outcome is not None:
             return
-        if worker.member.confirmed < number or self.now < worker.frozen:
+        if worker.member.confirmed_query < number or self.now < worker.frozen:
             self._at(0.01 + self.delay(), self._names_when_confirmed, worker, number, batch, index)
             return
         self.names(worker, batch, index)
@@ -696,7 +696,7 @@ class Run:
                     message = replace(message, program=self._linked_by)
                 elif command.schedule is not None:
                     message = replace(message, program=command.schedule)
-                if not isinstance(message, messages.Judged | messages.Confirmed):
+                if not isinstance(message, messages.Judged | messages.MembershipConfirmed):
                     self.promises.on_message(command.ranks, message, self.state)
                 self._follow_up(message)
                 self._post_all(command.ranks, message)

@@ -477,7 +477,7 @@ def test_who_waits_in_a_hook_for_a_sibling_that_works_there_is_not_stuck() -> No
     grid = Grid(2, 1, 1)
     watch = FailureDetector(Positions(grid, 2), OPTIONS)
     reports = {rank: Report(rank, 1, WorkerStatus(rank % 2, 0, False)) for rank in (2, 3)}
-    case = MembershipState(grid, Roster(ALL, joined=ALL), Generation(1, True, reports), members=2)
+    case = MembershipState(grid, Roster(ALL, joined=ALL), Generation(1, True, reports), members_per_position=2)
     watch.begin_regroup(10.0)
 
     def judged(sibling_waits: bool) -> set[int]:

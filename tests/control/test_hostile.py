@@ -84,7 +84,7 @@ def test_a_defect_of_the_coordinator_costs_the_worker_whose_message_shows_it_and
     original = coordinator_module.membership.transition
 
     def transition(state: Any, event: Any) -> Any:
-        if isinstance(event, m.Confirm | m.Reached):
+        if isinstance(event, m.MembershipQuery | m.Reached):
             raise KeyError("a defect")
         return original(state, event)
 

@@ -28,7 +28,7 @@ from lightning_recycle.planning import (
     validate,
 )
 from lightning_recycle.planning.exact_planner import ExactPlanner
-from lightning_recycle.planning.normalization import contingencies, usual_limit
+from lightning_recycle.planning.failure_distribution import contingencies, usual_limit
 from lightning_recycle.planning.schedule import PlanResult, proven
 from lightning_recycle.planning.timing import best_timing, operations_of
 

@@ -29,7 +29,7 @@ from lightning_recycle.planning import (
     solve,
 )
 from lightning_recycle.planning.costs import Footprint
-from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.failure_distribution import usual_limit
 from lightning_recycle.planning.schedule import proven
 
 GRID = Grid(2, 2, 8)

@@ -320,7 +320,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "pause.arrived != state.roster.live", "False"),
     ("a pause survives a new generation", recovery, "begin_generation",
      "becomes=becomes)", "becomes=becomes, pause=state.generation.pause)"),
-    ("nobody is let in", step_commit, "pause_if_wanted", "not any(_wanted(state))", "not state.roster.leaving"),
+    ("nobody is let in", step_commit, "pause_if_wanted", "not any(_changes(state))", "not state.roster.leaving"),
     ("a plan for other workers is taken", step_commit, "on_plan_ready",
      "event.roster == state.roster.ranks and ", ""),
     ("a plan survives a new generation", recovery, "begin_generation",
@@ -330,7 +330,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
     ("answers to an earlier pause count", step_commit, "on_paused",
      "(event.generation, event.number) != (state.generation.number, pause.number)",
      "event.generation != state.generation.number"),
-    ("the last holder of a stage may leave", step_commit, "_wanted",
+    ("the last holder of a stage may leave", step_commit, "_changes",
      "without=leave | {rank}", "without=()"),
     ("the leader changes though it lives", recovery, "with_leader", "roster.leader in roster.live and", "False and"),
     ("the dead leader speaks", membership, "_go_on_without", "recovery.with_leader(", "("),
@@ -384,7 +384,7 @@ MUTATIONS: list[tuple[str, Any, str, str, str]] = [
      "min(steps.applied", "max(steps.applied"),
     ("a commit does not wait for all", step_commit, "on_commit", "commits.keys() != state.roster.live", "False"),
     ("commits that come twice count twice", step_commit, "on_commit",
-     "or event.step <= state.generation.committed", ""),
+     "or event.step <= state.generation.commit_answered", ""),
     ("nobody is told that some have speculated", step_commit, "on_commit", "speculative = any(",
      "speculative = False and any("),
     ("a wrong speculation changes nothing for the others", step_commit, "on_undo",
@@ -453,7 +453,7 @@ STOPPING: list[tuple[str, Any, str, str, str]] = [
      "return _stop_later(state, stop.point, min(stop.wanted))", "return state, ()"),
     ("nobody asks the others", control_collectives, "_add_request", "ask = (Send(", "_ = (Send("),
     ("a wish that not all have is forgotten", control_collectives, "_stop_later",
-     "after_step=AfterStep.STOP", "passed=0"),
+     "after_step=AfterStep.STOP", "applied_below=0"),
     ("a wish at an earlier point counts for a later one", control_collectives, "_add_request",
      "(stop is not None and event.point < stop.point)", "False"),
     ("the wish of the dead counts", control_collectives, "_settle_stop",
@@ -526,7 +526,7 @@ REVIVAL: list[tuple[str, Any, str, str, str]] = [
 
 LAYOUTS: list[tuple[str, Any, str, str, str]] = [
     ("a layout counts as soon as one worker holds its layers", step_commit, "on_layers_held",
-     "state.generation.held != state.roster.live", "False"),
+     "state.generation.layers_held != state.roster.live", "False"),
     ("a loss undoes nothing", membership, "_go_on_without", "recovery.begin_generation(state)",
      "recovery.begin_generation(state.with_layout(cuts=state.generation.becomes or state.layout.cuts))"),
     ("steps go on while layers are under way", SimulatedWorker, "recover", "if resume.becomes:", "if False:"),
@@ -573,7 +573,7 @@ STRAYS: list[tuple[str, Any, str, str, str]] = [
 MEMBERS: list[tuple[str, Any, str, str, str]] = [
     ("a position that lost a member stays in the roster", state.MembershipState, "without",
      "self.positions.all_members(ranks)", "frozenset(ranks)"),
-    ("a member of a position enters alone", step_commit, "_wanted",
+    ("a member of a position enters alone", step_commit, "_changes",
      "positions.whole(ready)", "{positions.position(rank) for rank in ready}"),
     ("a worker that is ahead leaves its sibling alone", recovery, "part_of",
      "not (done and siblings_done)", "not done"),
@@ -705,7 +705,7 @@ def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], mutation: str, owner: Any, name: str, old: str, new: str
 ) -> None:
     function = broken(owner, name, old, new)
-    for handlers in (membership._OF_ANY, membership._OF_MEMBERS, membership._OF_MILESTONES):
+    for handlers in (membership._HANDLERS, membership._MEMBER_HANDLERS, membership._MILESTONE_HANDLERS):
         for kind, handler in handlers.items():
             if handler is getattr(owner, name):
                 monkeypatch.setitem(handlers, kind, function)  # type: ignore[arg-type]

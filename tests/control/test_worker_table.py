@@ -9,7 +9,7 @@ from lightning_recycle.control.coordinator.worker_table import WorkerTable
 from lightning_recycle.control.journal import Process
 from lightning_recycle.control.network.connection import FrameBuffer, NonBlockingConnection, encode
 from lightning_recycle.control.network.listener import EventLoop
-from lightning_recycle.control.protocol.messages import FROM_WORKERS, Confirm, Confirmed, Crash
+from lightning_recycle.control.protocol.messages import FROM_WORKERS, Crash, MembershipConfirmed, MembershipQuery
 
 
 @pytest.mark.parametrize("answers", [0, 1, 1000])
@@ -22,8 +22,8 @@ def test_last_words_that_came_with_what_could_not_be_answered_count(answers: int
     def on_messages(rank: int) -> None:
         while rank in table.connections and (message := connection.inbox.take()) is not None:
             heard.append(message)
-            if isinstance(message, Confirm):
-                table.post([rank], encode(Confirmed(message.number)))
+            if isinstance(message, MembershipQuery):
+                table.post([rank], encode(MembershipConfirmed(message.number)))
                 table.lose_unreachable()
 
     def on_lost(rank: int, cause: str) -> None:
@@ -35,7 +35,7 @@ def test_last_words_that_came_with_what_could_not_be_answered_count(answers: int
     here, there = socket.socketpair()
     connection = NonBlockingConnection(here, FrameBuffer(FROM_WORKERS))
     table.connect(0, connection, Process("", 1, ""))
-    asked = [Confirm(0, number) for number in range(answers)]
+    asked = [MembershipQuery(0, number) for number in range(answers)]
     there.sendall(b"".join(map(encode, [*asked, crash])))
     there.close()
     for _ in range(2):

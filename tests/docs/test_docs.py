@@ -298,7 +298,7 @@ def test_the_states_of_the_protocol_are_those_of_the_code(header: str, states: t
 def test_the_rooms_are_those_of_the_tree_and_begin_where_the_page_says() -> None:
     rows = table_under("architecture.md", "room")
     rooms = {room.strip("/"): names_in(row[2]) for row in rows for room in names_in(row[0])}
-    packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {".", "traces"}
+    packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
     divided = {"control", "runtime"}
     expected = {name for name in packages - divided if "/" not in name or name.partition("/")[0] in divided}
     assert {room for room in rooms if not room.endswith(".py")} == expected

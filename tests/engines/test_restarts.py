@@ -5,7 +5,7 @@ import pytest
 from lightning_recycle.engines.agent import (
     FinalStatus,
     RestartRecord,
-    ended,
+    decide_restart,
     exit_status,
     in_words,
     verdict,
@@ -31,13 +31,13 @@ from lightning_recycle.engines.agent import (
     ],
 )
 def test_only_who_lost_its_coordinator_or_was_killed_is_started_again(status: int, again: bool) -> None:
-    assert isinstance(ended(RestartRecord(), status, 100.0, False, 10), RestartRecord) is again
-    assert ended(RestartRecord(), status, 100.0, True, 10) == FinalStatus(status)
+    assert isinstance(decide_restart(RestartRecord(), status, 100.0, False, 10), RestartRecord) is again
+    assert decide_restart(RestartRecord(), status, 100.0, True, 10) == FinalStatus(status)
 
 
 def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
     slot, pauses = RestartRecord(), []
-    while isinstance(decision := ended(slot, -9, 0.1, False, 10), RestartRecord):
+    while isinstance(decision := decide_restart(slot, -9, 0.1, False, 10), RestartRecord):
         slot = decision
         pauses.append(decision.pause)
     assert pauses == [0.0, 1.0, 2.0, 4.0]
@@ -45,14 +45,14 @@ def test_pauses_grow_while_a_process_dies_at_once_and_it_is_given_up() -> None:
 
 
 def test_a_process_that_lasted_begins_anew() -> None:
-    assert ended(RestartRecord(2, 3, 2.0), -9, 30.0, False, 10) == RestartRecord(3, 0, 0.0)
+    assert decide_restart(RestartRecord(2, 3, 2.0), -9, 30.0, False, 10) == RestartRecord(3, 0, 0.0)
 
 
 def test_restarts_have_a_bound() -> None:
-    assert ended(RestartRecord(10, 0), -9, 100.0, False, 10) == FinalStatus(
+    assert decide_restart(RestartRecord(10, 0), -9, 100.0, False, 10) == FinalStatus(
         -9, "it was restarted 10 times (--max-restarts)"
     )
-    assert isinstance(ended(RestartRecord(), -9, 100.0, False, 0), FinalStatus)
+    assert isinstance(decide_restart(RestartRecord(), -9, 100.0, False, 0), FinalStatus)
 
 
 @pytest.mark.parametrize(

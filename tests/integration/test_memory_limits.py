@@ -12,7 +12,7 @@ from support.training import exact_fit, failures
 
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.plans.run_plans import RunPlans
-from lightning_recycle.planning.normalization import usual_limit
+from lightning_recycle.planning.failure_distribution import usual_limit
 
 pytestmark = pytest.mark.long
 

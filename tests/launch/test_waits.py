@@ -67,11 +67,11 @@ ADDRESSEES: dict[str, tuple[str, str]] = {
     "launch/ray_workers.py watch": BOUNDED,
     "launch/run_attempt.py _await_end": ("the coordinator's thread", "test_a_run_that_cannot_save_in_time_ends_and_says"
                                          "_so"),
-    "session/checkpoint_batches.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only_step"
-                                           "_writes_are_copied_later_by_whoever_comes_first"),
-    "session/checkpoint_batches.py await_originals": ("its own thread, or a generation", "test_training_waits_for_a"
-                                                    "_checkpoint_of_whose_state_no_copy_fits"),
-    "session/checkpoint_batches.py await_thread": ("its own thread, for a time",
+    "session/concurrent_checkpoints.py finish": ("its own thread, that copies memory", "test_large_tensors_that_only"
+                                                 "_step_writes_are_copied_later_by_whoever_comes_first"),
+    "session/concurrent_checkpoints.py await_originals": ("its own thread, or a generation", "test_training_waits_for"
+                                                          "_a_checkpoint_of_whose_state_no_copy_fits"),
+    "session/concurrent_checkpoints.py await_thread": ("its own thread, for a time",
                                                  "test_a_checkpoint_that_is_being_written_is_completed_however_the_run_ends"),
     "session/checkpoint_files.py _write_folder": BOUNDED,  # torch's future, which is done
     "session/checkpoint_files.py write": BOUNDED,

@@ -16,7 +16,7 @@ from test_properties import problems
 from lightning_recycle import planning as p
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning import timing
-from lightning_recycle.planning.normalization import next_failures
+from lightning_recycle.planning.failure_distribution import next_failures
 from lightning_recycle.planning.plan_library import plan_to_json, read_plan
 from lightning_recycle.planning.program import worker_program
 from lightning_recycle.planning.routing import (

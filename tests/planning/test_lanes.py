@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning import Costs, ExactPlanner, Grid, Problem, Technique, Worker, lower_bound, plan
+from lightning_recycle.planning.failure_distribution import next_failures, normalized_problem
 from lightning_recycle.planning.list_scheduling import one_f_one_b
-from lightning_recycle.planning.normalization import next_failures, normalized_problem
 from lightning_recycle.planning.plan_library import load_plan, save_plan
 from lightning_recycle.planning.routing import renamed
 from lightning_recycle.planning.validation import validate

@@ -30,14 +30,14 @@ import torch
 from support.fake_nccl import FakeDevice, HangError, LocalNetwork
 from torch import Tensor
 
-from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, payloads
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, transfer_order
 from lightning_recycle.runtime.nccl.nccl_comms import Note
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 
 ROOM = 3  # kernels of NCCL that a device runs at a time
 PATIENCE = 15_000  # turns without which a world that goes on must not be; a history has some hundreds
 CPU = torch.device("cpu")
-payloads._TRIAL_NUMBERS = 4  # the imitation does not care
+transfer_order._TRIAL_NUMBERS = 4  # the imitation does not care
 
 
 class BrokenPromiseError(AssertionError):
@@ -204,9 +204,9 @@ class World:
 
             device = worker.device
             comms = nccl_comms.Comms(me, device, tell, wanted, used, outdated)
-            side = payloads.Side(me, self.generation, device, device, comms, CPU, tell)
+            side = transfer_order.Side(me, self.generation, device, device, comms, CPU, tell)
             worker.traffic = nccl_thread.NcclOps(
-                comms, payloads.Payloads(side, peers), payloads.GroupPayloads(side, mine)
+                comms, transfer_order.Payloads(side, peers), transfer_order.GroupPayloads(side, mine)
             )
 
     def program_of(self, me: int, items: Sequence[Item]) -> deque[tuple[str, Any]]:
@@ -280,7 +280,7 @@ class World:
             ready = worker.device.current.record_event()
             self.workers[message.destination].headers[worker.rank].append(message)
             worker.traffic.pairs.send(
-                payloads.Sending(message.destination, message.key, digest(message), list(tensors), ready)
+                transfer_order.Sending(message.destination, message.key, digest(message), list(tensors), ready)
             )
             return True
         arrived = worker.headers[message.source]
@@ -289,7 +289,7 @@ class World:
         arrived.remove(message)
         worker.program.popleft()
         tensors = [worker.device.empty((size,), torch.int64) for size in message.sizes]
-        receiving = payloads.Receiving(message.source, message.key, digest(message), tensors)
+        receiving = transfer_order.Receiving(message.source, message.key, digest(message), tensors)
         worker.traffic.pairs.receive(receiving)
         worker.waiting = receiving, tensors, message
         return True
@@ -297,7 +297,7 @@ class World:
     def begin_joint(self, worker: Worker, joint: Joint) -> None:
         tensor = torch.full((joint.size,), -1, dtype=torch.int64)
         worker.device.current.compute(lambda: joint.fill(tensor, worker.rank))
-        collective = payloads.Collective(joint.group, tensor, joint.root, worker.device.current.record_event())
+        collective = transfer_order.Collective(joint.group, tensor, joint.root, worker.device.current.record_event())
         worker.joints[joint] = collective, tensor
         worker.traffic.groups.begin(collective)
 

@@ -316,7 +316,7 @@ def test_memory_of_a_sum_that_goes_on_is_not_used_again(stuck: bool) -> None:
     bench.line.stuck = stuck
     bench.reduction.begin(1, [task(BW, 0)])
     bench.gradients.buckets(1)[0].buffer.fill_(7.0)
-    bench.reduction._begun.append(bench.line.begin_collective(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
+    bench.reduction._begun_reductions.append(bench.line.begin_collective(bench.gradients.buckets(1)[0].buffer))  # type: ignore[arg-type]
     bench.reduction.drop()
     bench.reduction.begin(1, [task(BW, 0)])
     assert (bench.parameters[2].grad.data_ptr() == bench.line.sums[0].data_ptr()) is not stuck  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ import pytest
 from nccl_histories import BrokenPromiseError, check_histories
 from support.sampling import sampled
 
-from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, payloads
+from lightning_recycle.runtime.nccl import nccl_comms, nccl_thread, transfer_order
 
 SAMPLE = 100  # histories in the ordinary run
 HUNT = 150  # within so many a broken transport must be noticed
@@ -36,21 +36,21 @@ def test_the_same_in_all_histories(block: int) -> None:
 
 # fmt: off
 MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
-    ("the tensors of a payload are sent in another order", payloads,
+    ("the tensors of a payload are sent in another order", transfer_order,
      [("PendingOp(comm, sending.tensors, ", "PendingOp(comm, sending.tensors[::-1], ")]),
-    ("a receive does not wait for an offer", payloads, [
+    ("a receive does not wait for an offer", transfer_order, [
         ("self._wanted[receiving.peer, receiving.key] = receiving",
          "self._wanted[receiving.peer, receiving.key] = receiving\n"
          "        self._offers.setdefault((receiving.peer, receiving.key),"
          " Note(Kind.OFFER, receiving.key, 1, receiving.digest))"),
     ]),
-    ("a payload is offered before it is computed", payloads,
+    ("a payload is offered before it is computed", transfer_order,
      [("while self._computing and self._computing[0].ready.query():", "while self._computing:")]),
-    ("a send does not wait for a go", payloads, [
+    ("a send does not wait for a go", transfer_order, [
         ("self._offered[sending.peer, sending.number] = sending",
          "self._offered[sending.peer, sending.number] = sending\n            self._told_to_go.append(sending)"),
     ]),
-    ("a go names another payload", payloads,
+    ("a go names another payload", transfer_order,
      [("Note(Kind.GO, note.key, note.number, ", "Note(Kind.GO, note.key, 0, ")]),
     ("a tensor is freed once it is launched", nccl_comms, [
         ("            self.launched, self.end = self.launched + 1, None\n",
@@ -60,9 +60,9 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("an event is not waited for", nccl_comms, [("if not self.end.query():", "if False:")]),
     ("what is in progress is not waited for", nccl_comms,
      [("while not library.in_progress(self.comm):", "library.in_progress(self.comm)\n        while True:")]),
-    ("two receives are under way at a time", payloads,
+    ("two receives are under way at a time", transfer_order,
      [("        if self._receiving is None:\n            self._accept_offer()\n", "        self._accept_offer()\n")]),
-    ("both directions share a stream", payloads, [
+    ("both directions share a stream", transfer_order, [
         ("self._send_stream, self._receive_stream = self._streams.create(), self._streams.create()",
          "self._send_stream = self._receive_stream = self._streams.create()"),
     ]),
@@ -99,18 +99,18 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
     ("what is kept and not needed is forgotten", nccl_comms,
      [("abort_together(self._library, outdated)", "outdated.clear()")]),
     ("nobody aborts", nccl_thread, [("        self._aborted = True\n", "        return {}\n")]),
-    ("a group starts before all members are ready", payloads,
+    ("a group starts before all members are ready", transfer_order,
      [("len(ready) < len(members.ranks)", "len(ready) < len(members.ranks) - 1")]),
-    ("a member is ready before its device is", payloads, [("if not collective.ready.query():", "if False:")]),
-    ("a member does not wait for the start", payloads, [
+    ("a member is ready before its device is", transfer_order, [("if not collective.ready.query():", "if False:")]),
+    ("a member does not wait for the start", transfer_order, [
         ("if first.number >= self._states[first.group].may_start:",
          "if first.number >= self._states[first.group].told:"),
     ]),
-    ("the newest collective is launched first", payloads, [
+    ("the newest collective is launched first", transfer_order, [
         ("            first = self._asked[0]\n", "            first = self._asked[-1]\n"),
         ("            self._asked.popleft()\n", "            self._asked.remove(first)\n"),
     ]),
-    ("a member is ready for several groups at a time", payloads, [
+    ("a member is ready for several groups at a time", transfer_order, [
         ("if collective.group != self._asked[0].group:", "if False:"),
         ("            first = self._asked[0]\n",
          "            may = [c for c in self._asked if c.number < self._states[c.group].may_start]\n"
@@ -118,14 +118,14 @@ MUTATIONS: list[tuple[str, ModuleType, list[tuple[str, str]]]] = [
          "            self._asked.remove(first)\n"
          "            self._asked.appendleft(first)\n"),
     ]),
-    ("a collective counts once it is launched", payloads, [
+    ("a collective counts once it is launched", transfer_order, [
         ("if not self._under_way.proceed(self._library):",
          "self._under_way.proceed(self._library)\n            if False:"),
     ]),
-    ("one member is not told to start", payloads, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
-    ("a broadcast comes from another member", payloads,
+    ("one member is not told to start", transfer_order, [("members.ranks[1:]:", "members.ranks[1:-1]:")]),
+    ("a broadcast comes from another member", transfer_order,
      [("ranks.index(collective.root), stream)", "ranks.index(collective.root) or 1, stream)")]),
-    ("a sum is freed once it is launched", payloads, [
+    ("a sum is freed once it is launched", transfer_order, [
         ("        return PendingOp(comm, [collective.tensor], launch, stream)\n",
          "        tensors = [collective.tensor]\n"
          "        if self.connected:\n"
@@ -167,7 +167,7 @@ def test_a_broken_transport_is_noticed(
     exec(compile(source, mutation, "exec"), broken.__dict__)
     own = [name for name, value in vars(broken).items() if getattr(value, "__module__", None) == broken.__name__]
     for name in own:
-        for user in (payloads, nccl_thread, nccl_comms):
+        for user in (transfer_order, nccl_thread, nccl_comms):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(broken, name))
     with pytest.raises(BrokenPromiseError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from lightning_recycle.planning import Problem, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.policy import Context, checkpoint_costs, distribution, pipeline_step, planned_step
-from lightning_recycle.simulation.published import cut, morph, pipelines_step
+from lightning_recycle.simulation.published_policies import cut, morph, pipelines_step
 from lightning_recycle.simulation.training_model import Cluster, one_f_one_b_seconds
 
 AGREEMENT = 0.01

@@ -9,7 +9,7 @@ from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
 from lightning_recycle.simulation.policies import WorkerPlacement, assemble_teams, fresh, place
 from lightning_recycle.simulation.policy import Context
-from lightning_recycle.simulation.published import (
+from lightning_recycle.simulation.published_policies import (
     cut,
     iteration_estimate,
     least_nodes,

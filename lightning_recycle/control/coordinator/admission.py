@@ -70,7 +70,7 @@ class Reception:
         self.is_over = False
         self.run = ""
         self.enrolled: messages.Enrolled | None = None
-        self._met: list[tuple[NonBlockingConnection, FirstMessage]] = []
+        self._callers: list[tuple[NonBlockingConnection, FirstMessage]] = []
         self._next_sign = 0.0
 
     # ------------------------------------------------------------------ strangers
@@ -116,7 +116,7 @@ class Reception:
         if isinstance(first, messages.Hello) and self.enrolled is not None:
             with contextlib.suppress(OSError):  # who reads from it sees that it is gone
                 connection.send(self.enrolled)
-        self._met.append((connection, first))
+        self._callers.append((connection, first))
         self.loop.watch(connection, partial(self._on_kept, connection))
 
     def _on_kept(self, connection: NonBlockingConnection) -> None:
@@ -125,24 +125,24 @@ class Reception:
             connection.read()
         except (EOFError, OSError) as error:
             log.warning("A worker left before there was a run for it: %s", error or "without a word")
-            self._met = [(known, first) for known, first in self._met if known is not connection]
+            self._callers = [(known, first) for known, first in self._callers if known is not connection]
             self.loop.forget(connection)
             connection.close()
 
     def first(self) -> FirstMessage:
         """Waits for a worker while a further run is possible; returning workers go first."""
-        while not self._met:
+        while not self._callers:
             self.look()
-        return next((first for _, first in self._met if isinstance(first, messages.Returned)), self._met[0][1])
+        return next((first for _, first in self._callers if isinstance(first, messages.Returned)), self._callers[0][1])
 
     @property
     def has_met(self) -> bool:
-        return bool(self._met)
+        return bool(self._callers)
 
     @property
     def has_returned(self) -> bool:
         """Whether a worker has returned."""
-        return any(isinstance(first, messages.Returned) for _, first in self._met)
+        return any(isinstance(first, messages.Returned) for _, first in self._callers)
 
     def look(self) -> None:
         """Waits a moment for newcomers and their first messages, and sends signs of life."""
@@ -151,13 +151,13 @@ class Reception:
             self.send_away(messages.Stop(StopReason.FINISHED))
         if time.monotonic() >= self._next_sign:
             self._next_sign = time.monotonic() + SIGN_SECONDS
-            for connection, _ in self._met:
+            for connection, _ in self._callers:
                 with contextlib.suppress(OSError):  # who reads from it sees that it is gone
                     connection.send(messages.Alive())
 
     def send_away(self, why: messages.Stop | messages.Unfit) -> None:
         """Sends ``why`` to the kept workers, and forgets them."""
-        met, self._met = self._met, []
+        met, self._callers = self._callers, []
         for connection, first in met:
             if isinstance(why, messages.Unfit):
                 log.warning("Refused %s: %s", described(first), why.why)
@@ -169,7 +169,7 @@ class Reception:
     def serve(self, greet: Callable[[NonBlockingConnection, FirstMessage], None], on_wake: Callable[[], None]) -> None:
         """A run takes over: it decides about the kept workers and all that come later."""
         self.greet, self.on_wake = greet, on_wake
-        met, self._met = self._met, []
+        met, self._callers = self._callers, []
         for connection, first in met:
             self.loop.forget(connection)
             greet(connection, first)
@@ -317,7 +317,7 @@ class Readmission:
         self._grid = grid
         self._members = members
         self._options = options
-        self._written = dict(journal.processes)
+        self._journaled_processes = dict(journal.processes)
         self._since = now  # or since the newest worker returned
         self._holds_until = float("inf") if journal.is_continued and self.state().generation.number < 0 else 0.0
 
@@ -346,7 +346,7 @@ class Readmission:
                 else ReturnStanding.LOST
             )
         if rank in state.roster.live:
-            is_held = rank in self._written and self._written[rank].token == returned.token
+            is_held = rank in self._journaled_processes and self._journaled_processes[rank].token == returned.token
             is_it = state.returned is not None and is_free and is_held
             return ReturnStanding.MEMBER if is_it else ReturnStanding.LEFT if returned.leave else ReturnStanding.LOST
         if returned.leave:
@@ -384,7 +384,7 @@ class Readmission:
         for rank in sorted(state.roster.live - state.returned.keys()):
             has_peer = state.stage_of(rank) in stages
             limit = options.heartbeat.timeout if has_peer else options.heartbeat.last_holder_timeout
-            process = self._written.get(rank)
+            process = self._journaled_processes.get(rank)
             if process is not None and has_ended(process.pid, process.space):
                 late[rank] = "its process ended while the coordinator was gone"
             elif now - self._since > limit:

@@ -133,7 +133,7 @@ class Coordinator:
         self._state = self._state.updated(
             checks=Checks(self.options.verification.on_corruption, self.options.verification.steps_asked_for or 0)
         )
-        self._written = journaled_parts(self._state)
+        self._journaled = journaled_parts(self._state)
         self._unread: list[int] = []  # whose inbox may hold messages that came before they had a position
         self._watch = FailureDetector(self._state.positions, self.options, self._workers.thread_states)
         self._rendezvous = PublishedKeys()
@@ -148,13 +148,13 @@ class Coordinator:
             objection=objection,
             readmission=self._readmission,
         )
-        self._connected: set[int] = set()
+        self._connected_ranks: set[int] = set()
         self._graces: dict[int, tuple[float, str]] = {}
         self._to_evict: list[protocol.Evict] = []
-        self._held: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
+        self._postponed_event: protocol.MembershipEvent | None = None  # it leads to a Resume whose plan is being made
         self._next_review = 0.0
         self._review_seconds = max(_TICK, workers * _REVIEW_SECONDS)
-        self._filled: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
+        self._filling: tuple[frozenset[int], int] | None = None  # workers and spares when vacancies were last filled
         self._order = sorted(range(workers), key=lambda rank: (self._state.stage_of(rank), rank))
         self._sign_seconds = min(SIGN_SECONDS, self.options.heartbeat.coordinator_timeout / _SIGNS)
         self._next_sign = 0.0
@@ -165,7 +165,7 @@ class Coordinator:
         self._wrong: Counter[int] = Counter()  # wrong states found at each position; one wrong result counts as many
         self._started: dict[int, WorkerProcess] = {}  # the first at each position that were started here
         self._grows = grows
-        self._left: set[int] = set()  # positions that are empty because their worker was asked to leave
+        self._vacated: set[int] = set()  # positions that are empty because their worker was asked to leave
         self._last_call = 0.0  # when no further worker of the first roster is expected
         self._end_wanted = False
         self._hosts_to_leave: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -326,16 +326,16 @@ class Coordinator:
             self._give_up_late(now)
             self._log_start(now)
             self._review(now)
-            self._filled = None
+            self._filling = None
             if self._state.generation.number < 0 and (self._started or now > self._last_call):
                 self._begin_with_fewer()
         for generation, (deadline, reason) in list(self._graces.items()):
             if now > deadline:
                 del self._graces[generation]
                 self._handle(protocol.GraceElapsed(generation, reason))
-        if self._filled != (self._state.roster.live, len(self._vacancies.spares)):
+        if self._filling != (self._state.roster.live, len(self._vacancies.spares)):
             self._fill_vacancies(now)
-            self._filled = (self._state.roster.live, len(self._vacancies.spares))
+            self._filling = (self._state.roster.live, len(self._vacancies.spares))
 
     def _begin_with_fewer(self) -> None:
         """Lets the run begin without absent workers, where options and stages allow it."""
@@ -402,7 +402,7 @@ class Coordinator:
             else:
                 self._started.setdefault(rank, process)
                 self._workers.watch_exit(rank, process)
-        held, self._held = self._held, None
+        held, self._postponed_event = self._postponed_event, None
         if held is not None:
             self._handle(held)
         for plan in self._plans.better():
@@ -510,7 +510,7 @@ class Coordinator:
 
     def _is_first(self, rank: int) -> bool:
         """Whether a worker at ``rank`` would replace none that was lost."""
-        return rank not in self._started or (self._grows and rank in self._left)
+        return rank not in self._started or (self._grows and rank in self._vacated)
 
     def _on_messages(self, rank: int) -> None:
         """Handles a worker's inbox; a bad message costs its sender, and no other worker."""
@@ -597,9 +597,9 @@ class Coordinator:
                     self._send(protocol.Send((message.to,), message))
                     self._workers.lose_unreachable()
                 return
-            case messages.Confirm():
+            case messages.MembershipQuery():
                 if rank in self._state.roster.live:
-                    self._send(protocol.Send((rank,), messages.Confirmed(message.number)))
+                    self._send(protocol.Send((rank,), messages.MembershipConfirmed(message.number)))
                     self._workers.lose_unreachable()
                 return
             case messages.Report():
@@ -644,8 +644,8 @@ class Coordinator:
     def _on_connected(self, message: messages.Reached) -> None:
         if message.generation != self._state.generation.number:
             return
-        self._connected.add(message.rank)
-        if self._connected >= self._state.roster.live:
+        self._connected_ranks.add(message.rank)
+        if self._connected_ranks >= self._state.roster.live:
             self._history.connected(self._state)
 
     # ------------------------------------------------------------------ commands
@@ -663,13 +663,14 @@ class Coordinator:
     def _apply(self, event: protocol.MembershipEvent) -> None:
         """Applies ``event`` to the state, journals it, and carries out the commands.
 
-        A ``Resume`` without a plan yet is held back: the state stays as it was, and the event comes again.
+        A ``Resume`` without a plan yet is held back: the state stays as it was, and :meth:`_on_wake` repeats the event
+        once there is news of a plan.
         """
         state, commands = membership.transition(self._state, event)
         resumes = any(isinstance(c, protocol.Send) and isinstance(c.message, messages.Resume) for c in commands)
         if resumes and not self._plan_is_ready(state):
             # As if the last report had been under way for longer; whatever comes before it is handled as ever.
-            self._held = event
+            self._postponed_event = event
             self._watch.end_regroup()  # everybody has reported
             return
         self._state = state
@@ -693,9 +694,9 @@ class Coordinator:
         if self._journal is None:
             return
         parts = journaled_parts(self._state)
-        if not all(map(operator.is_, parts, self._written)):  # nearly always nothing has changed
+        if not all(map(operator.is_, parts, self._journaled)):  # nearly always nothing has changed
             self._journal.write(journal_entry(self._state), self._workers.holders)
-            self._written = parts
+            self._journaled = parts
 
     def _send(self, command: protocol.Send) -> None:
         """Completes a message with what the state machine does not know, and posts it.
@@ -712,7 +713,7 @@ class Coordinator:
                 self._fail(error)
                 return
             self._watch.end_regroup()
-            self._connected = set()
+            self._connected_ranks = set()
         elif isinstance(message, messages.Boundary) and schedule is not None:
             self._divide_time()
             self._plans.change(schedule, message.step)
@@ -791,7 +792,7 @@ class Coordinator:
         if record.kind in ("left", "released") and record.rank is not None:
             self._dismiss(record.rank)
         if record.rank is not None:
-            (self._left.add if record.kind == "left" else self._left.discard)(record.rank)
+            (self._vacated.add if record.kind == "left" else self._vacated.discard)(record.rank)
         if record.kind == "layers_moved":
             self._plans.relaid(record.details["cuts"])
         if record.kind == "resumed" and not self._history.digest.counts["step"]:

@@ -10,10 +10,11 @@ interpreter, a model may recompile, a sequence may be long. Giving up a worker h
   stage) may take ten times as long. So may a silent worker whose process is seen to compute.
 - After its *bound* a worker is given up anyway.
 
-Only workers that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always, and the culprit is
-the one inside an operation for longer than its usual time, as measured in this run, times a factor; at least the
-heartbeat's timeout. Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has
-``patience``. If all wait for each other a message was lost (:func:`everybody_waits`): the same workers connect again.
+Of workers at work only those that do *not* wait are suspected (:func:`sign_of_work`): nearly all wait nearly always,
+and the culprit is the one inside an operation for longer than its usual time, as measured in this run, times a factor;
+at least the heartbeat's timeout. Silence, messages not taken, and a wait despite a regroup count against any worker.
+Work without a usual time (first steps, reading data, hooks, validation, checkpoints) has ``patience``. If all wait for
+each other a message was lost (:func:`everybody_waits`): the same workers connect again.
 
 Contract: :func:`review` is pure: it is called repeatedly with what is known and the memory that it returned before.
 :class:`FailureDetector` keeps the times of heartbeats, progress and startup for it.
@@ -359,10 +360,10 @@ class FailureDetector:
         self._positions = positions
         self._options = options
         self._thread_states = thread_states
-        self._looks: dict[int, list[tuple[float, bool]]] = {}  # at processes of silent workers: whether they computed
-        self._heard: dict[int, float] = {}
+        self._samples: dict[int, list[tuple[float, bool]]] = {}  # of silent workers' threads: whether they computed
+        self._last_heard: dict[int, float] = {}
         self._beats: dict[int, tuple[Heartbeat, float]] = {}
-        self._acted: dict[int, float] = {}
+        self._last_acted: dict[int, float] = {}
         self._have_applied: set[int] = set()  # ever; a process's first step may take long, however long others took
         self._have_reported: set[int] = set()  # ever; setting up, before the first report, may take long
         self._deadline: float | None = None
@@ -375,15 +376,15 @@ class FailureDetector:
     # ------------------------------------------------------------------ what is heard
 
     def heard(self, rank: int, now: float) -> None:
-        self._heard[rank] = now
+        self._last_heard[rank] = now
 
     def beat(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
-        self._heard[rank] = now
+        self._last_heard[rank] = now
         self._beats[rank] = (heartbeat, now)
 
     def acted(self, rank: int, now: float) -> None:
         """The main thread sent a message: the activity of earlier heartbeats is over."""
-        self._acted[rank] = now
+        self._last_acted[rank] = now
 
     def applied(self, rank: int) -> None:
         self._have_applied.add(rank)
@@ -402,10 +403,10 @@ class FailureDetector:
     def forget(self, rank: int) -> None:
         """The process at ``rank`` is gone; another one may come."""
         self._candidates.pop(rank, None)
-        self._looks.pop(rank, None)
-        self._heard.pop(rank, None)
+        self._samples.pop(rank, None)
+        self._last_heard.pop(rank, None)
         self._beats.pop(rank, None)
-        self._acted.pop(rank, None)
+        self._last_acted.pop(rank, None)
         self._have_applied.discard(rank)
         self._have_reported.discard(rank)
 
@@ -416,7 +417,7 @@ class FailureDetector:
 
     def forgive(self, now: float) -> None:
         """Restarts the clocks of silence: this process could not hear until now."""
-        self._heard = dict.fromkeys(self._heard, now)
+        self._last_heard = dict.fromkeys(self._last_heard, now)
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
 
     # ------------------------------------------------------------------ what is bounded in time
@@ -523,7 +524,7 @@ class FailureDetector:
         timeout = self._options.heartbeat.timeout
         if rank not in self._have_reported:  # imports and unpickling can keep all of its threads from running
             timeout = max(timeout, _LEAST_START_TIMEOUT)
-        seconds = now - self._heard.get(rank, now)
+        seconds = now - self._last_heard.get(rank, now)
         return Sign(
             f"it was silent for more than {timeout:g} s", seconds, timeout, self._options.heartbeat.last_holder_timeout
         )
@@ -534,9 +535,9 @@ class FailureDetector:
         A stopped one does not, nor one whose threads wait for each other.
         """
         if not is_quiet:
-            self._looks.pop(rank, None)
+            self._samples.pop(rank, None)
             return False
-        looks = self._looks.setdefault(rank, [])
+        looks = self._samples.setdefault(rank, [])
         states = self._thread_states(rank)
         looks.append((now, "R" in states or "D" in states))
         looks[:] = [(at, busy) for at, busy in looks if now - at <= self._options.heartbeat.timeout]
@@ -555,7 +556,7 @@ class FailureDetector:
             activity.operation,
             activity.kind,
             (state.generation.regrouping and rank in state.generation.reports) or bool(activity.waiting_for),
-            min(beat.seconds + now - received, now - self._acted.get(rank, -math.inf)),
+            min(beat.seconds + now - received, now - self._last_acted.get(rank, -math.inf)),
             activity.coordinated,
             (activity.step, activity.kind if activity.microbatch < 0 else f"micro-batch {activity.microbatch}"),
         )
@@ -563,7 +564,7 @@ class FailureDetector:
     def _work(
         self, now: float, rank: int, state: MembershipState, seconds: Mapping[int, Mapping[str, float]]
     ) -> Sign | None:
-        """Seconds that a member has been at the same work, or deaf to a regroup."""
+        """Sign against a member too long at one work, or deaf to a regroup; None if none."""
         seen = self._observe(now, rank, state)
         if state.generation.regrouping and rank in self._have_reported and rank not in state.generation.reports:
             deaf = self._deaf(rank)

@@ -138,10 +138,9 @@ class WorkerTable:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """Handles the end of a worker, after its last words.
+        """Reads what a dead worker had sent, then reports its loss.
 
-        They still count: they may be the exception that ended it, read already with a message to which it got no
-        answer.
+        That may be the exception that ended it, read already with a message to which it got no answer.
         """
         connection, process = self.connections.get(rank), self.processes.get(rank)
         cause = self.describe_exit(rank) or "its connection to the coordinator broke"
@@ -209,7 +208,7 @@ class Vacancies:
         self._options = options
         self._start_worker = start_worker
         self._wake = wake
-        self._started: queue.SimpleQueue[tuple[int, WorkerProcess | None]] = queue.SimpleQueue()
+        self._started_processes: queue.SimpleQueue[tuple[int, WorkerProcess | None]] = queue.SimpleQueue()
         self._starting: set[int] = set()
         self._restarts = 0
         self.incarnations: dict[int, int] = {}
@@ -303,7 +302,7 @@ class Vacancies:
             except Exception as error:
                 if not self._stopped:  # otherwise it was refused, because the run is over
                     log.warning("A process for %s could not be started: %s", name, error)
-            self._started.put((rank, process))
+            self._started_processes.put((rank, process))
             self._wake()
 
         log.info("Starting %s.", name if is_first else f"a replacement of {name}")
@@ -311,8 +310,8 @@ class Vacancies:
 
     def take_started(self) -> Iterator[tuple[int, WorkerProcess | None]]:
         """Processes started since the last call, as (rank, process); None for failures."""
-        while not self._started.empty():
-            rank, process = self._started.get()
+        while not self._started_processes.empty():
+            rank, process = self._started_processes.get()
             self._starting.discard(rank)
             yield rank, process
 

@@ -115,7 +115,7 @@ class History:
         self.digest = Digest(self._positions.num_workers, time.time())
         self._earlier: Mapping[str, float] = {}  # totals under an earlier coordinator
         self._stall_seconds = 0.0  # for which checkpoints have held up a worker, in all
-        self._injected: dict[int, FaultInjected] = {}
+        self._injected_faults: dict[int, FaultInjected] = {}
         self._failure_time: float | None = None
         self._recovering = False  # survivors have agreed where to go on, and have not committed a step since
         self.step_seconds: float | None = None
@@ -143,7 +143,7 @@ class History:
 
     def fault_injected(self, message: FaultInjected) -> None:
         """Remembers when a worker is about to fail on purpose: the time of its death."""
-        self._injected[message.rank] = message
+        self._injected_faults[message.rank] = message
 
     def held(self, rank: int, peak_bytes: int) -> None:
         if peak_bytes:
@@ -283,7 +283,7 @@ class History:
             log.info("The run begins with all %d workers.", state.num_workers)
 
     def _fail(self, record: Record, details: dict[str, Any], now: float) -> float:
-        injected = self._injected.pop(record.rank, None) if record.rank is not None else None
+        injected = self._injected_faults.pop(record.rank, None) if record.rank is not None else None
         died = injected.time if injected is not None else now
         details["kind"] = injected.kind if injected is not None else "unknown"
         if injected is not None:

@@ -110,7 +110,7 @@ def install_if_wanted() -> bool:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it.
+    """``value`` in types that JSON has.
 
     Objects for dataclasses, lists for tuples, values for enums, null for NaN and infinity, and text for all else.
     """

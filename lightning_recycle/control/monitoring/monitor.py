@@ -71,13 +71,13 @@ class Monitor:
         self._place = ProcessLocation(machine_name(), os.getpid())
         self._ask: Callable[[], RunView] | None = None  # how the run is
         self._lock = threading.Lock()  # computing something twice at the same time is of no use
-        self._kept: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
+        self._cache: dict[str, tuple[int, float, object]] = {}  # by what it is: number of the plan, when, the value
 
     def show(self, ask: Callable[[], RunView] | None) -> None:
         """Shows the run that ``ask`` asks from now on; None between two runs."""
         self._ask = ask
         with self._lock:
-            self._kept.clear()
+            self._cache.clear()
 
     def status(self) -> Status:
         """Status of the run.
@@ -122,13 +122,13 @@ class Monitor:
         if plan is None or timed is None or plan.operations > most:
             return None
         with self._lock:
-            number, made, value = self._kept.get(what, (-1, 0.0, None))
+            number, made, value = self._cache.get(what, (-1, 0.0, None))
             if number != plan.number or time.monotonic() - made > _KEPT_SECONDS:
                 try:
                     value = make(timed())
                 except PlanningError:  # not all stages have measured all operations of this plan yet
                     value = None
-                self._kept[what] = plan.number, time.monotonic(), value
+                self._cache[what] = plan.number, time.monotonic(), value
             return value  # type: ignore[return-value]
 
 
@@ -157,7 +157,7 @@ class Views:
     def __init__(self, make: Callable[[], RunView], wake: Callable[[], None]) -> None:
         self._make, self._wake = make, wake
         self._lock = threading.RLock()
-        self._wanted: Future[RunView] | None = None
+        self._requested_view: Future[RunView] | None = None
         self._newest: Future[RunView] | None = None
         self._fresh_until = 0.0
 
@@ -170,8 +170,8 @@ class Views:
         with self._lock:
             asked = self._newest
             if asked is None or time.monotonic() >= self._fresh_until:
-                asked, is_asked = self._wanted or Future(), self._wanted is not None
-                self._wanted = asked
+                asked, is_asked = self._requested_view or Future(), self._requested_view is not None
+                self._requested_view = asked
                 if not is_asked:
                     self._wake()
         try:
@@ -183,7 +183,7 @@ class Views:
 
     def answer(self) -> None:
         """In the loop's thread: makes a view if one is wanted."""
-        if self._wanted is not None:
+        if self._requested_view is not None:
             self._publish()
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Views:
     def _publish(self) -> None:
         began = time.monotonic()
         with self._lock:
-            made = self._wanted = self._wanted or Future()  # whoever asks meanwhile gets it, too
+            made = self._requested_view = self._requested_view or Future()  # whoever asks meanwhile gets it, too
         try:
             made.set_result(self._make())
         except Exception as problem:  # whoever only looks must not end a run
@@ -201,7 +201,7 @@ class Views:
             made.set_exception(problem)
         with self._lock:
             now = time.monotonic()
-            self._newest, self._wanted = made, None
+            self._newest, self._requested_view = made, None
             self._fresh_until = now + max(_LEAST_SECONDS, _SHARE * (now - began))
 
 

@@ -165,7 +165,7 @@ class Handshake:
         self.rest = b""
         self._role = role
         self._key = key
-        self._received = b""
+        self._input = b""
         self._transcript = b""
 
     @property
@@ -178,19 +178,19 @@ class Handshake:
 
         Raises VersionMismatch for another version, Refused for another protocol or key.
         """
-        self._received += data
+        self._input += data
         answer = b""
         if not self._transcript:
-            if not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+            if not _MAGIC.startswith(self._input[: len(_MAGIC)]):
                 raise Refused("the other side is no lightning_recycle")
-            if len(self._received) < GREETING_BYTES:
+            if len(self._input) < GREETING_BYTES:
                 return answer
-            greeting, self._received = self._received[:GREETING_BYTES], self._received[GREETING_BYTES:]
+            greeting, self._input = self._input[:GREETING_BYTES], self._input[GREETING_BYTES:]
             self._meet(greeting)
             if self._role is Role.WORKER:
                 answer = self._proof(self._role)
-        if len(self._received) >= PROOF_BYTES and not self.done:
-            proof, self.rest = self._received[:PROOF_BYTES], self._received[PROOF_BYTES:]
+        if len(self._input) >= PROOF_BYTES and not self.done:
+            proof, self.rest = self._input[:PROOF_BYTES], self._input[PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(self._role.other)):
                 raise Refused("the other side has another key")
             self.done = True
@@ -229,7 +229,7 @@ SIGN_SECONDS = 10.0
 """Between two signs of life of the coordinator, at most."""
 
 _QUIET_SECONDS = 60.0  # of silence until a worker gives the coordinator up, if that has not said another limit yet
-_LOOKS = 10  # in that time; if this process was stopped itself, that counts as one of them
+_POLLS = 10  # in that time; if this process was stopped itself, that counts as one of them
 
 HANDSHAKE_SECONDS = 20.0
 """For the whole handshake: a busy machine starts many workers at the same time."""
@@ -284,12 +284,12 @@ class MessageConnection(_Socket):
         """Bounds silence: :meth:`receive` fails after ``seconds`` without a message."""
         if seconds == self._quiet:
             return
-        self._quiet, look = seconds, max(1e-3, seconds / _LOOKS)
+        self._quiet, look = seconds, max(1e-3, seconds / _POLLS)
         option = struct.pack("ll", int(look), int(look % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, option)
 
     def abandon(self) -> None:
-        """Closes it, also while another thread uses it."""
+        """Closes the connection, also while another thread uses it."""
         with contextlib.suppress(OSError):  # perhaps the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._send_lock:  # who sends has noticed: its descriptor may become that of another connection now
@@ -318,7 +318,7 @@ class MessageConnection(_Socket):
                 data = self._socket.recv(max(_READ, min(self.inbox.missing, _LONG_READ)))
             except BlockingIOError:
                 looks += 1
-                if looks >= _LOOKS:
+                if looks >= _POLLS:
                     raise TimeoutError(f"the other side was silent for {self._quiet:g} s") from None
                 continue
             looks = 0
@@ -369,7 +369,7 @@ class NonBlockingConnection(_Socket):
         self.flush()
 
     def flush(self) -> None:
-        """Sends the rest as far as it is taken; raises like :meth:`send_frame`."""
+        """Sends unsent bytes as far as the other side takes them; raises OSError, too."""
         while self._unsent:
             data = self._unsent.popleft()
             try:
@@ -457,33 +457,33 @@ class FrameBuffer:
     def __init__(self, expects: Collection[type[Any]], data: bytes = b"") -> None:
         self.expects = expects
         self._buffer = bytearray(data)
-        self._announced: tuple[type[Any], int] | None = None
+        self._frame_header: tuple[type[Any], int] | None = None
 
     @property
     def missing(self) -> int:
         """Number of bytes of the current message that are known to be missing."""
-        if self._announced is None:
+        if self._frame_header is None:
             return max(0, HEADER_BYTES - len(self._buffer))
-        return max(0, self._announced[1] - len(self._buffer))
+        return max(0, self._frame_header[1] - len(self._buffer))
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def take(self) -> Any | None:
         """The next complete message, or None; raises BadMessageError for any other."""
-        if self._announced is None:
+        if self._frame_header is None:
             if len(self._buffer) < HEADER_BYTES:
                 return None
-            self._announced = parse_header(self._take(HEADER_BYTES))
-            if self._announced[0] not in self.expects:
-                raise BadMessageError(f"a {self._announced[0].__name__} may not be sent here")
-        kind, size = self._announced
+            self._frame_header = parse_header(self._take(HEADER_BYTES))
+            if self._frame_header[0] not in self.expects:
+                raise BadMessageError(f"a {self._frame_header[0].__name__} may not be sent here")
+        kind, size = self._frame_header
         if len(self._buffer) < size:
             return None
         with memoryview(self._buffer) as view, view[:size] as body:
             message = decode(kind, body)
         del self._buffer[:size]
-        self._announced = None
+        self._frame_header = None
         return message
 
     def _take(self, size: int) -> bytes:

@@ -47,7 +47,7 @@ _BACKLOG = 4096  # connections that wait to be accepted; more than that, systems
 _ADDRESSES = 4096  # that are remembered as not known
 _ACCEPTS = 128  # at a time, before those that speak are heard again
 _LONGEST_SELECT = 1.0  # seconds
-_LOGGED = 64  # reasons of hosts
+_MOST_LOGGED = 64  # reasons of hosts
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: nothing is left of the connection
 
 
@@ -79,7 +79,7 @@ class Listener:
         self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order in which they came
         self._pending: Counter[str] = Counter()  # how many of them come from an address
         self._known: dict[str, bool] = {}  # addresses
-        self._logged: set[tuple[str, str]] = set()  # hosts and reasons of refusals
+        self._refusals: set[tuple[str, str]] = set()  # hosts and reasons of refusals
         self._loop = EventLoop(on_wake=lambda: None)
         self._socket = listen_at(address, backlog=max(_BACKLOG, workers))
         self._socket.setblocking(False)
@@ -219,8 +219,8 @@ class Listener:
         stranger.socket.close()
 
     def _log_refusal(self, address: tuple[str, int], why: str, level: int = logging.WARNING) -> None:
-        if (address[0], why) not in self._logged and len(self._logged) < _LOGGED:
-            self._logged.add((address[0], why))
+        if (address[0], why) not in self._refusals and len(self._refusals) < _MOST_LOGGED:
+            self._refusals.add((address[0], why))
             log.log(level, "The coordinator refused a connection from %s: %s.", shown(address), why)
 
     def _forget(self, stranger: _Stranger) -> None:

@@ -28,9 +28,9 @@ from typing import TypeAlias
 from lightning_recycle.control.protocol.messages import Applied, Profiled
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.costs import Costs, Footprint, Memory, Profile, memory_of
+from lightning_recycle.planning.failure_distribution import usual_limit
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, VariedPlanner
-from lightning_recycle.planning.normalization import usual_limit
 from lightning_recycle.planning.planner import Planner, PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
@@ -63,11 +63,11 @@ def costs_from(seconds: OperationSeconds, stages: int) -> Costs:
 # ---------------------------------------------------------------------- measurements
 
 _SIGNIFICANCE = 4.0  # standard errors
-_OF_A_MEDIAN = 1.2533  # times the standard error of a mean
+_MEDIAN_ERROR_FACTOR = 1.2533  # times the standard error of a mean
 _KINDS = ("F", "B", "W", "BW")
 _WARM_UP_STEPS = 2
 _LEAST = 4  # measurements from which a deviation says something
-_KEPT = 200  # measurements of a stage
+_MOST_MEASUREMENTS = 200  # measurements of a stage
 
 
 class StageLevels:
@@ -84,8 +84,8 @@ class StageLevels:
         if "F" not in known or not backward:  # it ran nothing of one kind in this step
             return
         for kind, value in known.items():
-            self._seconds.setdefault((stage, kind), deque(maxlen=_KEPT)).append(value)
-        self._sums.setdefault(stage, deque(maxlen=_KEPT)).append(math.log(known["F"] + backward))
+            self._seconds.setdefault((stage, kind), deque(maxlen=_MOST_MEASUREMENTS)).append(value)
+        self._sums.setdefault(stage, deque(maxlen=_MOST_MEASUREMENTS)).append(math.log(known["F"] + backward))
 
     def forget(self) -> None:
         self._seconds, self._sums = {}, {}
@@ -99,7 +99,7 @@ class StageLevels:
         series = [self._sums.get(stage, ()) for stage in range(stages)]
         if any(len(values) < _LEAST for values in series):
             return math.inf
-        return max(_SIGNIFICANCE * _OF_A_MEDIAN * stdev(values) / math.sqrt(len(values)) for values in series)
+        return max(_SIGNIFICANCE * _MEDIAN_ERROR_FACTOR * stdev(values) / math.sqrt(len(values)) for values in series)
 
 
 class Measurements:
@@ -120,13 +120,13 @@ class Measurements:
         self.footprints: dict[Worker, Footprint] = {}
         self.trials: dict[Worker, SplitTrial] = {}
         self._grid = grid
-        self._profiled: dict[int, Profiled] = {}
-        self._fused = False  # all backwards that run are
+        self._profiles: dict[int, Profiled] = {}
+        self._runs_fused = False  # all backwards that run are
         self._recomputed: tuple[Schedule | None, Mapping[int, int]] = None, {}  # R in a step, by stage
 
     def begin(self, schedule: Schedule) -> None:
-        were_fused, self._fused = self._fused, not schedule.problem.technique.split_backward
-        if self._fused is not were_fused:
+        were_fused, self._runs_fused = self._runs_fused, not schedule.problem.technique.split_backward
+        if self._runs_fused is not were_fused:
             self.levels.forget()
 
     def relaid(self, seconds: dict[int, dict[str, float]]) -> None:
@@ -146,10 +146,10 @@ class Measurements:
 
     def profiled(self, stage: int, message: Profiled) -> Profile | None:
         """A stage was profiled; the profile of the model if it was the last one."""
-        self._profiled.setdefault(stage, message)
-        if len(self._profiled) < self._grid.stages:
+        self._profiles.setdefault(stage, message)
+        if len(self._profiles) < self._grid.stages:
             return None
-        reports = [report for _, report in sorted(self._profiled.items())]
+        reports = [report for _, report in sorted(self._profiles.items())]
         links = [report for report in reports if report.bandwidth]
         self.profile = Profile(
             stages=tuple(report.stage for report in reports),
@@ -157,7 +157,7 @@ class Measurements:
             bandwidth=min((link.bandwidth for link in links), default=0.0),
             steps=min(report.steps for report in reports),
         )
-        self._profiled = {}
+        self._profiles = {}
         return self.profile
 
     @property
@@ -183,7 +183,7 @@ class Measurements:
 
     def _as_run(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """``seconds`` without B and W of an earlier plan, where all that run are fused."""
-        if not self._fused or "BW" not in seconds:
+        if not self._runs_fused or "BW" not in seconds:
             return dict(seconds)
         return {name: value for name, value in seconds.items() if name not in ("B", "W")}
 

@@ -133,9 +133,9 @@ class DriftMonitor:
         self._communication = 0.0
         self._schedule: Schedule | None = None
         self._first_step = 0
-        self._assumed: Estimate | None = None  # differences are measured against it
+        self._assumed_estimate: Estimate | None = None  # differences are measured against it
         self._suspicious = False  # the previous window differed
-        self._asked: DriftQuestion | None = None
+        self._question: DriftQuestion | None = None
         self._steps = 0
         self._incomplete: dict[int, _Frame] = {}  # by step
         self._window: deque[_Frame] = deque(maxlen=options.window)
@@ -149,13 +149,13 @@ class DriftMonitor:
         problem = schedule.problem
         self._schedule, self._first_step, self._communication = schedule, first_step, communication
         assumed = Estimate(problem.costs, problem.worker_factors)
-        if assumed != self._assumed:  # else it was estimated here, and its doubt is known
-            self._assumed = assumed
+        if assumed != self._assumed_estimate:  # else it was estimated here, and its doubt is known
+            self._assumed_estimate = assumed
         self._steps = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._asked, self._suspicious = None, False
+        self._question, self._suspicious = None, False
         self._measure_anew()
 
     def _measure_anew(self) -> None:
@@ -185,27 +185,27 @@ class DriftMonitor:
     def question(self) -> DriftQuestion | None:
         """The question to ask now, if any; its answer goes to :meth:`accepts`."""
         full = len(self._window) == len(self._step_seconds) == self._options.window
-        if self._schedule is None or self._assumed is None or self._asked is not None or not full:
+        if self._schedule is None or self._assumed_estimate is None or self._question is not None or not full:
             return None
         if self._steps % max(1, self._options.window // 4):
             return None
-        estimate = self._estimate(self._schedule, self._assumed)
-        if not self._differs(estimate, self._assumed):
+        estimate = self._estimate(self._schedule, self._assumed_estimate)
+        if not self._differs(estimate, self._assumed_estimate):
             self._suspicious = False
         elif not self._suspicious:
             self._suspicious = True
             self._measure_anew()
         else:
             seconds = median(self._step_seconds)
-            self._asked = DriftQuestion(self._schedule, estimate, seconds, self._options.threshold, self._planner)
-        return self._asked
+            self._question = DriftQuestion(self._schedule, estimate, seconds, self._options.threshold, self._planner)
+        return self._question
 
     def accepts(self, question: DriftQuestion, proposal: Proposal | None) -> float | None:
         """Fraction of a step that the proposal saves; None if refused or missing."""
-        if question is not self._asked:
+        if question is not self._question:
             return None  # the plan has changed since
         self._forget()
-        self._assumed = question.estimate
+        self._assumed_estimate = question.estimate
         if proposal is None or proposal.schedule is None:
             return None
         saved = proposal.before - proposal.schedule.period

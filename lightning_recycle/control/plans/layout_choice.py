@@ -44,16 +44,16 @@ _SWITCH_SECONDS = 0.5  # for which all wait in a change, apart from the time to 
 
 
 class LayoutChoice:
-    """The layouts of one run; ``cuts``: the current one, empty if unknown."""
+    """Chooses layouts of one run; ``cuts``: the current one, empty if unknown."""
 
-    def __init__(self, rebalance: Rebalance, planner: PlanProvider, measured: Measurements) -> None:
+    def __init__(self, rebalance: Rebalance, provider: PlanProvider, measured: Measurements) -> None:
         self.cuts: Cuts = ()
         self._rebalance = rebalance
-        self._planner, self._measured = planner, measured
-        self._background = planner.background
+        self._provider, self._measurements = provider, measured
+        self._background = provider.background
         self._layers: LayerCosts | None = None  # the costs of the layers in the newest question
         self._facts: dict[int, tuple[LayerFacts, int]] = {}  # by layer: the facts of its worker, and its place in them
-        self._fixed = ""  # why layers cannot move
+        self._obstacle = ""  # why layers cannot move
         self._whole = ""  # why stages cannot share them
         self._newest: Candidate | None = None  # of the newest answer
         self._due = self._patience = _STEPS_BEFORE_LAYOUTS  # steps until layouts are looked for anyway
@@ -61,7 +61,7 @@ class LayoutChoice:
 
     def add_facts(self, facts: LayerFacts) -> None:
         """Adds the layers that a worker has measured."""
-        self._fixed, self._whole = self._fixed or facts.fixed, self._whole or facts.whole
+        self._obstacle, self._whole = self._obstacle or facts.fixed, self._whole or facts.whole
         for place in range(len(facts.seconds)):
             self._facts[facts.first + place] = facts, place
         if not self.cuts:
@@ -81,15 +81,15 @@ class LayoutChoice:
         """A step of ``schedule`` was committed, ``seconds`` after the previous one if any."""
         if seconds is not None:
             self._record = self._record.after(len(schedule.live_workers), seconds)
-        if self._measured.steps == self._due:
+        if self._measurements.steps == self._due:
             self._ask(schedule)
 
     def _ask(self, schedule: Schedule) -> None:
         is_known = bool(self.cuts) and len(self._facts) == self.cuts[-1]
-        if self._rebalance == "never" or not is_known or self._measured.steps < _STEPS_BEFORE_LAYOUTS:
+        if self._rebalance == "never" or not is_known or self._measurements.steps < _STEPS_BEFORE_LAYOUTS:
             return
-        seconds = self._measured.known_seconds
-        problem = self._planner.problem(schedule.failed, seconds)
+        seconds = self._measurements.known_seconds
+        problem = self._provider.problem(schedule.failed, seconds)
         self._layers = self._costs(problem.costs, seconds, problem.memory)
         question = partial(
             plan_layout,
@@ -99,7 +99,7 @@ class LayoutChoice:
             next_change=self._record.next_change(sum(problem.live_counts())) if self._rebalance == "auto" else _NEVER,
             switch=_SWITCH_SECONDS,
             least_gain=_LEAST_GAIN,
-            fixed=self._fixed,
+            fixed=self._obstacle,
             whole=self._whole,
         )
         self._background.begin(Urgency.LAYOUT, self._look_for(question))
@@ -148,10 +148,10 @@ class LayoutChoice:
 
         Without failures only measurements speak for it. It is looked for again when more is known.
         """
-        doubt = self._measured.levels.doubt(schedule.grid.stages)
+        doubt = self._measurements.levels.doubt(schedule.grid.stages)
         if schedule.failed or gain > doubt:
             return ""
-        self._due, self._patience = self._measured.steps + self._patience, 2 * self._patience
+        self._due, self._patience = self._measurements.steps + self._patience, 2 * self._patience
         return f"no worker is lost, and the times of the stages are known to {100 * doubt:.0f} % only"
 
     def _objection(self, cuts: Cuts) -> str:
@@ -170,18 +170,18 @@ class LayoutChoice:
 
     def relaid(self, cuts: Cuts, grid: Grid) -> None:
         """All have the layout ``cuts``, other times and memory from the next generation."""
-        seconds = self._measured.operation_seconds
+        seconds = self._measurements.operation_seconds
         if self._layers is not None and len(seconds) == grid.stages:
             seconds = self._seconds_under(cuts, seconds)
         self.cuts = cuts
-        self._measured.relaid(seconds)
+        self._measurements.relaid(seconds)
         chosen = self.choice_of(cuts)
         memory = None if chosen is None else chosen.problem.memory  # until it is measured
-        self._planner.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
+        self._provider.assumptions.relaid(seconds, memory, self._variation(cuts, grid))
         if chosen is None or chosen.judgement is None or chosen.judgement.schedule is None:
-            self._planner.begin_anew(None)
+            self._provider.begin_anew(None)
         else:
-            self._planner.begin_anew(chosen.judgement.schedule.under(chosen.problem))
+            self._provider.begin_anew(chosen.judgement.schedule.under(chosen.problem))
 
     def _seconds_under(self, cuts: Cuts, seconds: OperationSeconds) -> dict[int, dict[str, float]]:
         """Seconds of operations under ``cuts``, from those under the present layout."""
@@ -230,7 +230,7 @@ class LayoutChoice:
             }
         if all("BW" in seconds.get(stage, {}) for stage in range(costs.stages)):
             measured["backward"] = [seconds[stage]["BW"] for stage in range(costs.stages)]
-        profile = self._measured.profile
+        profile = self._measurements.profile
         return LayerCosts.from_stages(
             costs,
             self.cuts,

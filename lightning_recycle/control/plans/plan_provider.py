@@ -38,9 +38,9 @@ from lightning_recycle.errors import ConfigurationError, PlanningError
 from lightning_recycle.planning.child_process import ProcessLostError
 from lightning_recycle.planning.costs import Costs, cost_difference
 from lightning_recycle.planning.exact_planner import ExactPlanner
+from lightning_recycle.planning.failure_distribution import next_failures
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import HeuristicPlanner
-from lightning_recycle.planning.normalization import next_failures
 from lightning_recycle.planning.plan_library import PlanLibrary
 from lightning_recycle.planning.planner import Planner, PlanningOptions, get_planner, solve
 from lightning_recycle.planning.problem import Problem
@@ -67,14 +67,14 @@ def newest(schedules: Sequence[Schedule]) -> int:
     """Number of ``schedules``, counted from the last, that may be kept: at least one."""
     left, count = _KEPT_OPERATIONS, 0
     for schedule in reversed(schedules):
-        left -= _held(schedule)
+        left -= _size(schedule)
         if left < 0 and count:
             break
         count += 1
     return count
 
 
-def _held(schedule: Schedule) -> int:
+def _size(schedule: Schedule) -> int:
     """Memory of ``schedule`` as a number of operations; if compact, of lanes."""
     if isinstance(schedule, CompactSchedule):
         return len(schedule.workers)
@@ -100,7 +100,7 @@ class ReadyPlan:
     backend: str = "library"
 
     def serves(self, problem: Problem) -> bool:
-        """Whether it is about what planning ``problem`` would lead to."""
+        """Whether planning ``problem`` would lead to this plan."""
         is_near = cost_difference(self.asked.costs, problem.costs) <= _SAME_COSTS
         return is_near and alike(replace(self.asked, costs=problem.costs), problem)
 
@@ -158,7 +158,7 @@ class ReadyPlans:
     def capacity(self) -> int:
         """Number of plans like the largest one here that can be kept."""
         with self._lock:
-            largest = max((_held(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
+            largest = max((_size(plan.schedule) for plan in self._plans.values()), default=_operations(self._grid))
         return max(1, _KEPT_OPERATIONS // largest)
 
 
@@ -218,7 +218,7 @@ class PlanProvider:
         self._is_large = _operations(grid) >= _APART_FROM
         self._library = library
         self._ready = ReadyPlans(grid)
-        self._needed: tuple[_PlanKey, threading.Event] | None = None  # the plan that workers wait for; set: it is there
+        self._needed_plan: tuple[_PlanKey, threading.Event] | None = None  # that workers wait for; set: it is there
 
     def prepare(self) -> None:
         """Makes the fault-free plan with the user's planner, however long that takes."""
@@ -235,19 +235,19 @@ class PlanProvider:
         """
         problem = self.assumptions.problem(failed, seconds)
         wanted = problem.failed, problem.worker_factors
-        if self._needed is None or self._needed[0] != wanted:
-            self._needed = None
+        if self._needed_plan is None or self._needed_plan[0] != wanted:
+            self._needed_plan = None
             self.background.drop(Urgency.NEEDED)
             if not self._is_large or self._at_hand(problem) is not None:
                 return True
-            self._needed = wanted, threading.Event()
-            self.background.begin(Urgency.NEEDED, self._make_in_need(problem, self._ready, self._needed[1]))
-        return self._needed[1].is_set()
+            self._needed_plan = wanted, threading.Event()
+            self.background.begin(Urgency.NEEDED, self._make_in_need(problem, self._ready, self._needed_plan[1]))
+        return self._needed_plan[1].is_set()
 
     def plan(self, failed: frozenset[Worker], seconds: OperationSeconds) -> Schedule:
         """Schedule without ``failed``: made ahead, stored, or at once by the heuristic."""
         problem = self.assumptions.problem(failed, seconds)
-        self._needed = None
+        self._needed_plan = None
         found = self._at_hand(problem)
         if found is None:
             found = self._make_here(problem, self._quick, "made")

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class RunPlans:
-    """Chooses what the workers of ``grid`` run.
+    """Chooses what the workers of ``grid`` run, from the plans of ``provider``.
 
     ``drift``: when to change the plan for other times of operations; None for never. ``on_profile``: called with the
     profile of the model once all stages have measured. ``wake``: called from another thread when :meth:`better` has
@@ -67,7 +67,7 @@ class RunPlans:
     def __init__(
         self,
         grid: Grid,
-        planner: PlanProvider,
+        provider: PlanProvider,
         drift: DriftOptions | None,
         on_profile: Callable[[Profile], None],
         wake: Callable[[], None],
@@ -77,13 +77,13 @@ class RunPlans:
         self.measurements = Measurements(grid)
         self.number = 0
         self._grid = grid
-        self._planner = planner
-        self._background = planner.background
+        self._provider = provider
+        self._background = provider.background
         self._background.wake = wake
-        self._drift = None if drift is None else DriftMonitor(drift, planner.planner)
-        self._layouts = LayoutChoice(rebalance, planner, self.measurements)
+        self._drift = None if drift is None else DriftMonitor(drift, provider.planner)
+        self._layouts = LayoutChoice(rebalance, provider, self.measurements)
         self._on_profile = on_profile
-        self._recorded: TechniqueChoice | None = None  # the newest choice that the record has
+        self._recorded_choice: TechniqueChoice | None = None  # the newest choice that the record has
         self._notes: list[tuple[str, dict[str, Any]]] = []  # not taken yet
         self._steps = 0  # since the newest schedule began
         self._links: Mapping[Worker, frozenset[Worker]] = {}  # who is connected with whom in the newest generation
@@ -92,14 +92,14 @@ class RunPlans:
 
     def is_ready(self, failed: frozenset[Worker], joining: Iterable[Worker]) -> bool:
         """Whether :meth:`begin_generation` has its schedule; if not, it is being made."""
-        self._planner.assumptions.forget(joining)
-        return self._planner.is_ready(failed, self.operation_seconds)
+        self._provider.assumptions.forget(joining)
+        return self._provider.is_ready(failed, self.operation_seconds)
 
     def begin_generation(self, failed: frozenset[Worker], joining: Iterable[Worker], step: int) -> Schedule:
         """The schedule of a generation that begins at ``step`` without ``failed``."""
         self._retime_newest()
-        self._planner.assumptions.forget(joining)
-        schedule = self._planner.plan(failed, self.operation_seconds)
+        self._provider.assumptions.forget(joining)
+        schedule = self._provider.plan(failed, self.operation_seconds)
         before = self.schedules[-1].failed if self.schedules else frozenset[Worker]()
         self._begin(schedule, step)
         self._links = links(schedule)
@@ -118,19 +118,19 @@ class RunPlans:
         del self.schedules[: -newest(self.schedules)]
         self._steps = 0
         if self._drift is not None:
-            self._drift.begin(schedule, step, self._planner.assumptions.communication)
+            self._drift.begin(schedule, step, self._provider.assumptions.communication)
 
     def _retime_newest(self) -> None:
         """Gives the newest schedule, now over, the times that were measured in it."""
         if self.schedules and self._steps:
-            self.schedules[-1] = self._planner.assumptions.retime(self.schedules[-1], self.operation_seconds)
+            self.schedules[-1] = self._provider.assumptions.retime(self.schedules[-1], self.operation_seconds)
 
     @property
     def timed(self) -> Callable[[], Schedule] | None:
         """Function for the plan with measured times, for any thread; None before."""
         if not self.schedules or not self.operation_seconds:
             return None
-        return partial(self._planner.assumptions.retime, self.schedules[-1], dict(self.operation_seconds))
+        return partial(self._provider.assumptions.retime, self.schedules[-1], dict(self.operation_seconds))
 
     @property
     def operation_seconds(self) -> OperationSeconds:
@@ -165,7 +165,7 @@ class RunPlans:
             footprints = self.measurements.footprints
             footprints[worker] = message.footprint
             if newest is not None and footprints.keys() >= set(newest.live_workers):
-                self._planner.assumptions.measured(footprints)
+                self._provider.assumptions.measured(footprints)
                 self._plan_ahead_again()
         if message.layers is not None:
             self._layouts.add_facts(message.layers)
@@ -173,7 +173,7 @@ class RunPlans:
             trials = self.measurements.trials
             trials[worker] = message.trial
             if newest is not None and trials.keys() >= set(newest.live_workers) - newest.idle_workers():
-                self._planner.assumptions.tried(trials)
+                self._provider.assumptions.tried(trials)
                 self._plan_ahead_again()
 
     def stepped(self, seconds: float | None) -> None:
@@ -206,7 +206,7 @@ class RunPlans:
             return  # the coordinator was started again; its first generation begins in a moment
         newest = self.schedules[-1]
         # A better one for these workers can begin only at a step boundary, so there must be steps.
-        self._planner.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)
+        self._provider.plan_ahead(newest.failed, self.operation_seconds, newest if self._steps else None)
 
     def _plan_ahead_again(self) -> None:
         if self._steps >= _STEPS_BEFORE_PLANNING_AHEAD:
@@ -244,8 +244,8 @@ class RunPlans:
         if current != replace(problem, in_flight_limit=None, memory=None, technique=newest.problem.technique):
             return None  # other workers are failed or slow now
         choice = ready_plan.choice
-        if choice is not None and choice is not self._recorded:
-            self._recorded = choice
+        if choice is not None and choice is not self._recorded_choice:
+            self._recorded_choice = choice
             self._notes.append(("chosen", choice.facts))
         if problem.technique != newest.problem.technique:
             if choice is None or choice.splits != problem.technique.split_backward:
@@ -268,15 +268,15 @@ class RunPlans:
         if gain is None or proposal is None or proposal.schedule is None:
             return None
         schedule = proposal.schedule
-        self._planner.adopt(schedule)
+        self._provider.adopt(schedule)
         return self._change_to(schedule, gain, proposal.before, proposal.seconds, "drift")
 
     def origin(self) -> dict[str, Any]:
         """Details of the newest plan for the record: source, and choice of backwards."""
         facts = self._backward(self.schedules[-1]) if self.schedules else {}
         if facts:
-            self._recorded = self._planner.choice(self.schedules[-1].problem)
-        return {"plan": self._planner.source, **facts}
+            self._recorded_choice = self._provider.choice(self.schedules[-1].problem)
+        return {"plan": self._provider.source, **facts}
 
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """Comparisons since the last call, as kinds and details of events.
@@ -287,7 +287,7 @@ class RunPlans:
         return taken
 
     def _backward(self, schedule: Schedule) -> dict[str, Any]:
-        choice = self._planner.choice(schedule.problem)
+        choice = self._provider.choice(schedule.problem)
         if choice is None or choice.splits != schedule.problem.technique.split_backward:
             return {}
         return {"backward": choice.facts}
@@ -308,5 +308,5 @@ class RunPlans:
         return PlanReady(roster, schedule, details, reconnects)
 
     def close(self) -> None:
-        self._planner.close()
+        self._provider.close()
         self._retime_newest()

@@ -64,7 +64,7 @@ from lightning_recycle.control.protocol.state import (
     end,
 )
 
-_ON_ALL = (
+_REMEDY = (
     "Whatever waits for all workers (self(x) with several stages, all_gather, reduce, broadcast, barrier, saving a"
     " checkpoint) must be called on all of them, not behind trainer.is_global_zero or rank_zero_only"
 )
@@ -106,7 +106,7 @@ def on_arrive(state: MembershipState, event: messages.Arrive) -> Next:
             Failed(
                 f"The workers disagree about what to do next: control collective {event.number} is called"
                 f" {' and '.join(sorted(map(repr, others)))}. Hooks and callbacks must take the same decisions on all"
-                f" workers; decide on values that are the same everywhere, such as trainer.callback_metrics. {_ON_ALL}."
+                f" workers; decide on values that are the same everywhere, such as trainer.callback_metrics. {_REMEDY}."
             ),
         )
     state = state.with_collectives(open={**state.collectives.open, event.number: arrived})
@@ -124,7 +124,7 @@ def on_heartbeat(state: MembershipState, event: messages.Heartbeat) -> Next:
             state,
             Failed(
                 f"Worker {there} waits for all others in {waiting.name!r}, and worker {gone} does not come: it has gone"
-                f" on to step {event.begun}. {_ON_ALL}, nor where values decide that differ between them."
+                f" on to step {event.begun}. {_REMEDY}, nor where values decide that differ between them."
             ),
         )
     return state, ()
@@ -253,12 +253,12 @@ class PublishedKeys:
     def __init__(self) -> None:
         self._generation = -1
         self._values: dict[str, bytes] = {}
-        self._awaited: dict[str, list[_Question]] = defaultdict(list)
+        self._questions: dict[str, list[_Question]] = defaultdict(list)
 
     def begin(self, generation: int) -> None:
         self._generation = generation
         self._values.clear()
-        self._awaited.clear()
+        self._questions.clear()
 
     def publish(self, message: Publish) -> list[tuple[int, Found]]:
         """The answers that it completes, by rank; the newest value of a key counts."""
@@ -266,7 +266,7 @@ class PublishedKeys:
             return []
         self._values[message.key] = message.value
         answers = []
-        for question in self._awaited.pop(message.key, ()):
+        for question in self._questions.pop(message.key, ()):
             question.missing -= 1
             if not question.missing:
                 answers.append((question.message.rank, self._answer(question.message)))
@@ -281,7 +281,7 @@ class PublishedKeys:
             return [(message.rank, self._answer(message))]
         question = _Question(message, len(missing))
         for key in missing:
-            self._awaited[key].append(question)
+            self._questions[key].append(question)
         return []
 
     def _answer(self, message: LookUp) -> Found:
@@ -348,7 +348,7 @@ def batch_begun_by(members: Collection[messages.Returned], saves: SaveState) -> 
 
 def on_save_announced(state: MembershipState, event: messages.SaveAnnounced) -> Next:
     """A whole checkpoint file counts from now on; writer or leader names it."""
-    answer = Send((event.rank,), messages.Confirmed(event.number))
+    answer = Send((event.rank,), messages.MembershipConfirmed(event.number))
     if event.batch == state.saves.batch and event.index not in state.saves.ended:
         state = state.with_saves(announced={**state.saves.announced, event.index: event.temporary})
     return state, (answer,)

@@ -160,10 +160,10 @@ def _claimant(dispute: Dispute, rank: int, others: Collection[int], right: Sums 
 
 
 def doubt(state: MembershipState) -> MembershipState:
-    """After the loss of a newcomer that was not compared after the newest step.
+    """State after the loss of a newcomer, whose newest step was perhaps not compared.
 
-    It may have taken part in the next one with wrong values: all run that again. No worker has applied it, as its loss
-    is not known.
+    The newcomer may have taken part in the next one with wrong values: all run that again. No worker has applied it, as
+    its loss is not known.
     """
     if state.returned is None and state.steps.version == state.steps.summed:
         return state
@@ -213,7 +213,7 @@ def compare(state: MembershipState) -> Next:
             compared = {rank: report for rank, report in of_column.items() if rank not in newcomers} or of_column
             verdict = find_culprits(compared)
             if isinstance(verdict, Undecided):
-                return after(commands, _end_undecided(state, step, column // state.members, verdict))
+                return after(commands, _end_undecided(state, step, column // state.members_per_position, verdict))
             culprits += verdict
             wrong = {culprit.rank for culprit in verdict}
             right = next((report.sums for rank, report in compared.items() if rank not in wrong), {})
@@ -455,7 +455,7 @@ def excuse(state: MembershipState, step: int, why: str) -> Next:
 
 
 def settle_inspection(state: MembershipState) -> Next:
-    """If all have applied the inspected step, the value has not come again."""
+    """Ends the inspection once all have applied its step: no value was wrong again."""
     step = state.checks.inspects
     if not 0 <= step < state.steps.version:
         return state, ()

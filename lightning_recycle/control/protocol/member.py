@@ -42,7 +42,7 @@ class MessageRecord:
         self.known: messages.Committed | None = None
         self.request: messages.StopWish | None = None
         self.raised: messages.Raised | None = None
-        self.confirm: messages.Confirm | None = None
+        self.membership_query: messages.MembershipQuery | None = None
         self.save: messages.SaveBegun | None = None
         self.announced: tuple[messages.SaveAnnounced, ...] = ()
         self.saves_ended: tuple[messages.SaveEnded, ...] = ()
@@ -73,8 +73,8 @@ class MessageRecord:
                 self.request = message
             case messages.Raised():
                 self.raised = message
-            case messages.Confirm():
-                self.confirm = message
+            case messages.MembershipQuery():
+                self.membership_query = message
             case messages.SaveBegun():
                 self.save, self.announced, self.saves_ended = message, (), ()
             case messages.SaveAnnounced():
@@ -124,9 +124,9 @@ class MessageRecord:
             case messages.Judged():
                 if self.raised is not None and self.raised.generation == message.generation:
                     self.raised = None
-            case messages.Confirmed():
-                if self.confirm is not None and self.confirm.number <= message.number:
-                    self.confirm = None
+            case messages.MembershipConfirmed():
+                if self.membership_query is not None and self.membership_query.number <= message.number:
+                    self.membership_query = None
 
     def _forget_saves_before(self, saves: messages.SaveStatus) -> None:
         if self.save is not None and saves.batch >= self.save.batch:
@@ -193,7 +193,8 @@ class Member:
     messages that it must repeat to a new coordinator.
 
     Attributes:
-        generation: that it has entered; -1 before the first. ``roster``, ``leader``: of that one.
+        generation: that it has entered; -1 before the first. ``roster``: of that one; ``leader``: as of it, or of a
+            newer answer to a collective.
         lost: for each lost rank, the newest generation that was announced without it, after one with it.
         leader_applied: the newest step that the leader is known to have applied.
         counters: the run's counters as of the newest loss that was asked for.
@@ -204,7 +205,8 @@ class Member:
         hooks: how often it has run collectives of its position in hooks.
         in_hook: whether its siblings may be in a hook with it, in the connected generation.
         assignment: the position of a worker started by hand; ``unfit``: why it gets none.
-        confirmed: the number of the newest answered :class:`~lightning_recycle.control.protocol.messages.Confirm`.
+        confirmed_query: the number of the newest answered
+            :class:`~lightning_recycle.control.protocol.messages.MembershipQuery`.
     """
 
     def __init__(self, rank: int, joining: bool = False, returns: bool = True) -> None:
@@ -223,10 +225,10 @@ class Member:
         self.in_hook = False
         self.assignment: messages.Assign | None = None
         self.unfit: messages.Unfit | None = None
-        self.confirmed = -1
+        self.confirmed_query = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
         self._memory = MessageRecord() if returns else None
-        self._announced: messages.Regroup | None = None
+        self._announcement: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._hook: messages.HookEntered | None = None
         self._judged: messages.Judged | None = None
@@ -237,9 +239,9 @@ class Member:
         self._paused_generation = -1
         self._newest_pause = (-1, -1)  # generation and number
         self._boundary: int | None = None
-        self._said: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
-        self._passed = -1  # the newest stop point at which it went on
-        self._asked = -1  # the newest stop point at which it has to say whether it goes on
+        self._reached_boundary: tuple[int, int] | None = None  # generation and step of the boundary that it has reached
+        self._newest_stop_point = -1  # at which it went on
+        self._asked_stop_point = -1  # the newest stop point at which it has to say whether it goes on
         self._verdicts: dict[int, messages.StopVerdict] = {}
 
     # ------------------------------------------------------------------ what the coordinator says
@@ -257,12 +259,12 @@ class Member:
             self._memory.record_received(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
-                before = self.roster if self._announced is None else self._announced.roster
+                before = self.roster if self._announcement is None else self._announcement.roster
                 self.lost.update(dict.fromkeys(set(before).difference(message.roster), message.generation))
                 if self.interrupted:  # what the last one says is to be dropped stays so
-                    assert self._announced is not None
-                    message = replace(message, unproven=max(message.unproven, self._announced.unproven))
-                self._announced = message
+                    assert self._announcement is not None
+                    message = replace(message, unproven=max(message.unproven, self._announcement.unproven))
+                self._announcement = message
             case messages.Resume():
                 self._resume, self.in_hook = message, False
                 if message.confirmed:
@@ -284,15 +286,15 @@ class Member:
                 if message.generation == self._paused_generation:
                     self._paused_generation = -1  # nobody has to stop
                     self.plans.append(message)
-            case messages.Confirmed():
-                self.confirmed = max(self.confirmed, message.number)
+            case messages.MembershipConfirmed():
+                self.confirmed_query = max(self.confirmed_query, message.number)
             case messages.HookEntered():
                 if (message.generation, message.number) == (self.generation, self.hooks):
                     self._hook, self.in_hook = message, True
             case messages.Judged():
                 self._judged = message
             case messages.StopRequested():
-                self._asked = max(self._asked, message.point)
+                self._asked_stop_point = max(self._asked_stop_point, message.point)
                 return self._answer_stop_request()
             case messages.StopVerdict():
                 self._verdicts[message.point] = message
@@ -322,7 +324,7 @@ class Member:
         assert self._memory is not None, "it ends with its coordinator"
         if self.in_hook:
             who.update(hook=self._hook)
-        generation = -1 if self._announced is None else self._announced.generation
+        generation = -1 if self._announcement is None else self._announcement.generation
         return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
 
     def validate(self) -> None:
@@ -331,7 +333,7 @@ class Member:
             assert holds, f"worker {self.rank}: {rule}: {vars(self)}"
 
     def _rules(self) -> Iterator[tuple[str, bool]]:
-        announced, resume = self._announced, self._resume
+        announced, resume = self._announcement, self._resume
         newest = -1 if announced is None else announced.generation
         yield "a generation is announced before it is entered", self.generation <= newest
         yield "a generation is announced before all resume in it", resume is None or resume.generation <= newest
@@ -349,7 +351,7 @@ class Member:
         yield "a pause is of a generation that was announced", self._paused_generation <= newest
         yield "plans follow each other", all(a.step <= b.step for a, b in pairwise(self.plans))
         yield "plans are of the generation", all(plan.generation == self.generation for plan in self.plans)
-        yield "a stop point that was passed is answered", not 0 <= self._asked <= self._passed
+        yield "a stop point that was passed is answered", not 0 <= self._asked_stop_point <= self._newest_stop_point
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
         if self._memory is not None:
@@ -360,11 +362,11 @@ class Member:
     @property
     def interrupted(self) -> bool:
         """Whether a newer generation than the one that was entered is announced."""
-        return self._announced is not None and self._announced.generation > self.generation
+        return self._announcement is not None and self._announcement.generation > self.generation
 
     def enter(self) -> messages.Regroup:
         """Enters the newest announced generation; returns its announcement."""
-        announced = self._announced
+        announced = self._announcement
         assert announced is not None
         self.generation, self.roster, self.leader = announced.generation, announced.roster, announced.leader
         self._published.clear()
@@ -429,9 +431,9 @@ class Member:
                 self.validate()
             return Go(due[-1].program if due else None, replies)
         reached = (self.generation, step)
-        if boundary is None or self._said == reached:
+        if boundary is None or self._reached_boundary == reached:
             return Hold(replies, self.pause)
-        self._said = reached
+        self._reached_boundary = reached
         return Hold(
             (*replies, messages.Reached(self.rank, self.generation, messages.Milestone.AT_BOUNDARY, step)), self.pause
         )
@@ -484,13 +486,13 @@ class Member:
 
     def pass_stop_point(self, point: int) -> tuple[Message, ...]:
         """Records that this worker trains on at ``point``; the answer, if one is due."""
-        self._passed = max(self._passed, point)
+        self._newest_stop_point = max(self._newest_stop_point, point)
         return self._answer_stop_request()
 
     def _answer_stop_request(self) -> tuple[Message, ...]:
-        if not 0 <= self._asked <= self._passed:
+        if not 0 <= self._asked_stop_point <= self._newest_stop_point:
             return ()
-        point, self._asked = self._asked, -1
+        point, self._asked_stop_point = self._asked_stop_point, -1
         return (messages.StopWish(self.rank, point, False),)
 
     def request_stop(self, point: int) -> messages.StopWish:

@@ -1,7 +1,8 @@
 """The coordinator's state machine: events to next states and commands. Pure.
 
-:func:`transition` has no clock, socket or process; the coordinator is its shell. The tables :data:`_OF_ANY` and
-:data:`_OF_MEMBERS` name the handler of each event, beside the part of the state that it changes:
+:func:`transition` has no clock, socket or process; the coordinator is its shell, and posts each ``Send``
+(:class:`~lightning_recycle.control.coordinator.worker_table.WorkerTable`). The tables :data:`_HANDLERS` and
+:data:`_MEMBER_HANDLERS` name the handler of each event, in the module of its subject:
 
 - :mod:`~lightning_recycle.control.protocol.recovery`: a new generation, and the step at which it goes on;
 - :mod:`~lightning_recycle.control.protocol.step_commit`: losses, commits, changes at a step boundary;
@@ -48,12 +49,12 @@ from lightning_recycle.control.protocol.state import (
 )
 from lightning_recycle.errors import ReCycleError
 
-_OF_OTHERS = (
+_FROM_NON_MEMBERS = (
     messages.Heartbeat,
     messages.Ready,
     messages.Leave,
     messages.EndRun,
-    messages.Confirm,
+    messages.MembershipQuery,
     messages.SaveBegun,
     messages.SaveAnnounced,
     messages.SaveEnded,
@@ -70,7 +71,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
     """
     if message.rank != rank and not (isinstance(message, messages.Heartbeat) and message.rank == -1):
         return f"it speaks for rank {message.rank}"  # a heartbeat may be older than its position
-    if not isinstance(message, _OF_OTHERS) and rank not in state.roster.live:
+    if not isinstance(message, _FROM_NON_MEMBERS) and rank not in state.roster.live:
         return "it is not a member"
     generation = getattr(message, "generation", None)
     if generation is not None and not -1 <= generation <= state.generation.number:
@@ -79,7 +80,7 @@ def objection(state: MembershipState, rank: int, message: Any) -> str | None:
 
 
 def transition(state: MembershipState, event: MembershipEvent) -> Next:
-    """Next state and commands; events of lost workers or past generations: none."""
+    """Next state and commands; most late events of lost workers change nothing."""
     if state.outcome is not None:
         return state, ()
     previous = state
@@ -101,9 +102,9 @@ def transition(state: MembershipState, event: MembershipEvent) -> Next:
 
 def _handle(state: MembershipState, event: Any) -> Next:
     kind = type(event)
-    if kind in _OF_ANY:
-        return _OF_ANY[kind](state, event)
-    return _OF_MEMBERS[kind](state, event) if event.rank in state.roster.live else (state, ())
+    if kind in _HANDLERS:
+        return _HANDLERS[kind](state, event)
+    return _MEMBER_HANDLERS[kind](state, event) if event.rank in state.roster.live else (state, ())
 
 
 # ---------------------------------------------------------------------- workers come and go
@@ -125,6 +126,7 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
+    """A worker and its siblings leave; ends the run if no other holds their stage."""
     if event.rank not in state.roster.live:
         return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
@@ -169,7 +171,7 @@ def _on_end_wanted(state: MembershipState, event: EndWanted) -> Next:
 
 
 def _on_end_run(state: MembershipState, event: messages.EndRun) -> Next:
-    """Also before the first step: an ended job may run again from what is saved."""
+    """Ends after the present step; also before the first: a new job may go on from it."""
     return state.with_steps(after_step=AfterStep.END), ()
 
 
@@ -189,7 +191,7 @@ def _on_report(state: MembershipState, event: messages.Report) -> Next:
     statuses = {rank: report.status for rank, report in reports.items() if rank not in joining}
     for column in range(state.columns):
         if not state.holders(column):
-            return _lose_stage(state, column // state.members)
+            return _lose_stage(state, column // state.members_per_position)
     if state.roster.leader in joining:  # chosen when nobody was known to have a state; whoever has one leads
         return recovery.begin_generation(state)
     return _decide(state, statuses)
@@ -222,8 +224,8 @@ def _resume(
     # A worker that applies what is answered need not send it again.
     step = decision.version if confirmed else decision.version - 1
     answered = (step, commits) if commits else state.steps.answered
-    state = state.with_generation(regrouping=False, committed=step if confirmed else -1).with_steps(answered=answered)
-    state = state.updated(has_resumed=True)
+    state = state.with_generation(regrouping=False, commit_answered=step if confirmed else -1)
+    state = state.with_steps(answered=answered).updated(has_resumed=True)
     resume = messages.Resume(
         state.generation.number,
         roster,
@@ -279,9 +281,9 @@ _ORDER: tuple[type[Any], ...] = (
 
 
 def rebuilt(state: MembershipState) -> Next:
-    """State after all have returned, without :func:`returned_events`.
+    """The state made from what all returned, and messages for those that missed them.
 
-    Also without messages of the earlier coordinator that only some have received.
+    :func:`returned_events` are not in it: they are handled after it.
     """
     assert state.returned is not None
     returned = state.returned
@@ -310,7 +312,7 @@ def rebuilt(state: MembershipState) -> Next:
         generation=state.generation.updated(number=generation),
         steps=state.steps.updated(
             version=version,
-            passed=0,
+            applied_below=0,
             applied=applied,
             answered=state.steps.answered if known is None else (known.step, known.payloads),
             summed=summed,
@@ -353,8 +355,8 @@ def _resend_missed(
     if stop is not None:  # also to those that will ask
         yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
     for rank, each in members.items():
-        if each.confirm is not None:
-            yield Resend((rank,), messages.Confirmed(each.confirm.number))
+        if each.membership_query is not None:
+            yield Resend((rank,), messages.MembershipConfirmed(each.membership_query.number))
         if each.hook is not None:  # not told by all, or they may not know
             yield Resend(tuple(sorted(state.positions.siblings(rank) & members.keys())), each.hook)
 
@@ -419,7 +421,7 @@ def _go_on_with_returned(state: MembershipState, returned: Mapping[int, messages
 _Handler = Callable[[MembershipState, Any], Next]
 
 
-_OF_ANY: Mapping[type[Any], _Handler] = {
+_HANDLERS: Mapping[type[Any], _Handler] = {
     StartDue: _on_start_due,
     GraceElapsed: fault_attribution.on_grace_elapsed,
     EndWanted: _on_end_wanted,
@@ -431,7 +433,7 @@ _OF_ANY: Mapping[type[Any], _Handler] = {
 """Events of the shell, and of workers that are about to join."""
 
 
-_OF_MILESTONES: Mapping[Milestone, _Handler] = {
+_MILESTONE_HANDLERS: Mapping[Milestone, _Handler] = {
     Milestone.ENTERED: step_commit.on_entered,
     Milestone.AT_BOUNDARY: step_commit.on_at_boundary,
     Milestone.LAYERS_HELD: step_commit.on_layers_held,
@@ -442,10 +444,10 @@ _OF_MILESTONES: Mapping[Milestone, _Handler] = {
 
 
 def _on_reached(state: MembershipState, event: messages.Reached) -> Next:
-    return _OF_MILESTONES[event.milestone](state, event)
+    return _MILESTONE_HANDLERS[event.milestone](state, event)
 
 
-_OF_MEMBERS: Mapping[type[Any], _Handler] = {
+_MEMBER_HANDLERS: Mapping[type[Any], _Handler] = {
     Joined: _on_joined,
     messages.Crash: _on_crash,
     messages.EndRun: _on_end_run,

@@ -79,7 +79,7 @@ class StepState(Enum):
     RUNNING = "it does not yet hold its stage's complete gradient; what it has computed may be dropped"
     REDUCED = "it holds that gradient: it can apply the step, or give the gradient to its peers"
     SPECULATIVE = "it has applied the step before it knows the other stages' part of it: nothing that follows is kept"
-    APPLIED = "the step counts as applied and is never redone; the shadow has the parameters of before"
+    APPLIED = "the step counts as applied and is never redone; a shadow, if kept, has the parameters of before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class WorkerStatus:
 
     @property
     def commit_step(self) -> int | None:
-        """The step to whose commit it contributes, if any."""
+        """The step to whose commit the worker contributes, if any."""
         return self.version if self.reduced else self.version - 1 if self.speculative else None
 
 
@@ -300,7 +300,7 @@ class SaveBegun(FromWorker):
 class SaveAnnounced(FromWorker):
     """Checkpoint ``index`` is whole at ``temporary``; the writer asks to name it.
 
-    ``number``: as in :class:`Confirm`, which it includes.
+    ``number``: as in :class:`MembershipQuery`, which it includes.
     """
 
     number: int
@@ -366,7 +366,7 @@ class Parcel(FromWorker):
 
 
 @_from_worker
-class Confirm(FromWorker):
+class MembershipQuery(FromWorker):
     """Asks whether the worker is still a member; only a member gets the answer."""
 
     number: int
@@ -692,7 +692,7 @@ class Returned(FromWorker):
         arrival: its part of a pending control collective that outlives generations.
         answer: the newest answer to a control collective that others may lack.
         known: the newest commit, also by a recovery.
-        request, raised, confirm: those that have no answer yet.
+        request, raised, membership_query: those that have no answer yet.
         save: the newest batch of checkpoints that it has begun, unless it knows the outcome.
         announced, saves_ended: of that batch, as its writer.
         hook: that it has entered with its siblings, some of which may not know.
@@ -720,7 +720,7 @@ class Returned(FromWorker):
     known: Committed | None = None
     request: StopWish | None = None
     raised: Raised | None = None
-    confirm: Confirm | None = None
+    membership_query: MembershipQuery | None = None
     save: SaveBegun | None = None
     announced: tuple[SaveAnnounced, ...] = ()
     saves_ended: tuple[SaveEnded, ...] = ()
@@ -807,7 +807,7 @@ class Boundary:
 
 
 @_to_worker
-class Confirmed:
+class MembershipConfirmed:
     """The worker is a member."""
 
     number: int

@@ -1,7 +1,8 @@
 """Recovery: a new generation, from its start to the workers' actions. Pure.
 
-A *generation* begins when all have joined and with each change of the roster: all live workers stop (Regroup), report
-(Report), and go on from one committed version (Resume). Decision and actions are data.
+A *generation* begins when all have joined, when the roster or the layout changes, when links broke, a speculation was
+wrong, or a step is to be inspected: all live workers stop (Regroup), report (Report), and go on from one committed
+version (Resume). Decision and actions are data.
 
 In step t a worker is RUNNING, then REDUCED (it holds its stage's complete gradient), then APPLIED: RUNNING in t+1. No
 worker is REDUCED in t+1 before all have applied t, as its micro-batches flow through all and peers without any are
@@ -16,7 +17,8 @@ committed, and stages that hold its gradient compute it again.
 
 A *speculative* version is not confirmed until all contributions are known. Its worker is not REDUCED in the next
 step and sends no results of it, so nothing that follows from it is kept. If the decision does not commit the
-speculative step it is announced again, unless all contributions were known before the loss: then these confirm it.
+speculative step its worker sends its Commit again, unless all contributions were known before the loss: then these
+confirm it.
 
 Rosters hold whole positions: the siblings of a lost member are released.
 """
@@ -66,11 +68,11 @@ def begin_generation_unless_over(state: MembershipState, commands: tuple[Command
 
 
 def with_leader(state: MembershipState) -> MembershipState:
-    """Returns ``state`` with a live leader: the current one if it lives."""
+    """Returns ``state`` with a live leader: the current one if it has a state."""
     roster = state.roster
     if roster.leader in roster.live and roster.leader not in roster.joining:
         return state
-    column = state.columns - state.members  # the first member of the last stage
+    column = state.columns - state.members_per_position  # the first member of the last stage
     last = state.holders(column) or roster.live
     return state.with_roster(leader=state.positions.column_leaders(last).get(column, min(roster.live)))
 
@@ -185,14 +187,14 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPeers:
-    """Wait for the stage: no worker overwrites its state before all have it."""
+    """Wait until all peers have adopted, before any overwrites what others receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitTogether:
-    """Commit ``step``, which no worker has applied, once more, with all.
+    """Commit ``step``, which no worker has applied, again with all.
 
-    Another failure may leave a stage without it, and a run with commits has no shadow.
+    After another failure some stage may lack its gradient, and a run with commits has no shadow.
     """
 
     step: int

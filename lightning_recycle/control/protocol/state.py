@@ -252,7 +252,7 @@ class Checks:
         return bool(self.checksums) and min(self.checksums) < version
 
     def plan(self, step: int, summed: int, checked: Mapping[int, Checked]) -> Checks:
-        """With the next check after that of ``step``.
+        """These checks, with the next one planned after that of ``step``.
 
         It is the step after the next whose loss is complete (``summed``) at the earliest: only that can be announced to
         all workers before any of them is in it.
@@ -307,7 +307,8 @@ class Roster(_Updatable):
 
     Args:
         joined: the ranks that said hello, before the first generation.
-        leader: speaks for the run; unchanged while that worker lives.
+        live: ranks in the roster, whose :class:`Standing` is AWAITED, LIVE or JOINING.
+        leader: speaks for the run; unchanged while that worker lives and has its stage's state.
         joining: live ranks that do not have the state of their stage yet.
         newcomers: live ranks that joined during the training -> steps applied before that.
         ready: ranks of workers that wait to enter.
@@ -369,12 +370,13 @@ class Generation(_Updatable):
         number: -1 before the first.
         regrouping: whether reports are missing; ``reports``: by rank.
         commits: of the current step, by rank.
-        committed: the newest step whose commit was answered; -1 if there is none.
+        commit_answered: the newest step whose commit was answered; -1 if there is none.
         passes: the ranks that have passed step :attr:`Steps.summed`.
         broken_pairs: live workers of which one reported that it cannot reach the other.
         pause: the current pause; ``pauses``: the number of earlier ones.
         plan: what all are to run from a step boundary on.
-        becomes: the layout that all get ready for; empty if no layers move. ``held``: the ranks that are ready.
+        becomes: the layout that all get ready for; empty if no layers move. ``layers_held``: the ranks
+            that are ready.
         hooks: by rank, how often it has announced collectives of its position in hooks.
     """
 
@@ -382,14 +384,14 @@ class Generation(_Updatable):
     regrouping: bool = False
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     commits: Mapping[int, messages.Commit] = field(default_factory=dict)
-    committed: int = -1
+    commit_answered: int = -1
     passes: frozenset[int] = frozenset()
     broken_pairs: frozenset[Pair] = frozenset()
     pause: PauseState | None = None
     pauses: int = 0
     plan: PlanReady | None = None
     becomes: messages.Cuts = ()
-    held: frozenset[int] = frozenset()
+    layers_held: frozenset[int] = frozenset()
     hooks: Mapping[int, int] = field(default_factory=dict)
 
     def runs(self, number: int) -> bool:
@@ -403,7 +405,7 @@ class Steps(_Updatable):
 
     Args:
         version: the number of steps that every live worker has applied.
-        passed: all live workers of lower ranks have applied step ``version``.
+        applied_below: all live workers of ranks below this have applied step ``version``.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
         answered: step and payloads, by stage, of the newest answered commit.
         facts: for steps that not every live worker has applied: step -> stage, or None for facts that are equal on all
@@ -416,7 +418,7 @@ class Steps(_Updatable):
     """
 
     version: int = 0
-    passed: int = 0
+    applied_below: int = 0
     applied: Mapping[int, int] = field(default_factory=dict)
     answered: tuple[int, Mapping[int, Any]] = (-1, MappingProxyType({}))
     facts: Mapping[int, Mapping[int | None, tuple[Reported, ...]]] = field(default_factory=dict)
@@ -520,7 +522,7 @@ class MembershipState(_Updatable):
 
     ``has_resumed``: whether a generation has been resumed; before, code runs that only one worker runs, such as
     ``prepare_data``. ``returned``: after a restart of the coordinator, until all live workers have returned or are
-    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members``: processes per position.
+    lost, their reports by rank; None otherwise. ``outcome``: None during the run. ``members_per_position``: processes.
     """
 
     grid: Grid
@@ -535,7 +537,7 @@ class MembershipState(_Updatable):
     has_resumed: bool = False
     returned: Mapping[int, messages.Returned] | None = None
     outcome: Outcome | None = None
-    members: int = 1
+    members_per_position: int = 1
 
     def with_roster(self, **changes: Any) -> MembershipState:
         return self.updated(roster=self.roster.updated(**changes))
@@ -585,7 +587,7 @@ class MembershipState(_Updatable):
 
     @property
     def positions(self) -> Positions:
-        return Positions(self.grid, self.members)
+        return Positions(self.grid, self.members_per_position)
 
     @property
     def num_workers(self) -> int:
@@ -611,7 +613,7 @@ class MembershipState(_Updatable):
     def stage_leader(self, stage: int) -> int | None:
         """First live member of the lowest pipeline in ``stage``; None if there is none."""
         positions = self.positions
-        of_column = range(stage * self.members, positions.num_workers, positions.columns)
+        of_column = range(stage * self.members_per_position, positions.num_workers, positions.columns)
         return min((rank for rank in of_column if rank in self.roster.live), key=positions.pipeline, default=None)
 
     def holders(self, column: int) -> frozenset[int]:
@@ -644,7 +646,7 @@ def initial_state(grid: Grid, retries: int = 1, members: int = 1) -> MembershipS
     """The state before any worker has joined; ``retries``: see :class:`Faults`."""
     live = frozenset(range(grid.num_workers * members))
     lead = (grid.stages - 1) * members
-    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members=members)
+    return MembershipState(grid, Roster(live, leader=lead), faults=Faults(retries), members_per_position=members)
 
 
 # ---------------------------------------------------------------------- rules that every state keeps
@@ -691,7 +693,7 @@ def _roster_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
 def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     now, live, pause = state.generation, state.roster.live, state.generation.pause
     if now.number < 0 or now.regrouping:
-        began = (now.commits, now.passes, now.broken_pairs, now.plan, now.held, now.hooks, pause)
+        began = (now.commits, now.passes, now.broken_pairs, now.plan, now.layers_held, now.hooks, pause)
         yield "nothing of a generation counts before all have reported", not any(began)
     if now.number < 0:
         yield "nobody reports before the first generation", not now.regrouping and not now.reports
@@ -701,9 +703,9 @@ def _generation_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
     else:
         yield "a report is awaited", now.reports.keys() < live
     yield "live workers commit", now.commits.keys() < live
-    yield "a commit that was answered is over", all(one.step > now.committed for one in now.commits.values())
-    yield "live workers pass steps and hold layers", now.passes | now.held <= live
-    yield "layers are held when they are to move", bool(now.becomes) >= bool(now.held)
+    yield "a commit that was answered is over", all(one.step > now.commit_answered for one in now.commits.values())
+    yield "live workers pass steps and hold layers", now.passes | now.layers_held <= live
+    yield "layers are held when they are to move", bool(now.becomes) >= bool(now.layers_held)
     yield "no step runs while layers are under way", not (now.becomes and (pause or now.commits))
     yield "broken pairs are of live workers, in order", all(a < b and {a, b} <= live for a, b in now.broken_pairs)
     yield "members of live positions are in hooks", now.hooks.keys() <= live
@@ -736,10 +738,10 @@ def _step_rules(state: MembershipState) -> Iterator[tuple[str, bool]]:
         yield "a step counts once all have applied it", not steps.applied or min(applied.values()) <= steps.version
         applied_all = all(not count or count >= steps.version for count in applied.values())
         yield "all have applied the steps that count", applied_all
-        passed = (rank for rank in range(steps.passed) if rank in live)
+        below = (rank for rank in range(steps.applied_below) if rank in live)
         yield (
             "those that are passed by have applied the newest step",
-            all(applied[rank] > steps.version for rank in passed),
+            all(applied[rank] > steps.version for rank in below),
         )
 
 

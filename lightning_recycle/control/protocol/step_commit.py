@@ -1,11 +1,12 @@
 """Steps: losses, commits, equal values, changes at step boundaries. Pure.
 
 Losses are collected by micro-batch, however often computed. No worker applies a step before its losses are known; where
-workers check each other's computations, not before all have passed it in one generation. A step is committed once every
+workers check each other's computations, not before all have passed it in one generation. A step *counts* once every
 live worker has applied it; then the reported facts are compared. The longest-serving workers are right if they agree: a
 newcomer that differs is dismissed; any other difference ends the run. While there are newcomers, no worker applies a
-step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) are answered
-once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect again.
+step before the previous one has been compared, so wrong values reach no other parameters. Commits (Commit) come before
+that: they are answered once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect
+again.
 
 A loss changes the roster at once, all else at a *step boundary*, so nothing is redone: workers report where they are
 (Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
@@ -66,7 +67,7 @@ def on_restored(state: MembershipState, event: messages.Restored) -> Next:
     """The training starts from a checkpoint."""
     if state.steps.applied or event.version <= state.steps.version:
         return state, ()
-    return state.with_steps(version=event.version, passed=0, summed=event.version), ()
+    return state.with_steps(version=event.version, applied_below=0, summed=event.version), ()
 
 
 def on_losses(state: MembershipState, event: messages.Losses) -> Next:
@@ -183,11 +184,11 @@ def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[
     """
     reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
-    for stage, mine in _scopes(state, event):
-        others = tuple(one for one in reported.get(stage, ()) if one[0] in state.roster.live)
+    for scope, mine in _scopes(state, event):
+        others = tuple(one for one in reported.get(scope, ()) if one[0] in state.roster.live)
         if any(theirs == mine for _, theirs in others):
             continue
-        reported[stage] = (*others, (event.rank, mine))
+        reported[scope] = (*others, (event.rank, mine))
         for name, value in mine.items():
             first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
             if not _same(value, theirs):
@@ -241,9 +242,9 @@ def count_steps(state: MembershipState) -> Next:
     """Counts the steps that every live worker has applied."""
     # The usual case, found without looking at all workers: each is passed by once in a step.
     steps, live = state.steps, state.roster.live
-    for rank in range(steps.passed, state.num_workers):
+    for rank in range(steps.applied_below, state.num_workers):
         if rank in live and steps.applied.get(rank, -1) < steps.version:
-            return (state if rank == steps.passed else state.with_steps(passed=rank)), ()
+            return (state if rank == steps.applied_below else state.with_steps(applied_below=rank)), ()
     version = min(steps.applied[rank] for rank in live) + 1
     records = tuple(Record("step", step) for step in range(steps.version, version))
     facts = {step: reported for step, reported in steps.facts.items() if step >= version}
@@ -254,7 +255,7 @@ def count_steps(state: MembershipState) -> Next:
         if state.outcome is not None:
             return state, commands
     is_equal = len(commands) == len(records)
-    state = state.with_steps(version=version, passed=0, facts=facts).with_faults(disturbances=0)
+    state = state.with_steps(version=version, applied_below=0, facts=facts).with_faults(disturbances=0)
     state, settled = fault_attribution.settle_inspection(state)
     if not (is_equal and state.checks.due(version)):  # whoever has other values, and goes, has other bits, too
         return state, commands + settled
@@ -264,7 +265,7 @@ def count_steps(state: MembershipState) -> Next:
 
 def on_commit(state: MembershipState, event: messages.Commit) -> Next:
     """A worker is REDUCED and asks whether all others are."""
-    if not state.generation.runs(event.generation) or event.step <= state.generation.committed:
+    if not state.generation.runs(event.generation) or event.step <= state.generation.commit_answered:
         return state, ()
     commits = {**state.generation.commits, event.rank: event}
     state = state.with_generation(commits=commits)
@@ -277,7 +278,7 @@ def on_commit(state: MembershipState, event: messages.Commit) -> Next:
     for rank, commit in sorted(commits.items()):
         payloads.setdefault(state.column_of(rank), commit.payload)
     speculative = any(commit.speculative for commit in commits.values())
-    state = state.with_generation(commits={}, committed=event.step).with_steps(answered=(event.step, payloads))
+    state = state.with_generation(commits={}, commit_answered=event.step).with_steps(answered=(event.step, payloads))
     return state, (
         Send(state.roster.ranks, messages.Committed(state.generation.number, event.step, payloads, speculative)),
     )
@@ -318,13 +319,13 @@ def pause_if_wanted(state: MembershipState) -> Next:
     if now.number < 0 or now.regrouping or now.pause is not None or now.becomes or state.roster.joining:
         return state, ()
     is_layout_due = state.layout.wanted is not None
-    if not any(_wanted(state)) and now.plan is None and not is_layout_due:
+    if not any(_changes(state)) and now.plan is None and not is_layout_due:
         return state, ()
     state = state.with_generation(pause=PauseState(now.pauses))
     return state, (Send(state.roster.ranks, messages.Pause(now.number, now.pauses)),)
 
 
-def _wanted(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
+def _changes(state: MembershipState) -> tuple[frozenset[int], frozenset[int]]:
     """Workers that enter and that leave at the next step boundary.
 
     Whole positions: siblings of a leaving worker leave, too. No stage is left without a position that has its state.
@@ -353,7 +354,7 @@ def on_paused(state: MembershipState, event: messages.Paused) -> Next:
         return state, ()
     # A worker that enters has not heard the losses that are known already.
     boundary = max(max(pause.begun.values()) + 1, state.steps.summed)
-    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_wanted(state)):
+    if plan is not None and not plan.reconnects and state.layout.wanted is None and not any(_changes(state)):
         return _change_plan(state, plan, boundary)
     state = state.with_generation(pause=replace(pause, boundary=boundary))
     message = messages.Boundary(state.generation.number, boundary)
@@ -376,7 +377,7 @@ def on_at_boundary(state: MembershipState, event: messages.Reached) -> Next:
     state = state.with_generation(pause=pause)
     if pause.arrived != state.roster.live:
         return state, ()
-    enter, leave = _wanted(state)
+    enter, leave = _changes(state)
     commands: list[Command] = [Record("paused", event.step)]
     if layout is not None and not (enter or leave):
         return after(tuple(commands), recovery.begin_generation(state, layout.cuts))
@@ -398,7 +399,7 @@ def _let_in(state: MembershipState, enter: frozenset[int], step: int) -> Members
         ready=roster.ready - enter,
     )
     applied = {**state.steps.applied, **dict.fromkeys(enter, step - 1)}
-    return state.updated(roster=roster, steps=state.steps.updated(passed=0, applied=applied))
+    return state.updated(roster=roster, steps=state.steps.updated(applied_below=0, applied=applied))
 
 
 def on_entered(state: MembershipState, event: messages.Reached) -> Next:
@@ -434,8 +435,8 @@ def on_layers_held(state: MembershipState, event: Reached) -> Next:
     becomes, wanted = state.generation.becomes, state.layout.wanted
     if not becomes or not state.generation.runs(event.generation):
         return state, ()
-    state = state.with_generation(held=state.generation.held | {event.rank})
-    if state.generation.held != state.roster.live:
+    state = state.with_generation(layers_held=state.generation.layers_held | {event.rank})
+    if state.generation.layers_held != state.roster.live:
         return state, ()
     details: dict[str, Any] = {"before": state.layout.cuts, "cuts": becomes}
     if wanted is not None and wanted.cuts == becomes:

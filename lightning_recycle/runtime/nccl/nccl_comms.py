@@ -122,7 +122,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As text, the same on all members."""
+        """The place as text, the same on all members."""
         return f"{self.kind}:{'-'.join(map(str, self.ranks))}"
 
     @property

@@ -32,7 +32,7 @@ class CudaStreams:
         self._idle: torch.cuda.Stream | None = None
 
     def use(self) -> None:
-        """Makes it the calling thread's device, with streams of its own."""
+        """Makes this device the calling thread's, with streams of its own."""
         torch.cuda.set_device(self._device)
         ignore_recordings()
 

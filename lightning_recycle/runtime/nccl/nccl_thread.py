@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.nccl.nccl_comms import Comms, Kept, Kind, Note, Place
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams
-from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending
+from lightning_recycle.runtime.nccl.transfer_order import Collective, GroupPayloads, Payloads, Receiving, Sending
 
 
 class NcclOps:

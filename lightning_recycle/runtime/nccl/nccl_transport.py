@@ -36,7 +36,7 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
 )
 from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, NcclLibrary, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
-from lightning_recycle.runtime.nccl.payloads import Collective, GroupPayloads, Payloads, Receiving, Sending, Side
+from lightning_recycle.runtime.nccl.transfer_order import Collective, GroupPayloads, Payloads, Receiving, Sending, Side
 from lightning_recycle.runtime.transports import CommunicationOptions, Rosters, Transport
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 
@@ -65,7 +65,7 @@ class _Agreement:
 
     @property
     def peers(self) -> set[int]:
-        """All workers with which it shares a communicator."""
+        """All workers with which this worker is to share a communicator."""
         return self.neighbours.union(*self.rosters.values()) - {self.rank}
 
     @property

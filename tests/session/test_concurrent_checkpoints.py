@@ -11,7 +11,7 @@ import torch
 from lightning_recycle.control.client import Interrupted
 from lightning_recycle.control.protocol.messages import SaveFailure, SaveStatus
 from lightning_recycle.planning.grid import Grid, Positions
-from lightning_recycle.session.checkpoint_batches import (
+from lightning_recycle.session.concurrent_checkpoints import (
     CheckpointBatch,
     CheckpointBatches,
     GivenUp,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_recycle import planning as p
 from lightning_recycle.errors import ConfigurationError, PlanningError
-from lightning_recycle.planning import normalization
-from lightning_recycle.planning.normalization import contingencies, next_failures, normalized_problem, usual_limit
+from lightning_recycle.planning import failure_distribution
+from lightning_recycle.planning.failure_distribution import contingencies, next_failures, normalized_problem
 from lightning_recycle.planning.routing import representative
 
 GRID = p.Grid(3, 4, 6)
@@ -64,7 +64,7 @@ def test_the_true_period_decides_between_equal_bounds() -> None:
 
 def test_a_bound_that_no_plan_meets_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs and memory of a GPT-3 6.7B on 4 x 8 A100: by bounds and memory the failure belongs to stage 6."""
-    monkeypatch.setattr(normalization, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
+    monkeypatch.setattr(failure_distribution, "heuristic", partial(p.heuristic, effort=50_000))  # else it takes seconds
     grid = p.Grid(4, 8, 32)
     costs = p.Costs.uniform(8, 0.2026, 0.2178, 0.1875, 0.1999, 0.0133, communication=0.00135)
     base = p.Problem(grid, costs, in_flight_limit=(15,) * 8)
@@ -286,6 +286,7 @@ def test_the_next_failures_are_one_for_each_plan_that_may_be_needed() -> None:
 
 
 def test_a_run_without_a_limit_has_that_of_1f1b_until_it_has_measured_its_memory() -> None:
+    usual_limit = failure_distribution.usual_limit
     assert usual_limit(GRID, ()) == usual_limit(GRID, [p.Worker(0, 0)]) == (4, 3, 2, 1)
     assert usual_limit(GRID, (), measured=True) == (7, 7, 7, 7)
     assert usual_limit(GRID, [p.Worker(0, 0)], measured=True) is None

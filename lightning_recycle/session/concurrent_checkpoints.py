@@ -67,20 +67,20 @@ class StateCopies:
         self.are_originals = False
         self._memory: dict[Any, Tensor] = {} if old is None else old._by_place
         self._by_place: dict[Any, Tensor] = {}
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
-        self._owed: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
+        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # with the original, so that its address stays its own
+        self._uncopied: deque[tuple[Tensor, Tensor, int]] = deque()  # pieces: original, copy, the original's version
         self._changed, self._under_way, self._is_torn = threading.Condition(), 0, False
 
     @classmethod
     def none(cls) -> StateCopies:
-        """No copies, but the tensors themselves."""
+        """Stands for copies where the tensors themselves are written."""
         copies = cls()
         copies.are_originals = True
         return copies
 
     def limit(self, needed: int, free: float) -> bool:
         """Whether copies of ``needed`` bytes in all fit into ``free`` bytes of new memory."""
-        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._made.values())))
+        there = sum(copy.nbytes for copy in (*self._memory.values(), *(copy for _, copy in self._copies.values())))
         self.are_originals = needed - there > free
         if self.are_originals:
             self._memory.clear()
@@ -108,10 +108,10 @@ class StateCopies:
         """
         while True:
             with self._changed:
-                if not self._owed:
+                if not self._uncopied:
                     self._changed.wait_for(lambda: not self._under_way)
                     return not self._is_torn
-                original, copy, version = self._owed.popleft()
+                original, copy, version = self._uncopied.popleft()
                 self._under_way += 1
             is_whole = False
             try:
@@ -126,7 +126,7 @@ class StateCopies:
 
     def forget_originals(self) -> None:
         """The boundary is over: later copies are of another one."""
-        self._made.clear()
+        self._copies.clear()
 
     def _copy(self, tensor: Tensor, place: tuple[Any, ...], until_step: bool) -> Tensor:
         if self.are_originals:
@@ -135,9 +135,9 @@ class StateCopies:
         if not is_plain or tensor.is_inference():  # which has no version
             return tensor.detach().clone().cpu()
         key = (tensor.data_ptr(), version_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = self._made.get(key)
+        known = self._copies.get(key)
         if known is None:
-            known = self._made[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
+            known = self._copies[key] = (tensor, self._new_copy(tensor, self._memory.pop(place, None), until_step))
         self._by_place[place] = known[1]
         return known[1]
 
@@ -150,7 +150,7 @@ class StateCopies:
         size = _PIECE // tensor.itemsize
         pieces = zip(tensor.detach().view(-1).split(size), copy.view(-1).split(size), strict=True)
         with self._changed:
-            self._owed.extend((*piece, version_of(tensor)) for piece in pieces)
+            self._uncopied.extend((*piece, version_of(tensor)) for piece in pieces)
         return copy
 
 
@@ -277,7 +277,7 @@ class HolderGroup(StageGroup):
         try:
             return self.client.receive_parcel(rank, self.number, f"{self.request} {key}", self.since, self._goes_on)
         except Interrupted:
-            raise GivenUp(self._why(rank)) from None
+            raise GivenUp(self._reason(rank)) from None
 
     def _goes_on(self) -> bool:
         return self.is_wanted and self.client.returns == self._returns and self._failed() is None
@@ -286,7 +286,7 @@ class HolderGroup(StageGroup):
         failed = f"{self.request} {_FAILED}"
         return next((rank for rank in self.ranks if self.client.has_parcel(rank, self.number, failed)), None)
 
-    def _why(self, rank: int) -> str:
+    def _reason(self, rank: int) -> str:
         failed = self._failed()
         if failed is not None:
             return str(

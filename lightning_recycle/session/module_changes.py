@@ -40,7 +40,7 @@ from lightning_recycle.runtime.stage import fully_sharded_modules
 from lightning_recycle.session.object_attributes import (
     INTERNAL_ATTRIBUTES,
     MODULE_TABLES,
-    OF_ONE_PROCESS,
+    PROCESS_BOUND_TYPES,
     is_node,
     is_own,
     slots_of,
@@ -77,8 +77,8 @@ _requires_grad = attrgetter("requires_grad")  # by map(): no frame for each of t
 _ATTRIBUTES, _BUFFERS, _PARAMETERS, _CHILDREN = "", "buffers", "parameters", "children"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_NOT_LOOKED_INTO = (*OF_ONE_PROCESS, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
-_KEEPING_OWN = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
+_NOT_LOOKED_INTO = (*PROCESS_BOUND_TYPES, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
+_STATEFUL_PACKAGES = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
 _STATISTICS = ("running_mean", "running_var")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
 _INTERNAL = (INTERNAL_ATTRIBUTES | frozenset(MODULE_TABLES)) - {"training"}
@@ -274,19 +274,19 @@ def _takes_items(value: Any) -> bool:
 
 
 @dataclass
-class _Held:
+class _TrackedTensor:
     """A tensor that is not trained.
 
-    ``places``: the cells and keys that hold it. ``version``: counted writes. ``left``: steps in which it is still
-    compared. ``is_written``: whether a block has written it. ``is_fixed``: whether it is in a tuple there, which cannot
-    hold another one. ``is_shared``: whether others are views of its memory. ``copy``: equal when a block begins.
-    ``running``: in its places while a block runs.
+    ``places``: the cells and keys that hold it. ``version``: counted writes. ``watch_steps``: steps in which it is
+    still compared. ``is_written``: whether a block has written it. ``is_fixed``: whether it is in a tuple there,
+    which cannot hold another one. ``is_shared``: whether others are views of its memory. ``copy``: equal when a block
+    begins. ``running``: in its places while a block runs.
     """
 
     tensor: Tensor
     places: list[tuple[_Cell, Any]]
     version: int
-    left: int = _WATCHED_STEPS
+    watch_steps: int = _WATCHED_STEPS
     is_written: bool = False
     is_fixed: bool = False
     is_shared: bool = False
@@ -298,7 +298,7 @@ class _Held:
         cell, key = self.places[0]
         return cell.path, key
 
-    def note(self) -> None:
+    def accept_state(self) -> None:
         """Makes the present state the one to compare with."""
         self.version, self.copy = _write_count(self.tensor), None
 
@@ -307,10 +307,10 @@ def _write_count(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
-def _clone(held: _Held, storages: dict[int, Any]) -> Tensor:
+def _clone(entry: _TrackedTensor, storages: dict[int, Any]) -> Tensor:
     """A copy; those of views of one storage are views of one storage."""
-    tensor = held.tensor
-    if held.is_shared:
+    tensor = entry.tensor
+    if entry.is_shared:
         storage = tensor.untyped_storage()
         copied = storages.setdefault(storage.data_ptr(), None) or storage.clone()
         storages[storage.data_ptr()] = copied
@@ -337,7 +337,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class ValueTree:
-    """The values of ``module``.
+    """Finds what a block of user code changes in ``module``, and undoes it.
 
     ``internal``: names of attributes of the module itself that are not the user's. ``whole``: the tree of all
     submodules; else the attributes and buffers of the module itself. ``statistics``: running statistics of normalising
@@ -349,21 +349,22 @@ class ValueTree:
         self._hidden = _INTERNAL | frozenset(internal)
         self._cells: dict[Path, _Cell] = {}
         self._paths: dict[int, Path] = {}
-        self._few: list[_Cell] = []
-        self._many: list[_Table] = []  # the tables of submodules, which are compared all at once
+        self._single_cells: list[_Cell] = []
+        self._module_tables: list[_Table] = []  # of modules, but for those in ``_single_cells``: compared at once
         self._tables: list[dict[Any, Any]] = []  # these themselves
         self._known: list[Any] = []  # what is in them
-        self._held: dict[int, _Held] = {}
+        self._tracked: dict[int, _TrackedTensor] = {}
         self.statistics: dict[Place, Tensor] = {}
         self._trained: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # of these when the block began
-        self._left = _WATCHED_STEPS  # the steps in which these are compared, in the first block
-        self._sums: list[bytes] | None = []  # of these then; None before that block
-        self._has_room = self._is_stale = True
+        self._trained_watch_steps = _WATCHED_STEPS  # the steps in which these are compared, in the first block
+        self._trained_checksums: list[bytes] = []  # of these when it began
+        # ``_compares_trained``: whether the present block, or else the next one, is that block
+        self._has_room = self._is_stale = self._compares_trained = True
         self._is_moved = False  # whether tensors may have left their places since they were looked up there
-        self._touched: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
-        self._given: list[Place] = []
-        self._noted: list[Place] = []  # changes that were found, and not told yet
+        self._replaced: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
+        self._given_places: list[Place] = []
+        self._unreported: list[Place] = []  # changes that were found, for the next :meth:`absorb`
         self._blocks = 0
 
     # ------------------------------------------------------------------ finding cells
@@ -371,11 +372,11 @@ class ValueTree:
     def _walk(self) -> None:
         """Builds the tree again: cells, tensors that are not trained, and trained ones.
 
-        Tensors that were in the tree before keep their record of writes. ``_few`` has the cells to compare one by one,
-        ``_many`` those of modules, whose values are compared together.
+        Tensors that were in the tree before keep their record of writes. ``_single_cells`` are compared one by one,
+        the values of ``_module_tables`` together.
         """
         self._cells, self._paths, self._is_stale = {}, {}, False
-        held_before, self._held = self._held, {}
+        tracked_before, self._tracked = self._tracked, {}
         todo: list[tuple[Path, Any]] = []
         gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
         modules = [*self._modules("", self._module, set())]
@@ -391,7 +392,7 @@ class ValueTree:
                 self._add(_Table((name, _CHILDREN), modules_of(module)), [])
             self._paths[id(module)] = (name,)
         own_cells = [*self._cells.values()][:2]
-        self._many = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _Table)]
+        self._module_tables = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _Table)]
         while todo and len(self._cells) < _MOST_CELLS:
             path, value = todo.pop()
             if id(value) in self._paths:
@@ -409,26 +410,26 @@ class ValueTree:
         for (name, *table), cell in self._cells.items():
             for key, value in cell.items() if table == [_BUFFERS] else ():
                 is_one = key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
-                if is_one and isinstance(value, Tensor) and value.is_floating_point() and id(value) in self._held:
+                if is_one and isinstance(value, Tensor) and value.is_floating_point() and id(value) in self._tracked:
                     self.statistics[cell.path, key] = value
-                    self._held[id(value)].is_written = True  # by a way that nothing counts
-        self._few = [*own_cells, *[*self._cells.values()][2 + len(self._many) :]]
-        self._known, self._tables = [], [cell.values for cell in self._many]
-        tables = [(cell.path[0], cell.items()) for cell in self._many if cell.path[1] == _PARAMETERS]
+                    self._tracked[id(value)].is_written = True  # by a way that nothing counts
+        self._single_cells = [*own_cells, *[*self._cells.values()][2 + len(self._module_tables) :]]
+        self._known, self._tables = [], [cell.values for cell in self._module_tables]
+        tables = [(cell.path[0], cell.items()) for cell in self._module_tables if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
         trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
         trained = {name: parameter for name, parameter in trained.items() if not is_sharded(parameter)}
         if [*map(id, trained.values())] != [*map(id, self._trained.values())]:
-            self._trained, self._left, self._sums = trained, _WATCHED_STEPS, None
+            self._trained, self._trained_watch_steps, self._compares_trained = trained, _WATCHED_STEPS, True
         weights = {memory_address(parameter) for parameter in trained.values()} - {0}
-        self._held = {key: held for key, held in self._held.items() if memory_address(held.tensor) not in weights}
-        seen: dict[int, _Held] = {}
-        for key, held in self._held.items():
-            first_view = seen.setdefault(memory_address(held.tensor) or key, held)
-            held.is_shared = first_view.is_shared = first_view is not held or first_view.is_shared
-            if (earlier := held_before.get(key)) is not None and earlier.tensor is held.tensor:
-                held.left, held.is_written = earlier.left, earlier.is_written or held.is_written
-        size = sum(held.tensor.nbytes for held in self._held.values())
+        self._tracked = {k: entry for k, entry in self._tracked.items() if memory_address(entry.tensor) not in weights}
+        seen: dict[int, _TrackedTensor] = {}
+        for key, entry in self._tracked.items():
+            first_view = seen.setdefault(memory_address(entry.tensor) or key, entry)
+            entry.is_shared = first_view.is_shared = first_view is not entry or first_view.is_shared
+            if (earlier := tracked_before.get(key)) is not None and earlier.tensor is entry.tensor:
+                entry.watch_steps, entry.is_written = earlier.watch_steps, earlier.is_written or entry.is_written
+        size = sum(entry.tensor.nbytes for entry in self._tracked.values())
         self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
     def _modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -438,7 +439,7 @@ class ValueTree:
         for name, child in modules_of(module).items() if self._whole else ():
             if child is None or id(child) in seen or isinstance(child, Metric) or is_own(child):
                 continue
-            if not type(child).__module__.startswith(_KEEPING_OWN):
+            if not type(child).__module__.startswith(_STATEFUL_PACKAGES):
                 yield from self._modules(f"{prefix}.{name}" if prefix else name, child, seen)
 
     def _add(self, cell: _Cell, todo: list[tuple[Path, Any]]) -> None:
@@ -451,27 +452,27 @@ class ValueTree:
                 continue
             if isinstance(item, tuple):
                 for leaf in item[:_LOOKS_INTO]:
-                    self._hold(leaf, cell, key, is_fixed=True)
-            self._hold(item, cell, key)
+                    self._track(leaf, cell, key, is_fixed=True)
+            self._track(item, cell, key)
             if not isinstance(item, (*_ATOMS, Tensor)):
                 todo.append(((*cell.path, key), item))
 
-    def _hold(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
+    def _track(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
         if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
             return  # what belongs to the graph of a step is not written
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes:
             return  # a number that stands for many, or memory that was freed
         if not tensor.requires_grad:  # a leaf that does is trained, by whomever
-            held = self._held.setdefault(id(tensor), _Held(tensor, [], _write_count(tensor)))
-            held.places.append((cell, key))
-            held.is_fixed |= is_fixed
+            entry = self._tracked.setdefault(id(tensor), _TrackedTensor(tensor, [], _write_count(tensor)))
+            entry.places.append((cell, key))
+            entry.is_fixed |= is_fixed
 
     # ------------------------------------------------------------------ places
 
     def has(self, place: Place) -> bool:
         """Whether the tree has that cell: other stages have other modules."""
         if place[0] not in self._cells and self._is_stale:
-            self._noted = self.absorb()
+            self._unreported = self.absorb()
         return place[0] in self._cells
 
     def get(self, place: Place) -> Any:
@@ -483,16 +484,16 @@ class ValueTree:
         """Makes ``value`` that of a place; writes into the tensor there if possible."""
         cell, key = self._cells[place[0]], place[1]
         old = cell.get(key)
-        held = self._held.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
-        if held is not None and not old.is_inference() and old.shape == value.shape and old.dtype == value.dtype:
+        entry = self._tracked.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
+        if entry is not None and not old.is_inference() and old.shape == value.shape and old.dtype == value.dtype:
             old.data.copy_(value)
-            held.note()
+            entry.accept_state()
         elif isinstance(old, nn.Parameter) and isinstance(value, Tensor):
             old.data = value.detach()
         else:
             cell.put(key, value)
             self._read(cell)
-            self._hold(value, cell, key)
+            self._track(value, cell, key)
             self._is_moved = True
             self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
@@ -520,7 +521,7 @@ class ValueTree:
         written in place. Builds the tree again if it has new containers, or weights were frozen or thawed; forgets
         tensors that are in no place any more.
         """
-        changed, self._noted = self._noted, []
+        changed, self._unreported = self._unreported, []
         unlike = self._changed_cells()
         is_moved, self._is_moved = self._is_moved or bool(unlike), False
         for cell in unlike:
@@ -528,44 +529,44 @@ class ValueTree:
                 changed.append((cell.path, key))
                 for item in value if isinstance(cell, _Whole) and cell.kind is _ITEMS else (value,):
                     if isinstance(item, Tensor) and key != WHOLE:
-                        self._hold(item, cell, key)
+                        self._track(item, cell, key)
                     self._is_stale |= not isinstance(item, (*_ATOMS, Tensor)) and id(item) not in self._paths
             self._read(cell)
-        frozen = [held.tensor for held in self._held.values() if type(held.tensor) is nn.Parameter]
+        frozen = [entry.tensor for entry in self._tracked.values() if type(entry.tensor) is nn.Parameter]
         trained = self._trained.values()
         if self._is_stale or any(map(_requires_grad, frozen)) or not all(map(_requires_grad, trained)):
             self._walk()
-        for held in list(self._held.values()):
-            if is_moved and not held.is_fixed:  # else the tuple is what changes
-                held.places = [(cell, key) for cell, key in held.places if cell.get(key) is held.tensor]
-            if not held.places:
-                del self._held[id(held.tensor)]
-            elif held.version != _write_count(held.tensor):
-                changed += [(cell.path, key) for cell, key in held.places]
-                held.note()
+        for entry in list(self._tracked.values()):
+            if is_moved and not entry.is_fixed:  # else the tuple is what changes
+                entry.places = [(cell, key) for cell, key in entry.places if cell.get(key) is entry.tensor]
+            if not entry.places:
+                del self._tracked[id(entry.tensor)]
+            elif entry.version != _write_count(entry.tensor):
+                changed += [(cell.path, key) for cell, key in entry.places]
+                entry.accept_state()
         return changed
 
     def _changed_cells(self) -> list[_Cell]:
         """The cells that have changed."""
-        changed = [cell for cell in self._few if not cell.is_same()]
+        changed = [cell for cell in self._single_cells if not cell.is_same()]
         if not self._known:
-            self._known = [*chain.from_iterable(cell.known for cell in self._many)]
+            self._known = [*chain.from_iterable(cell.known for cell in self._module_tables)]
         is_same = sum(map(len, self._tables)) == len(self._known) and all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), self._known)
         )
-        return changed if is_same else [*changed, *(cell for cell in self._many if not cell.is_same())]
+        return changed if is_same else [*changed, *(cell for cell in self._module_tables if not cell.is_same())]
 
     def _read(self, cell: _Cell) -> None:
         cell.read()
         self._known = []
 
     def begin_step(self) -> None:
-        """Tensors are looked at with less care the more steps have not written them."""
-        for held in self._held.values():
-            held.left = max(0, held.left - 1)
-            held.copy = None  # ``.data`` may have been written, which nothing counts
-        self._left = max(0, self._left - 1)
-        self._sums = None if self._left else []
+        """A step begins: each tensor is watched in one step less."""
+        for entry in self._tracked.values():
+            entry.watch_steps = max(0, entry.watch_steps - 1)
+            entry.copy = None  # ``.data`` may have been written, which nothing counts
+        self._trained_watch_steps = max(0, self._trained_watch_steps - 1)
+        self._compares_trained = self._trained_watch_steps > 0
 
     @torch.no_grad()
     def begin(self, values: Mapping[Place, Any]) -> None:
@@ -573,35 +574,35 @@ class ValueTree:
 
         :meth:`end` returns the fate of each.
         """
-        self._touched, self._given = [], list(values)
+        self._replaced, self._given_places = [], list(values)
         replaced: set[int] = set()
         storages: dict[int, Any] = {}
         for place, value in values.items():
             cell, key = self._cells[place[0]], place[1]
-            held = self._held.get(id(cell.get(key)))
-            replaced.add(id(held))
-            self._touch([(cell, key)] if held is None or held.is_fixed else held.places, value)
-        for held in self._held.values():
-            is_watched = held.is_written or (held.left > 0 and self._has_room)
-            if id(held) in replaced:
-                held.copy = None
-            elif is_watched and self._whole and not held.is_fixed:
-                held.running = _clone(held, storages)
-                self._touch(held.places, held.running)
-            elif held.copy is None and (is_watched or held.tensor.nbytes <= _KEPT_BYTES):
-                held.copy = held.tensor.detach().clone()
-        for cell in {id(cell): cell for cell, _, _ in self._touched}.values():
+            entry = self._tracked.get(id(cell.get(key)))
+            replaced.add(id(entry))
+            self._touch([(cell, key)] if entry is None or entry.is_fixed else entry.places, value)
+        for entry in self._tracked.values():
+            is_watched = entry.is_written or (entry.watch_steps > 0 and self._has_room)
+            if id(entry) in replaced:
+                entry.copy = None
+            elif is_watched and self._whole and not entry.is_fixed:
+                entry.running = _clone(entry, storages)
+                self._touch(entry.places, entry.running)
+            elif entry.copy is None and (is_watched or entry.tensor.nbytes <= _KEPT_BYTES):
+                entry.copy = entry.tensor.detach().clone()
+        for cell in {id(cell): cell for cell, _, _ in self._replaced}.values():
             self._read(cell)
         self._versions = versions_of(self._trained.values())
-        if self._sums is None:
-            self._sums = self._checksums()
+        if self._compares_trained:
+            self._trained_checksums = self._checksums()
 
     def _checksums(self) -> list[bytes]:
         return [checksum([parameter]) for parameter in self._trained.values()]
 
     def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
         for cell, key in places:
-            self._touched.append((cell, key, cell.get(key)))
+            self._replaced.append((cell, key, cell.get(key)))
             cell.put(key, value)
 
     @torch.no_grad()
@@ -611,16 +612,16 @@ class ValueTree:
         All places hold again what they held before :meth:`begin`.
         """
         changed, changes = self._changes()
-        for place in self._given:
+        for place in self._given_places:
             changes.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
-        for held in self._held.values():
-            if (write := self._take_write(held)) is not None:
+        for entry in self._tracked.values():
+            if (write := self._take_write(entry)) is not None:
                 changes[write.place] = write
         self._take_back(changed)
         now: list[Any] = versions_of(self._trained.values())
         before: list[Any] = self._versions
-        if now == before and self._sums:
-            now, before, self._sums = self._checksums(), self._sums, []
+        if now == before and self._compares_trained:
+            now, before, self._compares_trained = self._checksums(), self._trained_checksums, False
         if now != before:
             _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
         self._blocks += 1
@@ -629,19 +630,23 @@ class ValueTree:
     def abandon(self) -> None:
         """The block is over, and leaves nothing."""
         self._take_back(self._changes()[0])
-        self._sums = []
-        for held in self._held.values():
-            held.running = None
-            if held.copy is not None and held.version != _write_count(held.tensor):
-                self._rewrite(held, held.copy)
+        self._compares_trained = False
+        for entry in self._tracked.values():
+            entry.running = None
+            if entry.copy is not None and entry.version != _write_count(entry.tensor):
+                self._rewrite(entry, entry.copy)
 
-    def look(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
-        """Changes by other code since :meth:`absorb`; undoes those that ``stays`` denies."""
+    def changes_outside(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
+        """Changes by other code since :meth:`absorb`.
+
+        Undoes new values in cells that ``stays`` denies; writes into tensors are reported, not undone.
+        """
         changed, changes = self._changes()
         for cell, key, before, _ in changed:
             if not stays(changes[cell.path, key]):
                 cell.put(key, before)
-        written = [held.place for held in self._held.values() if held.tensor.is_inference()]  # nothing counts that
+        # Nothing counts writes to these.
+        written = [entry.place for entry in self._tracked.values() if entry.tensor.is_inference()]
         for place in (*self.absorb(), *written):
             changes.setdefault(place, PlaceChange(place, self.get(place), self.get(place)))
         return list(changes.values())
@@ -653,11 +658,11 @@ class ValueTree:
     def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
         for cell, key, before, _ in changed:
             cell.put(key, before)
-        for cell, key, value in reversed(self._touched):
+        for cell, key, value in reversed(self._replaced):
             cell.put(key, value)
-        for cell in {id(cell): cell for cell, *_ in (*changed, *self._touched)}.values():
+        for cell in {id(cell): cell for cell, *_ in (*changed, *self._replaced)}.values():
             self._read(cell)
-        self._touched = []
+        self._replaced = []
 
     def _change(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
         items = None
@@ -668,53 +673,53 @@ class ValueTree:
             items = _appended(() if before is ABSENT else before if known is None else known.content, now)
         return PlaceChange((cell.path, key), before, now, items)
 
-    def _take_write(self, held: _Held) -> PlaceChange | None:
+    def _take_write(self, entry: _TrackedTensor) -> PlaceChange | None:
         """The block's write to a tensor, undone; None if there is none.
 
-        ``held.running``, a copy that the block had instead, is compared with the tensor; without one, the tensor with
+        ``entry.running``, a copy that the block had instead, is compared with the tensor; without one, the tensor with
         its copy of before. Raises UnsupportedFeatureError for a write that cannot be undone, or repeated elsewhere.
         """
-        running, held.running = held.running, None
+        running, entry.running = entry.running, None
         if running is not None:
-            places = [(cell.path, key) for cell, key in held.places if cell.get(key) is running]
+            places = [(cell.path, key) for cell, key in entry.places if cell.get(key) is running]
             if type(running) is nn.Parameter and running.requires_grad:
                 raise UnsupportedFeatureError(
-                    f"{name_of(held.place)}.requires_grad was set in a training step."
+                    f"{name_of(entry.place)}.requires_grad was set in a training step."
                     " Set it before, in a hook such as on_train_batch_start(), which all workers run."
                 )
-            if not places or _equal(running, held.tensor):
+            if not places or _equal(running, entry.tensor):
                 return None
-            held.is_written = True
-            return PlaceChange(places[0], held.tensor, running)
-        is_counted = held.version != (mark := _write_count(held.tensor))
-        is_small = held.tensor.nbytes <= _COMPARED_BYTES or id(held) % _EACH == self._blocks % _EACH
-        if not is_counted and (held.copy is None or not is_small):
+            entry.is_written = True
+            return PlaceChange(places[0], entry.tensor, running)
+        is_counted = entry.version != (mark := _write_count(entry.tensor))
+        is_small = entry.tensor.nbytes <= _COMPARED_BYTES or id(entry) % _COMPARE_EVERY == self._blocks % _COMPARE_EVERY
+        if not is_counted and (entry.copy is None or not is_small):
             return None
-        if held.copy is None:
-            _refuse(name_of(held.place), trained=False)
-        if _equal(held.copy, held.tensor):
-            held.version = mark
+        if entry.copy is None:
+            _refuse(name_of(entry.place), trained=False)
+        if _equal(entry.copy, entry.tensor):
+            entry.version = mark
             return None
-        if held.is_fixed:
+        if entry.is_fixed:
             raise UnsupportedFeatureError(
-                f"A tensor in the tuple {name_of(held.place)} was written in a training step. Assign a new"
+                f"A tensor in the tuple {name_of(entry.place)} was written in a training step. Assign a new"
                 " tuple, or keep it in a list."
             )
-        now = held.tensor.detach().clone()
-        self._rewrite(held, held.copy)
-        held.is_written = True
-        return PlaceChange(held.place, held.tensor, now)
+        now = entry.tensor.detach().clone()
+        self._rewrite(entry, entry.copy)
+        entry.is_written = True
+        return PlaceChange(entry.place, entry.tensor, now)
 
-    def _rewrite(self, held: _Held, copy: Tensor) -> None:
-        held.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
-        held.version = _write_count(held.tensor)
+    def _rewrite(self, entry: _TrackedTensor, copy: Tensor) -> None:
+        entry.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
+        entry.version = _write_count(entry.tensor)
 
     # ------------------------------------------------------------------ outside of blocks
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the tree that are not trained, and may be written."""
         self.absorb()
-        return [held.tensor for held in self._held.values() if held.version >= 0]
+        return [entry.tensor for entry in self._tracked.values() if entry.version >= 0]
 
     def contents(self) -> list[tuple[Any, Any]]:
         """Contents of the cells, for :meth:`restore`."""
@@ -731,7 +736,7 @@ class ValueTree:
                 self._is_moved = True
 
 
-_EACH = 7  # blocks, of which tensors take turns to be compared
+_COMPARE_EVERY = 7  # blocks, of which tensors take turns to be compared
 
 
 def _refuse(name: str, trained: bool) -> NoReturn:
