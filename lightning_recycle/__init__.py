@@ -22,6 +22,7 @@ from lightning_recycle.errors import (
     ReCycleError,
     StageLostError,
     UnsupportedFeatureError,
+    suggestion,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"{_LAZY[name]} cannot be imported: {error}", name=_LAZY[name]) from error
         globals()[name] = getattr(module, name)
         return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    answer = f"module {__name__!r} has no attribute {name!r}.{suggestion(name, __dir__())}"
+    raise AttributeError(answer, name=name)  # without obj, whose names Python would suggest once more
 
 
 def __dir__() -> list[str]:

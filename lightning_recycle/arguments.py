@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, suggestion
 
 __version__ = "0.1.0"
 """The version of the package."""
@@ -35,7 +35,10 @@ __version__ = "0.1.0"
 class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        meant = "".join(suggestion(flag, flags) for flag in unknown if flag not in flags)
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.{meant}\n")
 
     @override
     def print_help(self, file: Any = None) -> None:
@@ -103,6 +106,19 @@ def require(extra: str, option: str) -> None:
         raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")
 
 
+VARIABLES = tuple(f"RECYCLE_{name}" for name in (
+    "COORDINATOR", "KEY", "KEY_FILE", "LISTEN", "HTTP", "LOG", "VALIDATE", "CONNECT_SECONDS", "HOST", "PORTS", "NODE",
+    "FULL_ERROR",
+))  # fmt: skip
+"""The variables of the environment that have a meaning."""
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Warnings of variables that begin like those of this package, and are none."""
+    unknown = sorted(name for name in environ if name.startswith("RECYCLE_") and name not in VARIABLES)
+    return [f"The variable {name} has no meaning here.{suggestion(name, VARIABLES)}" for name in unknown]
+
+
 # ---------------------------------------------------------------------- options
 
 
@@ -151,6 +167,9 @@ def number(least: float = 0.0, *, above: bool = False) -> Check:
 
 SWITCH = choice("auto", True, False)
 BOOLEAN = Check(lambda value: isinstance(value, bool), "use True or False", (True, False))
+PATH = Check(
+    lambda value: value is None or isinstance(value, (str, os.PathLike)), "give the path of a file or folder, or None"
+)
 SECONDS = Check(lambda value: is_number(value, 0.0, above=True), "give a number of seconds, more than 0")
 SHARE = Check(lambda value: is_number(value, 0.0) and value <= 1, "give a share between 0 and 1")
 
@@ -174,7 +193,7 @@ def option(default: Any, check: Check | None = None, *, shared: str = "", by_lau
     """A field of an :class:`OptionGroup`.
 
     Args:
-        default: its default.
+        default: its default; ``dataclasses.MISSING`` for none.
         check: the values that it may have.
         shared: for an option that all workers of a run must agree on, its line in ``recycle-coordinator --help``.
         by_launcher: whether only a launching process, which starts all workers itself, can carry it out.
@@ -237,6 +256,9 @@ def suggests_options(cls: _Class) -> _Class:
         if missing := [
             each.name for each in known[len(args) :] if each.default is each.empty and each.name not in kwargs
         ]:
+            for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+                if (check := _check_of(cls, name)) is not None:
+                    check.checked(cls.__name__, name, value)
             given = [*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())]
             raise ConfigurationError(f"{cls.__name__}({', '.join(given)}): give {', '.join(missing)} too.")
         initialize(self, *args, **kwargs)
@@ -266,10 +288,14 @@ def _answer(cls: type[Any], name: str, value: Any, names: Sequence[str], groups:
     return f"{given}: there is no such option. Did you mean {right}?"
 
 
-def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+def _check_of(cls: type[Any], name: str) -> Check | None:
     options = getattr(cls, "options_type", cls)
     known = fields(options) if dataclasses.is_dataclass(options) else ()
-    check = next((item.metadata.get("check") for item in known if item.name == name), None)
+    return next((item.metadata.get("check") for item in known if item.name == name), None)
+
+
+def _accepts(cls: type[Any], name: str, value: Any) -> bool:
+    check = _check_of(cls, name)
     return check is None or bool(check.accepts(value))
 
 

@@ -29,6 +29,11 @@ def unknown(kind: str, name: str, known: Collection[str], otherwise: str = "") -
     return f"unknown {kind} {name!r}: choose one of {', '.join(known)}{otherwise}.{suggestion(name, known)}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``count`` with a regular noun: 1 worker, 2,000 workers, 2 micro-batches."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('ch', 's')) else 's'}"
+
+
 class ReCycleError(Exception):
     """Base class of all errors raised by ``lightning_recycle``."""
 

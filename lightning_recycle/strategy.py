@@ -31,7 +31,7 @@ from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
 from lightning_recycle.data.step_sources import StepHandle, StepLoader
 from lightning_recycle.devices import moved_in_place
-from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import OTHER_LIGHTNING, ConfigurationError, UnsupportedFeatureError, counted
 from lightning_recycle.launch.launcher import SupervisorLauncher
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.planning.grid import Grid, Worker
@@ -348,7 +348,7 @@ class ReCycleStrategy(ParallelStrategy):
         members = self.options.members
         if self.num_devices % members:
             raise ConfigurationError(
-                f"{self.num_devices} devices cannot be divided into positions of {members} processes"
+                f"{counted(self.num_devices, 'device')} cannot be divided into positions of {members} processes"
                 f" (tensor_parallel_size={self.options.tensor_parallel_size}, fsdp_size={self.options.fsdp_size}). Use"
                 f" a number of devices that is a multiple of {members}."
             )

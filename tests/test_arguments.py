@@ -21,6 +21,7 @@ from lightning_recycle import (
     VerificationOptions,
 )
 from lightning_recycle.arguments import OptionGroup
+from lightning_recycle.launch.run_attempt import _shown_at
 from lightning_recycle.session.configuration import Options
 
 OF_LIGHTNING = {"accelerator", "checkpoint_io", "precision_plugin"}
@@ -101,6 +102,9 @@ def test_a_group_answers_likewise() -> None:
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
+        (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),  # type: ignore[arg-type]
+        (lambda: ReCycleStrategy(seed=2**63), "of 64 bits, or None"),
         (lambda: ReCycleStrategy(num_microbatches=0), r"ReCycleStrategy\(num_microbatches=0\)"),
         (lambda: ReCycleStrategy(engine="kubernetes"), r"RayEngine\(...\).$"),  # type: ignore[arg-type]
         (lambda: ReCycleStrategy(engine="rey"), r"RayEngine\(...\). Did you mean 'ray'\?$"),  # type: ignore[arg-type]
@@ -110,6 +114,22 @@ def test_a_group_answers_likewise() -> None:
 def test_a_value_that_cannot_work_is_an_error_of_its_owner(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+@pytest.mark.parametrize("kind", [Options, RayEngine, *GROUPS.values()])
+def test_every_option_refuses_an_object_that_it_has_no_use_for(kind: type[OptionGroup]) -> None:
+    def make(name: str) -> None:
+        made = kind(**{name: object()})
+        if isinstance(made, RecoveryOptions):
+            ReCycleStrategy(recovery=made)  # which checks machine_errors
+
+    for item in fields(kind):
+        with pytest.raises(ConfigurationError, match=item.name):
+            make(item.name)
+
+
+def test_a_port_of_the_status_is_a_number_or_its_digits() -> None:
+    assert _shown_at(8080) == _shown_at("8080") == (True, ("127.0.0.1", 8080))
 
 
 def test_an_option_that_is_assigned_is_checked_as_well() -> None:

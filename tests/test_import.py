@@ -185,8 +185,10 @@ def test_public_names_are_found_and_unknown_ones_are_not() -> None:
     package = importlib.import_module("lightning_recycle")
     for name in package.__all__:
         assert getattr(package, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Misspelt'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'Misspelt'\.$"):
         _ = package.Misspelt
+    with pytest.raises(AttributeError, match=r"no attribute 'RecycleStrategy'\. Did you mean 'ReCycleStrategy'\?$"):
+        _ = package.RecycleStrategy
 
 
 def test_dir_shows_the_public_names_before_they_are_loaded() -> None:

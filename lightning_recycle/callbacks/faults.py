@@ -22,13 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.arguments import is_integer, is_number, suggests_options
+from lightning_recycle.arguments import choice, integer, is_integer, is_number, option, suggests_options
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError, suggestion
 from lightning_recycle.planning.grid import Op, OpKind
 from lightning_recycle.runtime.connections import drop_everything
@@ -106,9 +106,9 @@ class Fault:
         ConfigurationError: for unknown names, numbers out of range, and arguments that do not belong together.
     """
 
-    kind: str
-    pipeline: int
-    stage: int
+    kind: str = option(MISSING, choice(*KINDS))
+    pipeline: int = option(MISSING, integer(0))
+    stage: int = option(MISSING, integer(0))
     step: int | None = None
     at: str = "forward"
     microbatch: int | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_recycle.arguments import suggests_options
+from lightning_recycle.arguments import SECONDS, suggests_options
 from lightning_recycle.control.options import HeartbeatTimeouts
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.errors import ConfigurationError
@@ -52,10 +52,12 @@ class HeartbeatCallback(pl.Callback):
         last_holder_timeout: float = 300.0,
         coordinator_timeout: float = 60.0,
     ) -> None:
-        if interval <= 0 or timeout < 2 * interval:
+        SECONDS.checked(type(self).__name__, "interval", interval)
+        self.timeouts = HeartbeatTimeouts(timeout, last_holder_timeout, coordinator_timeout)
+        if timeout < 2 * interval:
             raise ConfigurationError(
-                f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): interval must be positive and timeout"
-                " at least twice the interval, or one late heartbeat evicts a healthy worker."
+                f"HeartbeatCallback(interval={interval!r}, timeout={timeout!r}): timeout must be at least twice the"
+                " interval, or one late heartbeat evicts a healthy worker."
             )
         if last_holder_timeout < timeout:
             raise ConfigurationError(
@@ -68,7 +70,6 @@ class HeartbeatCallback(pl.Callback):
                 " 1 second, or a busy coordinator loses all workers."
             )
         self.interval = interval
-        self.timeouts = HeartbeatTimeouts(float(timeout), float(last_holder_timeout), float(coordinator_timeout))
         self._logged: Mapping[str, float] = {}
 
     @override

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_recycle import planning
-from lightning_recycle.arguments import integer, is_integer, is_number
+from lightning_recycle.arguments import Check, integer, is_integer, is_number, number
 from lightning_recycle.commands import Output, run_command, switch
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import check_ending, check_parent, refusing
 from lightning_recycle.planning.costs import Memory
 from lightning_recycle.planning.failure_distribution import contingencies, usual_limit
@@ -92,9 +92,7 @@ def _without_failures(config: Mapping[str, Any]) -> planning.Problem:
     )
     limit, memory = config["memory"]["in_flight"], _bytes(config["memory"], profile)
     if limit is not None:
-        limit = _per_stage("memory.in_flight", limit, grid)
-        for most in limit:
-            integer(1, otherwise="for no limit").checked("", "memory.in_flight", most)
+        limit = _per_stage("memory.in_flight", limit, grid, integer(1, otherwise="for no limit"))
     checkpoint = config["memory"].get("checkpoint")
     if checkpoint is not None:
         if (limit is None and memory is None) or not is_number(checkpoint, 0):
@@ -117,19 +115,20 @@ def _costs(settings: Mapping[str, Any], grid: planning.Grid) -> tuple[planning.C
         profile = planning.load_profile(path)
         if len(profile.stages) != grid.stages:
             raise ConfigurationError(
-                f"{path} is the profile of {len(profile.stages)} stages: give grid.stages={len(profile.stages)}, "
-                f"or a profile of {grid.stages}."
+                f"{path} is the profile of {counted(len(profile.stages), 'stage')}: give"
+                f" grid.stages={len(profile.stages)}, or a profile of {grid.stages}."
             )
         return profile.costs(), profile
-    values = {name: _per_stage(f"costs.{name}", settings.get(name), grid) for name in _PER_STAGE}
+    values = {name: _per_stage(f"costs.{name}", settings.get(name), grid, number()) for name in _PER_STAGE}
     return planning.Costs(**values, communication=settings.get("communication")), None  # type: ignore[arg-type]
 
 
-def _per_stage(name: str, value: Any, grid: planning.Grid) -> tuple[Any, ...]:
-    """One value for all stages, or a list of one for each; the planner checks it."""
+def _per_stage(name: str, value: Any, grid: planning.Grid, check: Check) -> tuple[Any, ...]:
+    """One value for all stages, or a list of one for each, that ``check`` accepts."""
     values = tuple(value) if isinstance(value, list) else (value,) * grid.stages
-    if len(values) != grid.stages:
-        raise ConfigurationError(f"{name}={value!r}: give one value, or one for each of the {grid.stages} stages.")
+    remedy = f"{check.remedy}, or a list of {grid.stages}, one for each stage"
+    right = len(values) == grid.stages and all(map(check.accepts, values))
+    Check(lambda _: right, remedy).checked("", name, value)
     return values
 
 
@@ -248,10 +247,12 @@ def _cells(result: planning.PlanResult, *, by_stage: bool = False) -> dict[str, 
     schedule = result.schedule
     failed = planning.distribution_of(schedule.grid, schedule.failed)
     usual, zero_bubble = _ratios(schedule)
+    limits = schedule.problem.in_flight_limit
     return {
         "grid": str(schedule.grid),
         "planner": result.backend,
         "failed": _failures_by_stage(failed) if by_stage else str(sum(failed)),
+        "in flight": "any" if limits is None else _short(limits),
         "period": f"{schedule.period:.5g}",
         "span": f"{schedule.makespan:.5g}",
         "bound": f"{result.lower_bound:.5g}",
@@ -300,7 +301,7 @@ def _single(result: planning.PlanResult, unit: str) -> Table:
     limits, memory = problem.in_flight_limit, problem.memory
     may_repeat = memory is not None and memory.checkpoint is not None
     again = sum(len(schedule.recomputed(w)) for w in schedule.live_workers) if may_repeat else 0
-    held = f"{_short(_peaks(schedule, schedule.peak_in_flight))} micro-batches"
+    held = _short(_peaks(schedule, schedule.peak_in_flight))
     usual, zero_bubble = _ratios(schedule)
     table.add_row("pipelines x stages x micro-batches", str(schedule.grid))
     table.add_row("failed (pipeline, stage)", f"{failed}{more}" if problem.failed else "none")
@@ -310,7 +311,7 @@ def _single(result: planning.PlanResult, unit: str) -> Table:
     table.add_row("makespan", f"{schedule.makespan:g} {unit}")
     table.add_row("lower bound of the period", f"{result.lower_bound:g} {unit}")
     table.add_row("gap", f"{_percent(result.gap)} ({result.status})")
-    table.add_row("peak memory", held + (f" of {_short(limits)}" if limits else ""))
+    table.add_row("peak memory, micro-batches", held + (f" of {_short(limits)}" if limits else ""))
     if memory is not None:
         peaks = [f"{peak:.4g}" for peak in _peaks(schedule, schedule.peak_memory)]
         table.add_row("peak memory, bytes", f"{_short(peaks)} of {_short([f'{most:.4g}' for most in memory.capacity])}")
@@ -325,7 +326,7 @@ def _planner(result: planning.PlanResult) -> str:
     """The planner, its solver's calls, and the planner whose plan it is."""
     text, use = f"{result.backend}, {result.seconds:.2f} s", result.solver
     if use.calls:
-        text += f"; solver: {use.calls} call{'' if use.calls == 1 else 's'}, {use.seconds:.2f} s"
+        text += f"; solver: {counted(use.calls, 'call')}, {use.seconds:.2f} s"
     elif use.reason:
         text += f"; solver: not asked: {use.reason}"
     return text if result.found_by == result.backend else f"{text}; found by {result.found_by}"
@@ -333,9 +334,9 @@ def _planner(result: planning.PlanResult) -> str:
 
 def _comparison(rows: Sequence[dict[str, str]], title: str) -> Table:
     """Several plans, one per line, without columns that are equal throughout."""
-    if len({each["grid"] for each in rows}) == 1:
-        title += f", {rows[0]['grid']}"
-    less = {"grid"} | ({"span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
+    for name in ("grid", "planner"):
+        title += f", {rows[0][name]}" if len({each[name] for each in rows}) == 1 else ""
+    less = {"grid", "planner"} | ({"in flight", "span", "gap", "peak", "/ZB"} if len(rows) > 1 else set())
     same = {name for name in less if len({each[name] for each in rows}) == 1}
     if all(each["found by"] == each["planner"] for each in rows):
         same.add("found by")

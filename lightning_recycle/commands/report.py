@@ -18,6 +18,7 @@ from jinja2 import Environment
 
 from lightning_recycle.arguments import command_parser, exit_without_reader
 from lightning_recycle.commands import Output, bad_input_ends
+from lightning_recycle.errors import counted
 from lightning_recycle.files import check_ending, check_parent, refusing, write_atomically
 from lightning_recycle.visualize.charts import swatch
 from lightning_recycle.visualize.records import Record, load_results
@@ -42,13 +43,9 @@ def _summary(records: Sequence[Record]) -> str:
     hours = sum(len(record["runs"]) * record["duration"] for record in records) / 3600
     models = len({record["model"]["name"] for record in records})
     policies = len({record["policy"]["name"] for record in records})
-    parts = [_count(len(records), "result"), f"{_count(runs, 'simulated run')}, {hours:,.0f} hours of training"]
-    parts += [_count(models, "model"), f"{policies} {'policy' if policies == 1 else 'policies'}"]
+    parts = [counted(len(records), "result"), f"{counted(runs, 'simulated run')}, {hours:,.0f} hours of training"]
+    parts += [counted(models, "model"), f"{policies} {'policy' if policies == 1 else 'policies'}"]
     return " \N{MIDDLE DOT} ".join(parts)
-
-
-def _count(count: int, one: str) -> str:
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
 
 
 _NAME = "recycle-report"
@@ -84,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_atomically(chosen.output, page)
         size = len(page.encode()) / 1e3
         where = "to standard output" if to_stdout else chosen.output
-        text = f"wrote {where}: {_count(len(results), 'result')}, {size:,.0f} kB"
+        text = f"wrote {where}: {counted(len(results), 'result')}, {size:,.0f} kB"
         Output(soft_wrap=True, stderr=to_stdout).print(text, highlight=False)
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from lightning_recycle import simulation
 from lightning_recycle.arguments import choice, whole
 from lightning_recycle.commands import Output, run_command, switch
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.files import refusing, write_json
 from lightning_recycle.simulation.results import FIGURES
 from lightning_recycle.simulation.training_model import GPUS
@@ -190,7 +190,8 @@ def _described(instance: Any) -> dict[str, Any]:
 def _note(results: tuple[simulation.SimulationResult, ...]) -> str | None:
     if any(result.samples for result in results):
         return None
-    return results[0].intervals[0].label
+    first = results[0].intervals[0]
+    return first.label if first.state is simulation.State.STOPPED else "a failure undid every step"
 
 
 def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -217,8 +218,10 @@ def simulate_and_show(config: DictConfig) -> float:
     console = Output()
     given = [override for override in job.overrides.task if not override.startswith("output=")]
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    with Console(stderr=True).status("Planning and simulating"):  # nothing where that is no terminal
-        result = result_of(scenario_from(settings), shlex.join([_NAME, *given]))
+    scenario, errors = scenario_from(settings), Console(stderr=True, soft_wrap=True, highlight=False)
+    errors.print(f"simulating {_announcement(scenario)}", markup=False)
+    with errors.status("Planning and simulating"):  # nothing where that is no terminal
+        result = result_of(scenario, shlex.join([_NAME, *given]))
     file = None if settings["output"] is None else folder / "result.json"
     if file is not None:
         with refusing(f"write to {folder}"):
@@ -249,10 +252,18 @@ def _sweep_summary() -> Group:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
+def _announcement(scenario: Scenario) -> str:
+    length = records.duration_text(scenario.duration)
+    return f"{_title(_scenario_settings(scenario))}: {counted(len(scenario.seeds), 'run')} of {length}"
+
+
+def _title(result: Result) -> str:
+    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}"
+
+
 def _line(result: Result) -> str:
     figures = f"{result['throughput']:.2f} samples/s, {100 * result['ratio']:.1f} % of fault-free 1F1B"
-    outcome = result["note"] or figures
-    return f"{result['model']['name']}, {records.policy_text(result)}, {records.failures_text(result)}: {outcome}"
+    return f"{_title(result)}: {result['note'] or figures}"
 
 
 def _overview(results: Sequence[Result]) -> Table:
@@ -270,14 +281,15 @@ def _overview(results: Sequence[Result]) -> Table:
 def _summary(result: Result) -> Table:
     model, cluster, runs = result["model"], result["cluster"], len(result["runs"])
     table = Table("", "", show_header=False, title="Simulation", title_justify="left")
-    grid = f"{model['pipelines']} pipelines of {model['stages']} stages, {model['microbatches']} micro-batches each"
+    grid = f"{counted(model['pipelines'], 'pipeline')} of {counted(model['stages'], 'stage')}"
+    grid += f", {counted(model['microbatches'], 'micro-batch')} each"
     spread = f" (from run to run {result['deviation'] * result['fault_free_throughput']:.2f})" if runs > 1 else ""
     ratio = f"{result['ratio']:.3f}"
     if cluster["gpus"] != model["gpus"]:
         ratio += f"; {result['ratio_per_gpu']:.3f} per GPU of the cluster"
     for name, value in (
         ("model", f"{model['name']}, {model['parameters'] / 1e9:.3g} billion parameters; {grid}"),
-        ("cluster", f"{cluster['nodes']} nodes of {cluster['gpus_per_node']} {model['gpu']}"),
+        ("cluster", f"{counted(cluster['nodes'], 'node')} of {cluster['gpus_per_node']} {model['gpu']}"),
         ("assumed", records.assumptions_text(result)),
         ("policy", records.policy_text(result)),
         ("failures", f"{records.failures_text(result)}; {result['node_failures']:.1f} node failures in a run"),
@@ -299,10 +311,14 @@ def _losses(result: Result) -> Table:
     total = result["fault_free_throughput"] * result["cluster"]["gpus"] / result["model"]["gpus"]
     table = _by_cause("Throughput lost, by cause", "samples/s", "of 1F1B fault-free")
     for cause, lost in sorted(result["losses"].items(), key=lambda item: -item[1]):
-        table.add_row(cause, f"{lost:.3f}", f"{100 * lost / total:.1f} %")
-    lost = sum(result["losses"].values())
-    table.add_row("all", f"{lost:.3f}", f"{100 * lost / total:.1f} %", style="bold")
+        table.add_row(cause, *_lost(lost, total))
+    table.add_row("all", *_lost(sum(result["losses"].values()), total), style="bold")
     return table
+
+
+def _lost(amount: float, total: float) -> tuple[str, str]:
+    """Samples/s, and their share of ``total``; a sum of 0 such as -1e-16 is shown as 0."""
+    return f"{round(amount, 3) + 0.0:.3f}", f"{round(100 * amount / total, 1) + 0.0:.1f} %"
 
 
 def _gpu_time(result: Result) -> Table:

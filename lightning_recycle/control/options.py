@@ -29,7 +29,7 @@ from lightning_recycle.control.plans.layout_choice import Rebalance
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import RunRequest, Setting, Unfit
 from lightning_recycle.control.protocol.state import POLICIES
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.planner import PlanningOptions
 
@@ -105,7 +105,7 @@ class RecoveryOptions(OptionGroup):
         Raises ConfigurationError if ``max_pipelines`` is less.
         """
         if (self.max_pipelines or pipelines) < pipelines:
-            self._refuse("max_pipelines", f"the run has {pipelines} pipelines: give at least that many")
+            self._refuse("max_pipelines", f"the run has {counted(pipelines, 'pipeline')}: give at least that many")
         return self.max_pipelines or pipelines
 
     def least(self, pipelines: int) -> int:
@@ -115,7 +115,7 @@ class RecoveryOptions(OptionGroup):
     def check_start(self, pipelines: int) -> None:
         """Raises ConfigurationError if a run of ``pipelines`` pipelines can never begin."""
         if (self.min_pipelines or 0) > pipelines:
-            self._refuse("min_pipelines", f"the run has {pipelines} pipelines: give at most that many")
+            self._refuse("min_pipelines", f"the run has {counted(pipelines, 'pipeline')}: give at most that many")
 
     def without_changes(self) -> RecoveryOptions:
         """These options for an evaluation, which lacks step boundaries for changes."""
@@ -149,6 +149,8 @@ class HeartbeatTimeouts(OptionGroup):
     coordinator_timeout: float = option(
         60.0, SECONDS, shared="seconds of silence of this coordinator until its workers give it up"
     )
+
+    _owner = "HeartbeatCallback"  # whose arguments they are
 
 
 @suggests_options

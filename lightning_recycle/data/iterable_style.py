@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_recycle.data.dataloaders import add_sample, drops_last, is_stateful
 from lightning_recycle.data.map_style import identity_collate, process_settings
 from lightning_recycle.data.step_sources import SampleLoader, StepHandle, StepLoader
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, counted
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.randomness import derive_seed, seeded_everything
 
@@ -349,7 +349,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         if not self._drops_last:
             return -(-samples // self.global_batch_size)
         if steps == 0 and not self.evaluation:
-            self._refuse(f"has {samples} samples")
+            self._refuse(f"has {counted(samples, 'sample')}")
         return steps
 
     def _another_pass(self) -> Iterator[StepHandle]:
@@ -369,8 +369,8 @@ class StreamLoader(ForwardLoader, SampleLoader):
     def _refuse(self, what: str) -> None:
         raise ConfigurationError(
             f"{type(self.dataset).__name__}, the training data, {what}: that is less than one global batch of"
-            f" {self.global_batch_size} samples (batch_size={self.batch_size} of each pipeline). Use a smaller"
-            " batch_size or fewer pipelines."
+            f" {counted(self.global_batch_size, 'sample')} (batch_size={self.batch_size} of each pipeline). Use a"
+            " smaller batch_size or fewer pipelines."
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_recycle.data.dataloaders import as_index, is_sequence, samples_in
 from lightning_recycle.data.iterable_style import END, ForwardLoader
 from lightning_recycle.data.map_style import MicrobatchLoader
 from lightning_recycle.data.step_sources import Address, Collate, StepHandle
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.planning.grid import Grid, Microbatch, global_index
 from lightning_recycle.randomness import derive_seed, seeded_everything
 from lightning_recycle.torch_internals import tree_leaves, tree_map
@@ -116,9 +116,9 @@ class GivenBatchLoader(MicrobatchLoader):
         samples = [index for position in self._positions(epoch, step, microbatch) for index in order[position]]
         if len(samples) % self._parts:
             raise ConfigurationError(
-                f"{type(self._user_sampler).__name__} composed a batch of {len(samples)} samples, which cannot be"
-                f" divided into num_microbatches={self._parts} equal parts. Use num_microbatches=1, or batches of a"
-                f" multiple of {self._parts}."
+                f"{type(self._user_sampler).__name__} composed a batch of {counted(len(samples), 'sample')}, which"
+                f" cannot be divided into num_microbatches={self._parts} equal parts. Use num_microbatches=1, or"
+                f" batches of a multiple of {self._parts}."
             )
         return [(number, int(index)) for index in samples[self._part_number(microbatch) :: self._parts]]
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
 from lightning_recycle.control.client import EXIT_INTERRUPTED, EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_STOPPED
+from lightning_recycle.errors import counted
 from lightning_recycle.processes import die_with_parent
 
 _SIGNALS = range(1, 65)
@@ -61,7 +62,7 @@ def decide_restart(
         return FinalStatus(status)
     quick = slot.quick + 1 if lasted < _QUICK_SECONDS else 0
     if slot.restarts >= max_restarts:
-        return FinalStatus(status, f"it was restarted {slot.restarts} times (--max-restarts)")
+        return FinalStatus(status, f"it was restarted {counted(slot.restarts, 'time')} (--max-restarts)")
     if quick >= _MOST_QUICK:
         return FinalStatus(status, f"it ended {quick} times in a row within {_QUICK_SECONDS:g} s")
     return RestartRecord(slot.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)
@@ -131,10 +132,13 @@ _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Output of several processes as whole lines, each with a name if ``names``."""
+    """Output of several processes as whole lines, each with a name if ``names``.
 
-    def __init__(self, names: bool) -> None:
-        self._names = names
+    ``invitation`` is said once, when the coordinator listens.
+    """
+
+    def __init__(self, names: bool, invitation: str = "") -> None:
+        self._names, self._invitation = names, invitation
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -159,6 +163,9 @@ class Printer:
             while line := stream.readline(_LONGEST_LINE):
                 end = b"" if line.endswith(b"\n") or not prefix else b"\n"
                 self._write(target, prefix + line + end)
+                if self._invitation and name == "coordinator" and line.startswith(b"listening on "):
+                    self.say(self._invitation)
+                    self._invitation = ""
 
     def _write(self, target: BinaryIO, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # the reader is gone; the run goes on
@@ -338,6 +345,8 @@ class Agent:
                 signal.signal(number, handler)
         ends = [(r.final.status, r.slot.restarts == 0) for r in self._running.values() if r.final]
         status = verdict(ends, self._asked, self._finished)
+        if self._hosted is not None and self._hosted.status == _BAD_OPTIONS and not self._hosted.slot.restarts:
+            return _BAD_OPTIONS  # it never listened: whatever the workers did was no run
         return status if self._failure is None or status == 0 else self._failure
 
     def _every(self) -> list[_Running]:
@@ -447,7 +456,7 @@ class Agent:
     # ------------------------------------------------------------------ the coordinator
 
     def _coordinator_ended(self, hosted: _Running, status: int, lasted: float) -> None:
-        hosted.child = None
+        hosted.child, hosted.status = None, status
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
@@ -468,7 +477,7 @@ class Agent:
         child = self._hosted.child
         child.say(END)
         try:
-            child.process.wait(_COORDINATOR_SECONDS)
+            self._hosted.status = child.process.wait(_COORDINATOR_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
 

@@ -22,11 +22,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer
+from lightning_recycle.arguments import SECONDS, command_parser, flag_value, integer, unknown_variables
+from lightning_recycle.control.monitoring.logs import install_if_wanted
 from lightning_recycle.control.network import addresses
 from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.engines.agent import Agent, Printer, ProcessCommand
 from lightning_recycle.engines.slurm import Meeting, SlurmTask, own_address, task_of
+from lightning_recycle.engines.worker_environment import check_workers_environment
 from lightning_recycle.errors import ConfigurationError
 
 _PROGRAM = "import sys; from lightning_recycle.control.coordinator.standalone import main; sys.exit(main())"
@@ -54,16 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _check(options)
+        install_if_wanted()
+        addresses.http_address_from_environment()
+        check_workers_environment()
+        for warning in unknown_variables():
+            print(f"recycle-run: {warning}", file=sys.stderr, flush=True)
         command = _command(options.command)
         _check_program(command)
         task = task_of(os.environ)
         if task is not None and "RECYCLE_COORDINATOR" not in os.environ:
             return _in_slurm(options, command, task)
-        place = _meeting_address(options, os.environ)
-        agent = _agent(options, command, place)
-        if place.hosts_it:
-            print(f"recycle-run: {_invitation(place, os.environ)}", file=sys.stderr, flush=True)
-        return agent.run()
+        return _agent(options, command, _meeting_address(options, os.environ)).run()
     except ConfigurationError as error:
         print(f"recycle-run: {error}", file=sys.stderr)
         return _BAD_OPTIONS
@@ -119,7 +122,8 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
+    printer = Printer(names, "" if in_slurm else _invitation(place, os.environ))
+    return Agent(tasks, options.max_restarts, printer, grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:

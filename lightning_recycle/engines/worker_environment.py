@@ -7,6 +7,7 @@ A script without ``RECYCLE_COORDINATOR`` launches its own workers; :func:`check_
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -77,6 +78,29 @@ def port_range(environ: Mapping[str, str] = os.environ) -> range | None:
     if not dash or not 0 < numbers[0] <= numbers[1] < 1 << 16:
         raise ConfigurationError(f"RECYCLE_PORTS={text!r}: give the first and the last port, such as 30000-30100.")
     return range(numbers[0], numbers[1] + 1)
+
+
+def connect_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """Seconds for reaching the coordinator; 0 for not at all.
+
+    Raises ConfigurationError if ``RECYCLE_CONNECT_SECONDS`` is no such number.
+    """
+    text = environ.get("RECYCLE_CONNECT_SECONDS", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(
+            f"RECYCLE_CONNECT_SECONDS={text!r}: give a number of seconds, for example RECYCLE_CONNECT_SECONDS=600."
+        )
+    return seconds
+
+
+def check_workers_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigurationError for a value that workers would refuse."""
+    port_range(environ)
+    connect_seconds(environ)
 
 
 def _device(environ: Mapping[str, str]) -> tuple[int, str]:

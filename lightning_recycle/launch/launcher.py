@@ -23,6 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_recycle.arguments import unknown_variables
 from lightning_recycle.control.monitoring.history import Event, summary
 from lightning_recycle.control.monitoring.logs import (
     install_if_wanted,
@@ -30,7 +31,7 @@ from lightning_recycle.control.monitoring.logs import (
 from lightning_recycle.control.protocol import state as outcomes
 from lightning_recycle.control.protocol.messages import Crash
 from lightning_recycle.control.protocol.state import Ended, Finished, Outcome, StageLost
-from lightning_recycle.engines.worker_environment import check_copies, discover
+from lightning_recycle.engines.worker_environment import check_copies, check_workers_environment, discover
 from lightning_recycle.errors import (
     ConfigurationError,
     ReCycleError,
@@ -92,6 +93,9 @@ class SupervisorLauncher:
         outside = discover()
         if outside is None:
             check_copies()
+            check_workers_environment()
+            for warning in [] if self._has_run else unknown_variables():
+                log.warning("%s", warning)
         self._interrupted, self._said_how_it_ended = True, False
         call = TrainerCall(trainer, function, args, kwargs)
         if self._untrained is not None:

@@ -27,13 +27,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_recycle.control.monitoring.history import Event
 from lightning_recycle.control.options import RecoveryOptions
 from lightning_recycle.control.protocol.messages import SavePhase
-from lightning_recycle.errors import CheckpointError
+from lightning_recycle.errors import CheckpointError, counted
 from lightning_recycle.files import put_in_place_if_left, restored, waiting_aside
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session import lightning_internals as internals
 from lightning_recycle.session.checkpoint_files import (
     JOB_CHECKPOINT,
+    check_content,
     check_exists,
     checkpoints_beside,
     damage,
@@ -66,6 +67,7 @@ def settle_checkpoint(call: TrainerCall) -> TrainerCall:
             return call if wanted is None else call.from_checkpoint(None)
         older = JOB_CHECKPOINT.fullmatch(os.path.basename(path)) if wanted in (None, "hpc") and not by_user else None
         settled = _check_or_replace(path, trainer.strategy.checkpoint_io, take_older=older is not None)
+    _check_content(settled, trainer.strategy.checkpoint_io)
     if by_user:
         internals.set_checkpoint_path(trainer, settled)
         return call
@@ -144,13 +146,17 @@ def _newer_saves(path: str, folders: Iterable[Path], run: str) -> list[Path]:
 
 
 def _completion_of(path: Path) -> dict[str, Any]:
+    found = _content_of(path)
+    return found.get(COMPLETION, {}) if isinstance(found, dict) else {}
+
+
+def _content_of(path: Path) -> Any:
+    """The content of a checkpoint, mapped into memory; None if unknown."""
     content = path / internals.METADATA_FILENAME if path.is_dir() else path
     try:
-        found = torch.load(content, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(content, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):  # a user's objects are in it, or it has torch's old format
-        return {}
-    completion: dict[str, Any] = found.get(COMPLETION, {}) if isinstance(found, dict) else {}
-    return completion
+        return None
 
 
 def _path_if_undamaged(path: str, checkpoint_io: CheckpointIO) -> str | None:
@@ -204,8 +210,10 @@ def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) 
     Raises CheckpointError if there is none.
     """
     local = local_path(path)
-    if local is None or (existing := restored(local)) is None:
-        check_exists(path, checkpoint_io)
+    existing = None if local is None else restored(local)
+    if existing is None or not take_older:
+        check_exists(existing or path, checkpoint_io)
+    if local is None or existing is None:
         return path
     reason = _damage(existing, checkpoint_io)
     if reason is None:
@@ -218,6 +226,14 @@ def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) 
         return sound
     remedy = "there is no other whole one beside it" if sound is None else f"the newest whole one beside it is {sound}"
     raise CheckpointError(f"The checkpoint {path} is damaged: {reason}; {remedy}.")
+
+
+def _check_content(path: Any, checkpoint_io: CheckpointIO) -> None:
+    """Raises CheckpointError if no Trainer wrote ``path``, as far as that is known here."""
+    local = local_path(path)
+    reads = type(checkpoint_io).load_checkpoint is TorchCheckpointIO.load_checkpoint  # a user's own may translate
+    if local is not None and (reads or is_sharded(path)) and (content := _content_of(local)) is not None:
+        check_content(path, content)
 
 
 def _first_undamaged(paths: Iterable[Path], checkpoint_io: CheckpointIO, warn: bool = True) -> Path | None:
@@ -283,9 +299,9 @@ class RestartPolicy:
             self._newest, self._without_progress = saved_step, 0
         if self._without_progress >= self._recovery.most_starts:
             return (
-                f"it has been restarted {self._without_progress} times from the checkpoint of step {saved_step} without"
-                " reaching a newer one (max_restarts), so whatever ends the workers comes back. Find its cause, or save"
-                " more often"
+                f"it has been restarted {counted(self._without_progress, 'time')} from the checkpoint of step"
+                f" {saved_step} without reaching a newer one (max_restarts), so whatever ends the workers comes back."
+                " Find its cause, or save more often"
             )
         if self._repeated >= _REPEATED:
             return (

@@ -259,10 +259,10 @@ def _needs(run: PreparedRun) -> dict[str, float]:
     return needs_of_worker(ray_resource(run.call.trainer.strategy.root_device), given)
 
 
-def _shown_at(status: bool | str) -> tuple[bool, tuple[str, int] | None]:
+def _shown_at(status: bool | int | str) -> tuple[bool, tuple[str, int] | None]:
     """Whether the run is shown on this machine, and its address for others."""
-    if isinstance(status, str):
-        return True, addresses.http_address(status, "MonitoringOptions(status)")
+    if not isinstance(status, bool):
+        return True, addresses.http_address(str(status), "MonitoringOptions(status)")
     return status, addresses.http_address_from_environment() if status else None
 
 

@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_recycle.callbacks import FaultInjectionCallback, HeartbeatCallback
 from lightning_recycle.data.dataloaders import batch_size_of
 from lightning_recycle.engines.worker_environment import Discovered
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, counted
 from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
@@ -147,12 +148,12 @@ class PreparedRun:
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
         if not path.exists():
-            log.info("There is no profile %s yet: the first steps are measured, and it is written there.", path)
+            rank_zero_info(f"profile={str(path)!r}: there is no such file; it will be measured and written there.")
             return path, None
         profile = load_profile(path)
         if len(profile.stages) != grid.stages:
             raise ConfigurationError(
-                f"The profile {path} has {len(profile.stages)} stages, the grid {grid.stages}: use"
+                f"The profile {path} has {counted(len(profile.stages), 'stage')}, the grid {grid.stages}: use"
                 f" pipeline_parallel_size={len(profile.stages)}, or another path to measure again."
             )
         return path, profile
@@ -168,6 +169,7 @@ def prepare(
     """
     trainer, options = call.trainer, strategy.options
     module = trainer.lightning_module
+    module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
     trainer_checks.check_trainer(trainer, outside, options.is_remote)
     sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
@@ -242,8 +244,9 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
     complete = devices // grid.stages
     if devices > grid.num_workers:
         raise ConfigurationError(
-            f"devices={devices} are more than the {grid.num_workers} positions of num_pipelines={grid.pipelines} with"
-            f" {grid.stages} stages: use devices={grid.num_workers}, or num_pipelines={complete}."
+            f"devices={devices} are more than the {counted(grid.num_workers, 'position')} of"
+            f" num_pipelines={grid.pipelines} with {counted(grid.stages, 'stage')}: use"
+            f" devices={grid.num_workers}, or num_pipelines={complete}."
         )
     if complete < least:
         fewer = f", or RecoveryOptions(min_pipelines={complete})" if complete else ""

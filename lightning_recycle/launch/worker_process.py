@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import multiprocessing
-import os
 import random
 import signal
 import sys
@@ -29,7 +27,7 @@ from lightning_recycle.control.network.addresses import machine_name, shown
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
 from lightning_recycle.control.options import settings_of
 from lightning_recycle.control.protocol.messages import Assign, Crash, RunRequest, Setting
-from lightning_recycle.engines.worker_environment import Discovered
+from lightning_recycle.engines.worker_environment import Discovered, connect_seconds
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError, InjectedFaultError
 from lightning_recycle.launch import run_results, worker_payload
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall
@@ -170,7 +168,6 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
 
 _T = TypeVar("_T")
 
-_VARIABLE = "RECYCLE_CONNECT_SECONDS"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
 _BETWEEN_RUNS_SECONDS = 3.0  # in which the coordinator of a run that ended may still listen, to no use
 _run_ended = -_BETWEEN_RUNS_SECONDS  # when this process, an outside worker, ended a run
@@ -220,21 +217,6 @@ def run_outside(outside: Discovered, run: PreparedRun) -> Any:
         returned = run_worker(client, setup, place, run.call, continues=True, reports=assignment.takes_results)
     _run_ended = time.monotonic()
     return returned
-
-
-def connect_seconds() -> float:
-    """Seconds for reaching the coordinator; 0 for not at all.
-
-    Raises ConfigurationError if ``RECYCLE_CONNECT_SECONDS`` is no such number.
-    """
-    text = os.environ.get(_VARIABLE, "60")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{_VARIABLE}={text!r}: give a number of seconds, for example {_VARIABLE}=600.")
-    return seconds
 
 
 def retry_connecting(connect: Callable[[], _T], seconds: float, address: str) -> _T:

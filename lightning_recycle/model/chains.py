@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 
 LayerPaths: TypeAlias = str | Sequence[str] | None
 """Paths of the chain's layers; None for a chain that is to be found.
@@ -65,7 +65,7 @@ def find_chain(module: nn.Module, num_stages: int, layers: LayerPaths = None) ->
     paths = [path for name in ([layers] if isinstance(layers, str) else layers) for path in _entries(module, name)]
     if len(paths) < num_stages:
         raise ConfigurationError(
-            f"layers={layers!r} names {len(paths)} layer{'s' * (len(paths) != 1)} of {kind}, fewer than"
+            f"layers={layers!r} names {counted(len(paths), 'layer')} of {kind}, fewer than"
             f" pipeline_parallel_size={num_stages} stages: {', '.join(paths) or 'none'}. {_REMEDY}."
         )
     modules = [module.get_submodule(path) for path in paths]

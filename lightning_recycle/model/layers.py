@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from typing_extensions import override
 
-from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, counted
 from lightning_recycle.planning.layer_cuts import even_cuts, held_ranges
 from lightning_recycle.planning.planner import Partition
 from lightning_recycle.randomness import derive_seed
@@ -298,7 +298,7 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """
     if num_layers < num_stages:
         raise ConfigurationError(
-            f"The model has {num_layers} layers, fewer than pipeline_parallel_size={num_stages} stages."
+            f"The model has {counted(num_layers, 'layer')}, fewer than pipeline_parallel_size={num_stages} stages."
             f" Use pipeline_parallel_size={num_layers} or less, or split the model into more layers in"
             " configure_pipeline()."
         )
@@ -315,10 +315,13 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
         return even
     if len(partition) != num_stages:
         raise ConfigurationError(
-            f"partition={partition!r} describes {len(partition)} stages; pipeline_parallel_size is {num_stages}."
+            f"partition={partition!r} describes {counted(len(partition), 'stage')}; pipeline_parallel_size is"
+            f" {num_stages}."
         )
     if (layers := sum(partition)) != num_layers:
-        raise ConfigurationError(f"partition={partition!r} distributes {layers} layers; the model has {num_layers}.")
+        raise ConfigurationError(
+            f"partition={partition!r} distributes {counted(layers, 'layer')}; the model has {num_layers}."
+        )
     return held_ranges((0, *accumulate(partition)))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from typing_extensions import Self, override
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.model.layers import (
     AbsentLayer,
     LayerSpec,
@@ -328,7 +328,7 @@ class PipelineModule(RecordedModule):
         for name in group:
             if split_name(name)[0] >= count:
                 raise ConfigurationError(
-                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {count} layers."
+                    f"{type(self).__name__}.tied_parameters() names {name!r}; the model has {counted(count, 'layer')}."
                 )
         return tuple(group)
 
@@ -344,12 +344,10 @@ class PipelineModule(RecordedModule):
     def _build_layers_if_possible(self) -> None:
         try:
             self._build_layers()
-        except ConfigurationError:
-            raise  # what it returned is wrong, and will be
         except Exception:
             if not self._awaits_setup:
                 raise
-            # Otherwise configure_model() calls it again, after setup(), and raises what it raises then.
+            # Otherwise the run raises it: from configure_model(), after setup(); or it has, and Lightning cleans up.
 
     def __getattr__(self, name: str) -> Any:
         if name == "layers" and "layers" not in self.__dict__.get("_modules", {}):

@@ -19,7 +19,7 @@ from itertools import combinations, islice, pairwise, permutations
 from math import comb, prod
 
 from lightning_recycle.arguments import whole
-from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.errors import ConfigurationError, PlanningError, counted
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.heuristic_planner import heuristic
 from lightning_recycle.planning.problem import Problem, stage_lower_bounds
@@ -54,8 +54,8 @@ def normalize(
     most = grid.lanes - 1 if most is None else min(most, grid.lanes - 1)
     if failures > grid.stages * most:
         raise PlanningError(
-            f"{failures} failures leave a stage of the grid {grid} without a worker, however they are distributed: "
-            f"at most {grid.stages * most} can be planned for."
+            f"failures={failures} leaves a stage of the grid {grid} without a worker, however they are distributed:"
+            f" at most {grid.stages * most} can be planned for."
         )
     counts = range(most + 1)
     bounds: list[list[float]] = [[] for _ in range(grid.stages)]
@@ -165,7 +165,8 @@ def roles(grid: Grid, failed: Collection[Worker], distribution: Sequence[int]) -
     gone = normalized_failures(grid, distribution)
     if len(set(failed)) != len(gone):
         raise ConfigurationError(
-            f"{len(set(failed))} workers have failed, but distribution={tuple(distribution)!r} is for {len(gone)}."
+            f"{counted(len(set(failed)), 'failed worker')}, but distribution={tuple(distribution)!r} is for"
+            f" {len(gone)}."
         )
     positions: dict[Worker, Worker] = {}
     spare: list[Worker] = []

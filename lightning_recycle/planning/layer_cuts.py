@@ -30,7 +30,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from lightning_recycle.arguments import at_least, is_number
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 from lightning_recycle.planning.timing import MicrobatchVariation, SharedLayer
@@ -145,7 +145,7 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     """
     size, larger = divmod(layers, stages)
     if size < 1:
-        raise ConfigurationError(f"{layers} layers cannot make {stages} stages: each holds at least one.")
+        raise ConfigurationError(f"{counted(layers, 'layer')} cannot make {stages} stages: each holds at least one.")
     return (0, *accumulate(size + (stage >= stages - larger) for stage in range(stages)))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from lightning_recycle.arguments import SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
+from lightning_recycle.arguments import PATH, SWITCH, Check, OptionGroup, choice, is_integer, option, suggests_options
 from lightning_recycle.errors import ConfigurationError, unknown
 from lightning_recycle.planning.costs import MemoryLimit, is_memory_limit
 from lightning_recycle.planning.exact_planner import BACKENDS, ExactPlanner
@@ -177,8 +177,8 @@ class PlanningOptions(OptionGroup):
     """
 
     planner: str | Planner = option("heuristic", shared="name of the planner")
-    plan_library: str | os.PathLike[str] | None = option(None, by_launcher=True)
-    profile: str | os.PathLike[str] | None = option(None, by_launcher=True)
+    plan_library: str | os.PathLike[str] | None = option(None, PATH, by_launcher=True)
+    profile: str | os.PathLike[str] | None = option(None, PATH, by_launcher=True)
     partition: Literal["count"] | list[int] = option("count", _PARTITION)
     split_backward: Switch = option("auto", SWITCH, shared="split backwards")
     staggered: Switch = option("auto", SWITCH, shared="let each stage step by itself")

@@ -22,7 +22,7 @@ from functools import partial
 from heapq import heapify, heapreplace
 
 from lightning_recycle.arguments import is_integer, is_number
-from lightning_recycle.errors import ConfigurationError, PlanningError
+from lightning_recycle.errors import ConfigurationError, PlanningError, counted
 from lightning_recycle.planning.costs import Costs, Memory
 from lightning_recycle.planning.grid import Grid, OpKind, Worker
 
@@ -76,7 +76,7 @@ class Problem:
         grid = self.grid
         if self.costs.stages != grid.stages:
             raise ConfigurationError(
-                f"costs are given for {self.costs.stages} stages, the grid {grid} has {grid.stages}: "
+                f"costs are given for {counted(self.costs.stages, 'stage')}, the grid {grid} has {grid.stages}: "
                 "give one value per stage."
             )
         object.__setattr__(self, "failed", frozenset(self.failed))
@@ -104,7 +104,7 @@ class Problem:
         if self.memory is not None:
             if self.memory.stages != grid.stages:
                 raise ConfigurationError(
-                    f"memory is given for {self.memory.stages} stages, the grid {grid} has {grid.stages}: "
+                    f"memory is given for {counted(self.memory.stages, 'stage')}, the grid {grid} has {grid.stages}: "
                     "give one value per stage."
                 )
             self.memory.check()

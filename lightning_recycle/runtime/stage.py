@@ -295,10 +295,15 @@ class Stage:
             self._in_flight[microbatch].outputs = ()
             return torch.zeros((), device=self._device)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            got, remedy = f"a {type(loss).__name__}", ""
+            if isinstance(loss, Tensor):
+                got, remedy = f"a tensor of shape {tuple(loss.shape)}", " Add .mean()."
+            elif isinstance(loss, (int, float)):
+                remedy = " Return the tensor itself instead of .item()."
+            in_dict = ", or a dict with it as 'loss'" if self._loss_is_optional else ""
             raise ConfigurationError(
-                f"{self._loss_name}() returned {got}; it must return a scalar tensor, the mean over the micro-batch."
-                " Add .mean(), or return the tensor itself instead of .item()."
+                f"{self._loss_name}() returned {got}; it must return a scalar tensor, the mean over the"
+                f" micro-batch{in_dict}.{remedy}"
             )
         if not loss.requires_grad:
             raise ConfigurationError(

@@ -64,6 +64,9 @@ _T = TypeVar("_T")
 
 _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
+_TORCH_METADATA = ".metadata"
+_OF_ANY_STRATEGY = (_TORCH_METADATA, METADATA_FILENAME)  # files of a folder
+_VERSION = "pytorch-lightning_version"
 _CHUNK = 1 << 22  # bytes
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"  # torch's format before 1.6
@@ -220,18 +223,35 @@ def write_manifest(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 
 
 def check_exists(path: Any, checkpoint_io: CheckpointIO) -> None:
-    """Raises CheckpointError, with the newest one there, if ``path`` does not exist.
+    """Raises CheckpointError if ``ckpt_path=path`` is no file or checkpoint folder.
+
+    The error names the newest checkpoint there.
 
     The files of a user's own ``checkpoint_io`` are not looked for.
     """
-    if not isinstance(checkpoint_io, TorchCheckpointIO) or get_filesystem(path).exists(path):
+    if not isinstance(checkpoint_io, TorchCheckpointIO):
         return
-    text, local = f"ckpt_path={os.fspath(path)!r}: there is no such file or folder", local_path(path)
-    if local is not None:
-        others = newest_first(checkpoints_beside(local)) if local.parent.is_dir() else []
-        newest = f"; the newest checkpoint there: {others[0]}" if others else ""
-        text += f" in {local.parent.absolute()}{newest}"
-    raise CheckpointError(f"{text}.")
+    local = local_path(path)
+    files = (_MANIFEST, *_OF_ANY_STRATEGY)
+    if local is not None and local.is_dir() and not any((local / name).exists() for name in files):
+        reason = f"it is no checkpoint folder, with neither {' nor '.join(files)}"
+        local /= f"any{ModelCheckpoint.FILE_EXTENSION}"
+    elif get_filesystem(path).exists(path):
+        return
+    else:
+        reason = "there is no such file or folder" + ("" if local is None else f" in {local.parent.absolute()}")
+    others = newest_first(checkpoints_beside(local)) if local is not None and local.parent.is_dir() else []
+    newest = f"; the newest checkpoint there: {others[0]}" if others else ""
+    raise CheckpointError(f"ckpt_path={os.fspath(path)!r}: {reason}{newest}.")
+
+
+def check_content(path: Any, content: Any) -> None:
+    """Raises CheckpointError if no Trainer wrote the ``content`` of ``path``."""
+    if not isinstance(content, Mapping) or _VERSION not in content:
+        raise CheckpointError(
+            f"ckpt_path={os.fspath(path)!r} is no checkpoint of Lightning: it has no {_VERSION!r}. To load weights"
+            " alone, call model.load_state_dict(torch.load(...)) before the Trainer."
+        )
 
 
 def checkpoints_beside(path: Path) -> list[Path]:
@@ -295,7 +315,7 @@ def _folder_damage(path: Path) -> str | None:
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
     except FileNotFoundError:
-        missing = [name for name in (".metadata", METADATA_FILENAME) if not (path / name).is_file()]
+        missing = [name for name in _OF_ANY_STRATEGY if not (path / name).is_file()]
         return f"it has no {_MANIFEST} and no {' and no '.join(missing)}" if missing else None
     except ValueError:
         return f"its {_MANIFEST} is overwritten"
@@ -322,7 +342,6 @@ def discard(folder: Path) -> None:
 
 # ---------------------------------------------------------------------- sharded checkpoints
 
-_TORCH_METADATA = ".metadata"
 _WEIGHTS, _FSDP_WEIGHTS = "state_dict", "model"
 
 

@@ -36,6 +36,7 @@ from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_files import (
     WholeCheckpointIO,
     attempt,
+    check_content,
     check_exists,
     is_sharded,
     load_sharded,
@@ -292,6 +293,7 @@ class Checkpoints(StageStates):
         else:
             release_cache(self.context.device)
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        check_content(path, checkpoint)
         self.restored_steps = int(checkpoint.get("global_step", 0))
         self.completion = None
         completion = checkpoint.pop(COMPLETION, None)

@@ -11,12 +11,14 @@ from enum import Enum
 from typing import Any, Literal
 
 from lightning_recycle.arguments import (
+    BOOLEAN,
     SECONDS,
     SWITCH,
     Check,
     OptionGroup,
     choice,
     integer,
+    is_integer,
     is_number,
     option,
     require,
@@ -24,7 +26,7 @@ from lightning_recycle.arguments import (
 )
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
@@ -42,6 +44,7 @@ _BANDWIDTH = Check(
     lambda value: value is None or is_number(value, 0.0, above=True),
     "give a number of MB per second, more than 0, or None for no limit",
 )
+_SIGNALS = Check(lambda value: isinstance(value, (bool, str, os.PathLike)), "use True, False or the path of a file")
 
 
 @suggests_options
@@ -72,13 +75,16 @@ class CheckpointOptions(OptionGroup):
         ConfigurationError: for values that cannot work.
     """
 
-    save_distributed_checkpoint: bool = option(False)
+    save_distributed_checkpoint: bool = option(False, BOOLEAN)
     background: Literal["auto"] | bool = option("auto", SWITCH)
     bandwidth: float | None = option(None, _BANDWIDTH)
-    save_on_signal: bool | str | os.PathLike[str] = option(False)
+    save_on_signal: bool | str | os.PathLike[str] = option(False, _SIGNALS)
     signal_timeout: float = option(60.0, SECONDS)
     on_checkpoint_error: Literal["warn", "raise"] = option("warn", choice("warn", "raise"))
     gather_result: Literal["auto"] | bool = option("auto", SWITCH)
+
+
+_STATUS = Check(lambda value: isinstance(value, (bool, int, str)), "use True or False, or give 'host:port' or a port")
 
 
 @suggests_options
@@ -98,9 +104,9 @@ class MonitoringOptions(OptionGroup):
         ConfigurationError: for values that cannot work.
     """
 
-    status: bool | str = option(True)
-    run_metrics: bool = option(False)
-    run_summary: bool = option(True)
+    status: bool | int | str = option(True, _STATUS)
+    run_metrics: bool = option(False, BOOLEAN)
+    run_summary: bool = option(True, BOOLEAN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,9 +121,12 @@ def _are_layers(value: Any) -> bool:
 
 
 _LAYERS = Check(_are_layers, "give the path of a submodule, such as 'model.layers', or a list of paths")
+_SEED = Check(
+    lambda value: value is None or (is_integer(value) and abs(value) < 2**63), "give an integer of 64 bits, or None"
+)
 _AMOUNTS = Check(
-    lambda value: all(is_number(amount, 0.0) for amount in (value or {}).values()),
-    "give a number of at least 0 for each resource",
+    lambda value: value is None or (isinstance(value, Mapping) and all(is_number(n, 0.0) for n in value.values())),
+    "give a mapping such as {'CPU': 1}, with a number of at least 0 for each resource",
 )
 
 
@@ -188,7 +197,7 @@ class Options(OptionGroup):
     tensor_parallel_size: int = option(1, integer(1))
     fsdp_size: int = option(1, integer(1))
     layers: LayerPaths = option(None, _LAYERS)
-    seed: int | None = option(None)
+    seed: int | None = option(None, _SEED)
     engine: Literal["local", "ray"] | RayEngine = option("local", _ENGINE)
     planning: PlanningOptions = PlanningOptions()
     recovery: RecoveryOptions = RecoveryOptions()
@@ -243,9 +252,9 @@ class Options(OptionGroup):
             members = self.members
             of_members = f" of {members} processes each" if members > 1 else ""
             raise ConfigurationError(
-                f"{num_workers * members} devices cannot be divided into pipelines of pipeline_parallel_size={stages}"
-                f" stages{of_members}. Use {2 * stages * members} devices or another multiple of {stages * members}, or"
-                f" pipeline_parallel_size={' or '.join(fitting)}."
+                f"{counted(num_workers * members, 'device')} cannot be divided into pipelines of"
+                f" pipeline_parallel_size={stages} stages{of_members}. Use {2 * stages * members} devices or another"
+                f" multiple of {stages * members}, or pipeline_parallel_size={' or '.join(fitting)}."
             )
         microbatches = self.num_microbatches
         if microbatches is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lightning_recycle.arguments import choice, whole
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.planning import Grid, Problem, Technique, Worker, normalized_failures, roles
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.failures import Duration, keep_seconds
@@ -474,7 +474,8 @@ class Spares(Merge):
                 "Spares",
                 "spares",
                 self.spares,
-                f"the cluster has {have} nodes more than {context.model.name} needs; give it extra_nodes={self.spares}",
+                f"the cluster has {counted(have, 'node')} more than {context.model.name} needs; give it"
+                f" extra_nodes={self.spares}",
             )
         return super().begin(context, live)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
 from lightning_recycle.arguments import at_least, whole
-from lightning_recycle.errors import ConfigurationError, unknown
+from lightning_recycle.errors import ConfigurationError, counted, unknown
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, one_f_one_b
 
 _STATE_BYTES_PER_PARAMETER = 16.0
@@ -168,7 +168,7 @@ class TrainingModel:
                 "TrainingModel",
                 "global_batch",
                 self.global_batch,
-                f"{self.pipelines} pipelines with micro-batches of {self.microbatch} need a multiple of"
+                f"{counted(self.pipelines, 'pipeline')} with micro-batches of {self.microbatch} need a multiple of"
                 f" {self.pipelines * self.microbatch}",
             )
         if self.throughput is None:
@@ -325,7 +325,7 @@ class MeasuredModel(TrainingModel):
         super().__post_init__()
         if self.stage_costs.stages != self.stages:
             raise ConfigurationError(
-                f"MeasuredModel(stage_costs): {self.name} has {self.stages} stages, the costs have "
+                f"MeasuredModel(stage_costs): {self.name} has {counted(self.stages, 'stage')}, the costs have "
                 f"{self.stage_costs.stages}."
             )
         if sum(self.sample_seconds) <= 0:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 from lightning_recycle.visualize.charts import Series
 
 Record = Mapping[str, Any]
@@ -116,7 +116,7 @@ def failures_text(result: Record) -> str:
     if source == "FailedFraction":
         return f"{100 * settings['part']:.5g} % failed{_taken(result)}"
     if source == "Scripted":
-        return f"{len(settings['outages'])} outages"
+        return counted(len(settings["outages"]), "outage")
     return str(source)
 
 
@@ -126,7 +126,7 @@ def _taken(result: Record) -> str:
     if nodes is None:
         return ""
     count = max(round(part * nodes), int(part > 0))
-    return f" ({count} of {nodes} nodes)"
+    return f" ({count} of {counted(nodes, 'node')})"
 
 
 def assumptions_text(result: Record) -> str:
@@ -173,7 +173,10 @@ def _load(file: Path) -> Record:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}.") from error
     if not isinstance(record, dict) or record.get("schema") != RESULT_SCHEMA:
-        raise ConfigurationError(f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}).")
+        raise ConfigurationError(
+            f"{file} is not a result of this version's recycle-simulate (schema {RESULT_SCHEMA}): make it again with"
+            " recycle-simulate."
+        )
     return record
 
 

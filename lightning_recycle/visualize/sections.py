@@ -119,6 +119,11 @@ def _num(value: float | None, digits: int = 3, key: str | None = None) -> Cell:
     return Cell("\N{EN DASH}") if value is None else Cell(number(value, digits), value, key)
 
 
+def _unbroken(text: str) -> str:
+    """``text``, to be broken only behind its commas."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+
+
 def _tip(record: Record, name: str) -> str:
     spread = f", from run to run {record['deviation']:.3f}" if len(record["runs"]) > 1 else ""
     return f"{name}: {record['throughput']:.2f} samples/s, {record['ratio']:.3f} of fault-free{spread}"
@@ -162,15 +167,26 @@ def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[R
     return sorted(found.items(), key=lambda scene: (order.index(scene[0].model), scene[0][1:]))
 
 
+def _failure_names(records: Iterable[Record]) -> Callable[[Record], str]:
+    """The words for a run's failures, with its length where runs with the same failures have several."""
+    lengths = {text: {run["duration"] for run in runs} for text, runs in by(records, failures_text).items()}
+
+    def named(record: Record) -> str:
+        text = failures_text(record)
+        return f"{text}, runs of {duration_text(record['duration'])}" if len(lengths[text]) > 1 else text
+
+    return named
+
+
 def _assumed(records: Iterable[Record]) -> str:
     texts = sorted({f"{r['model']['name']}: {assumptions_text(r)}" for r in records})
     return ". ".join(texts) + "."
 
 
 def _ratio_lines(
-    records: Sequence[Record], x: Axis, x_of: Callable[[Record], float], heads: dict[float, str]
+    records: Sequence[Record], x: Axis, x_of: Callable[[Record], float], heads: dict[float, str], apart_by: str = ""
 ) -> list[Part]:
-    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``."""
+    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``; all titles end with ``apart_by``."""
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"] or unaffected
     apart = _same_schedules(failing)
@@ -208,11 +224,12 @@ def _ratio_lines(
     if points and len(heads) > 1:
         most = max(point.y + point.spread for point in points)
         y = linear(_RATIO, most, least=max(0.0, 0.98 * min(point.y - point.spread for point in points)))
-        pictures = [line_chart(scene.title, lines, x, y) for scene, lines in drawn if lines]
+        pictures = [line_chart(f"{scene.title}{apart_by}", lines, x, y) for scene, lines in drawn if lines]
     columns = ["model", "policy"]
     for head in heads.values():
-        columns += [f"{head}: of fault-free", "of ideal"]
-    table = Table("Throughput relative to fault-free 1F1B, and to the ideal", columns, rows, left=2)
+        columns += [f"{head}: of fault-free", f"{head}: of ideal"]
+    caption = f"Throughput relative to fault-free 1F1B, and to the ideal{apart_by}"
+    table = Table(caption, columns, rows, left=2)
     return [Legend(variants.all), Charts(pictures), table] if pictures else [table]
 
 
@@ -227,14 +244,18 @@ def _by_interval(records: Sequence[Record]) -> Section | None:
 
     parts: list[Part] = []
     groups = by(_with_failures(records, "Poisson"), lambda r: (r["duration"], r["failures"]["settings"]["repair"]))
-    for own in groups.values():
+    lengths, repairs = ({key[place] for key in groups} for place in (0, 1))
+    for (length, repair), own in groups.items():
+        apart_by = f", runs of {duration_text(length)}" if len(lengths) > 1 else ""
+        if len(repairs) > 1:
+            apart_by += f", back after {duration_text(repair)}" if repair is not None else ", never back"
         intervals = sorted({interval(record) for record in own}, reverse=True)
         heads = {1 / each: duration_text(each) for each in intervals}
         x = logarithmic("mean time between failures", list(heads), list(heads.values()))
         many = any(len(record["runs"]) >= LEAST_RUNS for record in own)
         bands = f" Bands, from {LEAST_RUNS} runs on: 95 % interval of the mean." if many else ""
         parts.append(Paragraph(f"Protocol: {protocol_text(own)}.{bands} {_assumed(own)}"))
-        parts += _ratio_lines(own, x, lambda record: 1 / interval(record), heads)
+        parts += _ratio_lines(own, x, lambda record: 1 / interval(record), heads, apart_by)
     lead = f"A node of the cluster fails at this interval on average; more failures to the right. {_IDEAL}"
     return Section("intervals", "Throughput by failure interval", lead, parts) if parts else None
 
@@ -267,11 +288,12 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
     if not own:
         return None
     variants, models = Variants(own), models_of(own)
-    groups = by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], failures_text(r), r["duration"]))
-    batches = len({batch for _, batch, *_ in groups})
+    named = _failure_names(own)
+    groups = by(own, lambda r: (r["model"]["name"], r["model"]["global_batch"], named(r)))
+    batches = len({batch for _, batch, _ in groups})
     pictures: list[Picture] = []
     rows: list[list[Cell | str]] = []
-    for (model, batch, failures, _), runs in sorted(groups.items(), key=lambda group: models.index(group[0][0])):
+    for (model, batch, failures), runs in sorted(groups.items(), key=lambda group: models.index(group[0][0])):
         shown = []
         latest = {variants.of(run).key: run for run in runs}
         for series in variants.all:
@@ -284,7 +306,7 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
                 segments += [Segment(_CAUSES[cause], begin, begin + part, tip)] if part > 0 else []
                 begin += part
             shown.append((series.name, segments))
-            row: list[Cell | str] = [model, f"{batch:,}", failures, series.name]
+            row: list[Cell | str] = [model, f"{batch:,}", _unbroken(failures), series.name]
             row += [_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES]
             rows.append([*row, _num(sum(run["gpu_seconds"].values()) / 3600, 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
@@ -345,11 +367,12 @@ def _costs(records: Sequence[Record]) -> Section | None:
     if not own:
         return None
     variants = Variants(own)
-    heads = list(by(own, failures_text))
+    named = _failure_names(own)
+    heads = list(by(own, named))
     rows: list[list[Cell | str]] = []
     for scene, runs in by(own, _priced).items():
         for series in variants.all:
-            found = {failures_text(run): cost_of(run) for run in runs if variants.of(run) is series}
+            found = {named(run): cost_of(run) for run in runs if variants.of(run) is series}
             if found:
                 rows.append([scene, series.name, *(_num(found.get(head), 4, "cost") for head in heads)])
     lead = "Nodes are paid for while they are up, whatever they do; prices are those of a GPU-hour."
@@ -400,7 +423,7 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
     rows: list[list[Cell | str]] = []
     commands: list[list[Cell | str]] = []
     for record in records:
-        names = [record["model"]["name"], policy_text(record), failures_text(record)]
+        names = [record["model"]["name"], policy_text(record), _unbroken(failures_text(record))]
         commands.append([*names, record["command"]])
         rows.append(
             [
@@ -423,5 +446,6 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
         "time in which kept steps were trained."
     )
     results = Table("Results", columns, rows, left=3)
-    repeats = Table("Commands that repeat them", ["model", "policy", "failures", "command"], commands, left=4, wraps=True)
+    columns = ["model", "policy", "failures", "command"]
+    repeats = Table("Commands that repeat them", columns, commands, left=4, wraps=True)
     return Section("runs", "All training runs", lead, [results, repeats])

@@ -92,6 +92,8 @@ def test_a_fault_is_shown_without_its_defaults() -> None:
         (lambda: Fault("kill", 0, 0, 1, at="foward"), ["'foward'", "Did you mean 'forward'?"]),
         (lambda: Fault("kill", 0, 0, 1, when="during"), ["when='during'", "'before'"]),
         (lambda: Fault("kill", step=3), ["Fault('kill', step=3)", "give pipeline, stage too"]),
+        (lambda: Fault("kil", step=3), ["Fault(kind='kil')", "Did you mean 'kill'?"]),
+        (lambda: Fault("kill", stage="0", step=3), ["Fault(stage='0')", "at least 0"]),
         (lambda: Fault("kill", 0, 0, stp=3), ["stp=3", "Did you mean step=3?"]),
         (lambda: Fault("kill", -1, 0, 1), ["pipeline=-1", "at least 0"]),
         (lambda: Fault("kill", 0, True, 1), ["stage=True", "at least 0"]),

@@ -1,6 +1,7 @@
 """``recycle-plan`` as a user meets it: files, tables, sweeps, and one line and exit code 2 for bad input."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_recycle import __version__
 from lightning_recycle.commands import plan as plan_command
 from lightning_recycle.commands import report as report_command
 from lightning_recycle.engines import recycle_run
+from lightning_recycle.errors import counted
 from lightning_recycle.planning import (
     Grid,
     Memory,
@@ -43,7 +45,7 @@ def test_the_installed_script_plans_the_running_example(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "HYDRA" not in done.stdout, "the log of the planner is no output of the command"
-    for number in ("period", "27", "29", "0% (optimal)", "3/3/6/1 micro-batches", "1.000", "0.778"):
+    for number in ("period", "27", "29", "0% (optimal)", "peak memory, micro-batches", "3/3/6/1", "1.000", "0.778"):
         assert number in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "plan.svg"}
     result = load_plan(tmp_path / "plan.json")
@@ -139,6 +141,17 @@ def test_bytes_that_w_does_not_need_make_room_for_more_microbatches(tmp_path: Pa
     assert load_plan(tmp_path / "plan.json").schedule.problem.memory == one.problem.memory
 
 
+def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
+    few = ["grid.pipelines=1", "grid.stages=1", "grid.microbatches=1", "memory.in_flight=1"]
+    row = next(line for line in plan(tmp_path, *few).splitlines() if "peak memory" in line)
+    assert row.split()[1:-1] == ["peak", "memory,", "micro-batches", "│", "1", "of", "1"]
+    assert [counted(count, noun) for count, noun in ((1, "call"), (0, "call"), (2000, "micro-batch"))] == [
+        "1 call",
+        "0 calls",
+        "2,000 micro-batches",
+    ]
+
+
 def test_a_number_of_failures_is_carried_where_it_costs_least(tmp_path: Path) -> None:
     plan(tmp_path, "failures=4", "output=plan.json")
     schedule = load_plan(tmp_path / "plan.json").schedule
@@ -160,6 +173,13 @@ def test_a_sweep_has_a_folder_for_each_job_and_a_table_of_all(tmp_path: Path) ->
     assert not (tmp_path / "plan.json").exists()
 
 
+def plans_of_library(out: str) -> list[list[str]]:
+    """The cells of each row of the table of a library."""
+    head, *lines = out[out.index("Plan library, 3 x 4 x 6, heuristic") :].splitlines()[1:]
+    assert head.split()[:3] == ["failed", "in", "flight"]
+    return [line.split() for line in lines if re.match(r"\d/", line)]
+
+
 @pytest.mark.long
 def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)
@@ -167,16 +187,18 @@ def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     assert first[1] == second[1] or "Plan library" in second[1]
     files = sorted((tmp_path / "plans").iterdir())
     assert len(files) == 2 * (1 + 4 + 10), "for none, one and two failures in four stages, with two limits on memory"
-    shown = [line.split() for line in second[1].splitlines() if line.startswith("heuristic")]
+    shown = plans_of_library(second[1])
     assert len(shown) == len(files)
-    assert [shown[0][1], shown[-1][1]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
+    assert [shown[0][0], shown[-1][0]] == ["0/0/0/0", "0/0/1/1"], "the last is after normalization"
 
 
 def test_a_library_has_the_likeliest_plans_if_there_are_too_many(tmp_path: Path) -> None:
     arguments = ["failures=3", "library=plans", "library_plans=6", "output=null", "planner.effort=0"]
     ((code, out, _),) = run_all("recycle-plan", tmp_path, arguments)
     assert code == 0
-    shown = [line.split()[1] for line in out.splitlines() if line.startswith("heuristic")]
+    rows = plans_of_library(out)
+    assert len({(failed, in_flight) for failed, in_flight, *_ in rows}) == len(rows), "no two rows look alike"
+    shown = [failed for failed, *_ in rows]
     assert shown[::2] == shown[1::2]
     assert shown[::2] == [
         "0/0/0/0",
@@ -210,13 +232,22 @@ BAD = [
     (["failures=[[0,1],[1,1],[2,1]]"], "all 3 replicas of stage 1 have failed"),
     (["failures=[[1]]"], "list of [pipeline,stage]"),
     (["failures=some"], "failures='some'"),
+    (["failures=9"], "failures=9 leaves a stage of the grid 3 x 4 x 6 without a worker"),
     (["failures=true"], "failures=True"),
-    (["memory.in_flight=0"], "memory.in_flight=0: give an integer of at least 1, or null for no limit."),
-    (["memory.in_flight=[4,4]"], "one for each of the 4 stages"),
+    (
+        ["memory.in_flight=0"],
+        "memory.in_flight=0: give an integer of at least 1, or null for no limit, or a list of 4, one for each stage.",
+    ),
+    (["memory.in_flight=[4,4]"], "or a list of 4, one for each stage."),
     (["memory.bytes=1000"], "memory.bytes needs costs=profile"),
     (["costs.forward=-1"], "costs.forward=-1: give a finite number"),
+    (["costs.forward=abc"], "=abc: give a finite number of at least 0, or a list of 4, one for each stage."),
+    (["costs.forward=[1,abc,1,1]"], "costs.forward=[1,abc,1,1]: give a finite number of at least 0, or a list of 4"),
     (["costs.backward_input=null"], "costs.backward_input=null: give a finite number"),
-    (["costs.forward=[1,2]"], "costs.forward=[1, 2]: give one value, or one for each of the 4 stages"),
+    (
+        ["costs.forward=[1,2]"],
+        "costs.forward=[1,2]: give a finite number of at least 0, or a list of 4, one for each stage.",
+    ),
     (["costs.communication=fast"], "costs.communication=fast: "),
     (["~costs.reduce"], "~costs.reduce: "),
     (["costs=profile"], "costs.path is missing"),

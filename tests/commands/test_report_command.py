@@ -33,6 +33,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None], str | None]] = []  # tag, attributes, section
         self.section: str | None = None
         self.rows: dict[str | None, list[list[dict[str, Any]]]] = {}
+        self.heads: list[tuple[str | None, list[str]]] = []  # section, columns of each of its tables
         self.text: dict[str | None, str] = {}
         self.feed(text)
         self.close()
@@ -46,6 +47,10 @@ class Page(HTMLParser):
         self.elements.append((tag, attributes, self.section))
         if tag == "tr":
             self.rows.setdefault(self.section, []).append([])
+        if tag == "thead":
+            self.heads.append((self.section, []))
+        if tag == "th":
+            self.heads[-1][1].append("")
         if tag == "td":
             self.rows[self.section][-1].append({**attributes, "text": ""})
         if tag not in VOID:
@@ -63,6 +68,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text[self.section] = self.text.get(self.section, "") + data
+        if self.open and self.open[-1] == "th":
+            self.heads[-1][1][-1] += data
         if self.open and self.open[-1] == "td":
             self.rows[self.section][-1][-1]["text"] += data
 
@@ -91,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
          "output=results/others"],
     ]  # fmt: skip
     answers = run_all("recycle-simulate", directory, *calls)
-    assert [(code, err) for code, _, err in answers] == [(0, "")] * 4
+    assert [code for code, *_ in answers] == [0] * 4, answers
     assert run("recycle-report", directory, "results", "-o", "out/report.html").startswith("wrote out/report.html: 54")
     assert f"wrote 2 results to {directory}/results/others, each in a folder" in answers[3][1]
     return directory
@@ -167,6 +174,36 @@ def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> No
     }  # fmt: skip
 
 
+def test_pictures_tables_and_their_columns_have_names_of_their_own(
+    tmp_path: Path, records: list[dict[str, Any]]
+) -> None:
+    """Also where runs differ in nothing but their length, or in when nodes are back."""
+    first = [{**each, "cost": 1.0} for each in with_failures(records, "Poisson")]
+    longer = [{**each, "duration": 24 * 3600.0} for each in first]
+    back = [
+        {**each, "failures": {**each["failures"], "settings": {**each["failures"]["settings"], "repair": 3600.0}}}
+        for each in first
+    ]
+    page = Page(render_report(load_results(written(tmp_path, *first, *longer, *back))))
+    for kind in ("svg", "div"):
+        names = Counter(each.get("aria-label") for tag, each, _ in page.elements if tag == kind)
+        assert {names[name] for name in names if name} == {1}, names
+    titles = [str(attributes.get("aria-label")) for tag, attributes, _ in page.elements if tag == "svg"]
+    assert "gpt3_medium, failure every 6 h, runs of 24 h" in titles
+    assert "gpt3_medium, batch 128, 1F1B, runs of 6 h, back after 1 h" in titles
+    heads = [head for _, heads in page.heads for head in heads]
+    assert {"6 h: of ideal", "2 h: of ideal", "failure every 2 h, runs of 6 h"} <= set(heads)
+    for section, heads in page.heads:
+        assert len(set(heads)) == len(heads), section
+
+
+def test_a_failure_is_broken_behind_its_commas_alone(page: Page) -> None:
+    """Else a phone shows "failure every 6 h" in three lines."""
+    cells = {cell["text"] for section in ("causes", "runs") for row in page.rows[section] for cell in row}
+    assert "failure\N{NO-BREAK SPACE}every\N{NO-BREAK SPACE}6\N{NO-BREAK SPACE}h" in cells
+    assert not {cell for cell in cells if cell.startswith("failure every")}
+
+
 def test_charts_whose_axis_is_cut_say_so(page: Page) -> None:
     cut = Counter(section for tag, attributes, section in page.elements if attributes.get("class") == "tick cut")
     assert cut == {"intervals": 4, "fractions": 2}
@@ -215,7 +252,7 @@ def test_shown_numbers_are_the_exact_ones_rounded(page: Page) -> None:
 
 
 def test_every_training_run_is_listed_with_its_command(page: Page, records: list[dict[str, Any]]) -> None:
-    listed = [row[-1]["text"] for row in page.rows["runs"] if row]
+    listed = [row[-1]["text"] for row in page.rows["runs"] if len(row) == 4]
     assert sorted(listed) == sorted(each["command"] for each in records)
 
 
@@ -244,6 +281,18 @@ def test_every_colour_is_defined_for_light_and_dark(text: str, page: Page) -> No
     }
     assert {name for name in used if f".{name}" not in style} == set()
     assert set(re.findall(r"var\(--([a-z0-9-]+)\)", style)) == set(colours)
+
+
+def test_a_table_that_is_cut_off_shows_it_and_a_lone_chart_grows(text: str) -> None:
+    style = text[text.index("<style>") : text.index("</style>")]
+    rules = {selector.strip(): body for selector, body in re.findall(r"^([^{}@/]+)\{([^{}]*)\}", style, re.M)}
+    assert "overflow-x: auto" in rules[".table"]
+    assert " local," in rules[".table"], "what covers the shadow scrolls with the table"
+    assert {"position: sticky", "left: 0", "background: var(--ground)"} <= set(
+        rules["th:first-child, td:first-child"].strip(" ;").split("; ")
+    )
+    assert "auto-fit" in rules[".charts"]
+    assert "max-width" in rules["figure:only-child"]
 
 
 def test_legends_switch_series_that_are_there(page: Page) -> None:
@@ -349,7 +398,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "there is no result.json in empty"),
         (["broken"], "cannot read broken/result.json"),
-        (["new"], "new/result.json is not a result of this version"),
+        (["new"], "new/result.json is not a result of this version's recycle-simulate (schema 1): make it again"),
         (["good", "-o", "good/result.json/page.html"], "cannot write good/result.json/page.html"),
         (["good", "-o", "page.pdf"], "--output=page.pdf: give a name that ends with .html, or - for standard output."),
     ]
@@ -392,3 +441,25 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
     assert shown["--help"].startswith(f"usage: {command} ")
     assert "\nExit status: 0" in shown["--help"]
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2
+
+
+@pytest.mark.parametrize(
+    ("command", "parser", "flag", "meant"),
+    [
+        ("recycle-coordinator", "lightning_recycle.control.coordinator.standalone", "--timout", "--timeout"),
+        ("recycle-report", "lightning_recycle.commands.report", "--titel", "--title"),
+        ("recycle-run", "lightning_recycle.engines.recycle_run", "--nproc-per-nod", "--nproc-per-node"),
+        ("recycle-status", "lightning_recycle.control.monitoring.status_command", "--whatch", "--watch"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest(
+    command: str, parser: str, flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"recycle-coordinator": ["--listen", "127.0.0.1:0"], "recycle-report": ["folder"]}.get(command, [])
+    for text in ([flag, "3"], [f"{flag}=3"]):
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(parser).main([*given, *text])
+        assert end.value.code == 2
+        answer = capsys.readouterr().err
+        assert answer.startswith(f"{command}: unrecognized arguments: {text[0]}")
+        assert answer.endswith(f"; see {command} --help. Did you mean '{meant}'?\n")

@@ -46,8 +46,20 @@ def test_the_installed_script_simulates(tmp_path: Path) -> None:
     if not script.exists():
         pytest.skip("the package is not installed with its scripts")
     done = subprocess.run([script, *SMALL, "policy=restart"], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    said = "simulating gpt3_medium, Restart (1F1B), failure every 2 h: 3 runs of 6 h\n"
+    assert (done.returncode, done.stderr) == (0, said)
     assert "samples/s" in done.stdout
+
+
+def test_each_job_says_at_its_start_what_its_failures_mean_and_nothing_else(tmp_path: Path) -> None:
+    """A unit that was forgotten is seen at once: "failure every 2 s" runs for minutes."""
+    few = ["-m", "model=gpt3_medium", "policy=restart", "duration=10s", "seeds=1"]
+    ((code, out, err),) = run_all("recycle-simulate", tmp_path, [*few, "failures.mtbf=2,2h"])
+    assert (code, err.splitlines()) == (
+        0,
+        [f"simulating gpt3_medium, Restart (1F1B), failure every {every}: 1 run of 10 s" for every in ("2 s", "2 h")],
+    )
+    assert "simulating" not in out
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +106,15 @@ def test_what_is_printed_is_what_is_written(one: tuple[str, Path]) -> None:
             assert f"{lost:.3f}" in lines[cause]
     for cause, seconds in result["gpu_seconds"].items():
         assert f"{seconds / 3600:,.2f}" in lines[cause], cause
+
+
+def test_a_run_without_a_kept_step_says_why_and_shows_no_negative_zero(tmp_path: Path) -> None:
+    tiny = ["model=gpt3_medium", "seeds=1", "duration=10s"]
+    out = simulate(tmp_path, *tiny, "policy=restart", "failures=scripted", "failures.outages=[[0.1,[0],null]]")
+    assert "nothing was trained: a failure undid every step" in out
+    assert "-0.0" not in out
+    out = simulate(tmp_path, *tiny, "policy=restart", "failures=fraction", "failures.part=1")
+    assert "nothing was trained: too few workers for a pipeline" in out
 
 
 def test_the_timeline_has_no_gap(one: tuple[str, Path]) -> None:
@@ -246,5 +267,5 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, sweep: list[st
 def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "here" / "result.json").mkdir(parents=True)
     ((code, _, err),) = run_all("recycle-simulate", tmp_path, [*SMALL, "policy=fault_free", "output=here"])
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("recycle-simulate: cannot write to ")
+    assert (code, err.count("\n")) == (2, 2)
+    assert err.splitlines()[1].startswith("recycle-simulate: cannot write to ")

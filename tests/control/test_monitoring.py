@@ -358,6 +358,20 @@ def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(
     assert all(line == line.rstrip() for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("0", "--watch 0: give a number of seconds, more than 0."),
+        ("inf", "--watch inf: give a number of seconds, more than 0."),
+        ("soon", "--watch soon: give a number of seconds, more than 0."),
+        ("host:80", "--watch host:80: give the address before it: recycle-status host:80 --watch."),
+    ],
+)
+def test_what_watch_is_to_be_is_said_by_what_it_is(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_command.main(["--watch", typed]) == 2
+    assert capsys.readouterr().err == f"recycle-status: {answer}\n"
+
+
 def test_what_a_killed_process_left_is_removed(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen()"
     runtime.mkdir(mode=0o700)

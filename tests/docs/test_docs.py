@@ -19,6 +19,7 @@ from pages import DOCS, PAGES, RECORDS, ROOT, Block, blocks, commands, names_in,
 
 import lightning_recycle
 from lightning_recycle import PipelineModule, callbacks
+from lightning_recycle.arguments import VARIABLES
 from lightning_recycle.callbacks import HeartbeatCallback
 from lightning_recycle.callbacks.faults import KINDS, POINTS
 from lightning_recycle.control.client import EXIT_LEFT, EXIT_LOST_COORDINATOR, EXIT_RAISED, EXIT_STOPPED
@@ -258,7 +259,7 @@ def variables(content: str) -> set[str]:
 
 def test_the_environment_variables_are_those_of_the_code() -> None:
     documented = {name for row in table_under("operations.md", "variable") for name in names_in(row[0])}
-    assert documented == variables(SOURCE)
+    assert documented == variables(SOURCE) == set(VARIABLES)
     assert set().union(*(variables(text(page)) for page in PAGES)) <= documented
 
 

@@ -120,6 +120,23 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=x", "KEY=short"])
+def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: str) -> None:
+    name, value = variable.split("=")
+    environ = {**os.environ, f"RECYCLE_{name}": value}
+    done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
+
+
+def test_a_misspelt_variable_is_named_once() -> None:
+    environ = {**os.environ, "RECYCLE_CONECT_SECONDS": "1"}
+    done = subprocess.run([*PROGRAM, *shell("exit 0")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0
+    assert done.stderr.count("RECYCLE_CONECT_SECONDS") == 1
+    assert "has no meaning here. Did you mean 'RECYCLE_CONNECT_SECONDS'?" in done.stderr
+
+
 def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run([*PROGRAM, "true"], env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -204,11 +221,30 @@ def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
     os.close(end)
 
 
-def test_a_coordinator_that_cannot_listen_ends_everything() -> None:
-    with running("--coordinator", "192.0.2.1:29400", *shell("exec sleep 100")) as process:
+@pytest.mark.parametrize("worker", ["exec sleep 100", "true", "trap '' TERM; sleep 4"])
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        (["--coordinator", "192.0.2.1:29400"], {}, "this machine has no address 192.0.2.1"),
+        ([], {"RECYCLE_LOG": "xml"}, "RECYCLE_LOG='xml'"),
+    ],
+)
+def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_did(
+    options: list[str], environ: dict[str, str], words: str, worker: str
+) -> None:
+    with running(*options, *shell(worker), env=environ) as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
-    assert "this machine has no address 192.0.2.1" in errors
+    assert words in errors
+    assert "the coordinator listens" not in errors
+
+
+def test_where_the_coordinator_listens_is_said_once_it_does() -> None:
+    with running(*shell("exec sleep 100")) as process:
+        address = line_with(process, lambda line: "listening on" in line).split()[-1]
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert errors.count(f"recycle-run: the coordinator listens at {address}, for this machine's workers.") == 1
 
 
 # ---------------------------------------------------------------------- trainings

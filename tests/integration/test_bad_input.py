@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,9 +21,11 @@ from support.waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule
+from lightning_recycle import ConfigurationError, LayerSpec, PipelineModule, PlanningOptions, ReCycleStrategy
 from lightning_recycle.callbacks import Fault, HeartbeatCallback
 from lightning_recycle.errors import CheckpointError, ReCycleError
+from lightning_recycle.launch.run_preparation import PreparedRun
+from lightning_recycle.planning.grid import Grid
 
 
 class VectorLoss(Regression):
@@ -168,6 +171,42 @@ def test_wrong_modules_are_refused_by_name(model: Any, words: list[str]) -> None
     assert all(word in shown for word in words), shown
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy", "words"),
+    [
+        (NoPipeline, {}, "NoPipeline must implement configure_pipeline"),
+        (WrongEntry, {}, "returned 'a layer' as layer 1"),
+        (NoPipeline, {"layers": "blocks"}, r"ReCycleStrategy\(layers='blocks'\)"),
+    ],
+)
+def test_layers_that_cannot_be_described_are_refused_with_one_error(model: Any, strategy: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        trainer(2, 2, strategy=strategy).fit(model(), DataLoader(dataset(), batch_size=12))
+    assert caught.value.__context__ is None
+
+
+def test_the_environment_of_workers_is_checked_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(2, 2)
+    monkeypatch.setenv("RECYCLE_COORDINATR", "127.0.0.1:1")
+    monkeypatch.setenv("RECYCLE_PORTS", "30000-30100")
+    with pytest.raises(CheckpointError):
+        run.fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
+    assert "RECYCLE_COORDINATR has no meaning here. Did you mean 'RECYCLE_COORDINATOR'?" in caplog.text
+    monkeypatch.setenv("RECYCLE_PORTS", "30000")
+    with pytest.raises(ConfigurationError, match="RECYCLE_PORTS='30000'"):
+        run.fit(Regression().double(), DataLoader(dataset(), batch_size=12))
+
+
+def test_a_profile_that_is_to_be_measured_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = ReCycleStrategy(planning=PlanningOptions(profile=tmp_path / "p.json")).options
+    unused: Any = None
+    setup: Any = SimpleNamespace(grid=Grid(2, 2, 2))
+    assert PreparedRun(unused, setup, unused, options, 4).find_profile() == (tmp_path / "p.json", None)
+    assert f"profile='{tmp_path}/p.json': there is no such file; it will be measured and written there." in caplog.text
+
+
 def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
     assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
@@ -179,6 +218,12 @@ def test_missing_checkpoints_are_refused_before_workers_start(entry: str, caplog
     with pytest.raises(CheckpointError, match="ckpt_path='nowhere': there is no such file"):
         run(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path="nowhere")
     assert "lost" not in caplog.text
+
+
+def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="no checkpoint of Lightning"):
+        trainer(2, 2).fit(Regression().double(), DataLoader(dataset(), batch_size=12), ckpt_path=tmp_path / "old.pt")
 
 
 @pytest.mark.parametrize(
@@ -209,6 +254,10 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
         (lambda: HeartbeatCallback(interval=3, timeout=5), ["interval=3", "timeout=5"]),
         (lambda: HeartbeatCallback(timeout=5, last_holder_timeout=4), ["last_holder_timeout=4", "the timeout"]),
         (lambda: HeartbeatCallback(coordinator_timeout=0.5), ["coordinator_timeout=0.5", "at least 1 second"]),
+        (lambda: HeartbeatCallback(timeout="5s"), ["HeartbeatCallback(timeout='5s'): give a number of seconds"]),
+        (lambda: HeartbeatCallback(interval="a"), ["HeartbeatCallback(interval='a'): give a number of seconds"]),
+        (lambda: HeartbeatCallback(last_holder_timeout="x"), ["HeartbeatCallback(last_holder_timeout='x'): give a"]),
+        (lambda: HeartbeatCallback(timeout=float("nan")), ["HeartbeatCallback(timeout=nan): give a number of seconds"]),
         (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
     ],
 )

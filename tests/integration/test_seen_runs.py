@@ -122,6 +122,7 @@ class Cells(HTMLParser):
         self.workers: dict[str, str] = {}
         self.kinds: list[str] = []
         self.shown = ""
+        self.labels: list[str] = []  # of charts
         self.requested: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -134,6 +135,8 @@ class Cells(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.shown += data
+        if self.lasttag == "text":
+            self.labels.append(data)
 
 
 @pytest.mark.long
@@ -156,6 +159,8 @@ def test_the_page_shows_the_run_in_a_real_browser(tmp_path: Path, port: int, mon
     assert page.workers == {"0,0": "live", "0,1": "live", "1,0": "lost", "1,1": "live"}
     assert "failure" in page.kinds
     assert "it was killed by SIGKILL" in page.shown
+    assert "collecting" in page.labels, "no step has ended since the page was opened"
+    assert "0 steps/s" not in page.labels
     assert "<img src=x onerror=alert(1)>" in page.shown
     assert "x" not in page.requested
     assert all(not address.startswith(("http:", "https:", "//")) for address in page.requested)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lightning_recycle.control.network.connection import Refused, VersionMismatch
+from lightning_recycle.engines.worker_environment import check_workers_environment
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.launch import worker_process
 
@@ -69,4 +70,4 @@ def test_what_does_not_pass_is_raised_at_once(error: Exception, paused: list[flo
 def test_how_long_to_try_is_a_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECYCLE_CONNECT_SECONDS", text)
     with pytest.raises(ConfigurationError, match=f"RECYCLE_CONNECT_SECONDS='{text}'"):
-        worker_process.connect_seconds()
+        check_workers_environment()

@@ -52,5 +52,5 @@ def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partitio
 
 def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt() -> None:
     for partition in ("count", [1, 1]):
-        with pytest.raises(ConfigurationError, match="1 layers, fewer than pipeline_parallel_size=2"):
+        with pytest.raises(ConfigurationError, match="1 layer, fewer than pipeline_parallel_size=2"):
             stage_layers(1, 2, partition)  # type: ignore[arg-type]

@@ -220,10 +220,10 @@ def test_the_number_of_moves_is_the_minimum_over_all_assignments() -> None:
     ("make", "error", "message"),
     [
         (lambda: p.normalize(BASE, -1), ConfigurationError, "failures=-1.*at least 0"),
-        (lambda: p.normalize(BASE, 9), PlanningError, "9 failures.*at most 8"),
+        (lambda: p.normalize(BASE, 9), PlanningError, "failures=9 leaves.*at most 8"),
         (lambda: p.normalized_failures(GRID, (3, 0, 0, 0)), ConfigurationError, r"0\.\.2"),
         (lambda: p.normalized_failures(GRID, (1, 0)), ConfigurationError, "4 numbers"),
-        (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 workers have failed.*for 2"),
+        (lambda: p.roles(GRID, {p.Worker(0, 0)}, (1, 1, 0, 0)), ConfigurationError, "1 failed worker, but.*for 2"),
         (
             lambda: p.roles(GRID, {p.Worker(d, 0) for d in range(3)}, (1, 1, 1, 0)),
             PlanningError,

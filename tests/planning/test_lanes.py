@@ -97,7 +97,7 @@ def test_failures_are_distributed_over_all_lanes() -> None:
     problem = Problem(Grid(2, 3, 4, 4), Costs.uniform(3))
     assert len(next_failures(problem)) == 3
     assert len(normalized_problem(problem, 7).failed) == 7
-    with pytest.raises(PlanningError, match="10 failures leave a stage"):
+    with pytest.raises(PlanningError, match="failures=10 leaves a stage"):
         normalized_problem(problem, 10)
 
 

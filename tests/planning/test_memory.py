@@ -56,7 +56,7 @@ def test_a_worker_that_cannot_hold_what_w_needs_fuses_every_backward(technique: 
 def test_a_worker_without_room_for_one_microbatch_is_an_error_with_a_remedy() -> None:
     with pytest.raises(PlanningError, match=r"stage 0 has 0 bytes, needs 0 .* 1 more.*smaller micro-batches"):
         running(0.5, 0.0)
-    with pytest.raises(ConfigurationError, match=r"memory is given for 1 stages, the grid .* has 4"):
+    with pytest.raises(ConfigurationError, match=r"memory is given for 1 stage, the grid .* has 4"):
         p.Problem(GRID, UNIT, memory=p.Memory((1,), (0,), (1,), (1,)))
 
 

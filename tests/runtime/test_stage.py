@@ -217,12 +217,16 @@ def test_after_clear_a_step_can_run_again_with_the_same_result() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output, target: (output - target) ** 2, r"tensor of shape \(5, 6\).*mean"),
-        (lambda output, target: (output - target).square().mean().item(), r"a float.*scalar tensor"),
+        (lambda output, target: (output - target) ** 2, r"tensor of shape \(5, 6\).* Add \.mean\(\)\.$"),
+        (
+            lambda output, target: (output - target).square().mean().item(),
+            r"a float.*scalar tensor.* instead of \.item\(\)\.$",
+        ),
+        (lambda output, target: "abc", r"a str; it must return a scalar tensor, the mean over the micro-batch\.$"),
         (lambda output, target: None, "a NoneType"),
         (lambda output, target: (output.detach() - target).square().mean(), "without a gradient"),
     ],
-    ids=["not a scalar", "a number", "nothing", "detached"],
+    ids=["not a scalar", "a number", "text", "nothing", "detached"],
 )
 def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, message: str) -> None:
     stage = Stage([nn.Linear(WIDTH, WIDTH).double()], 0, SEED, CPU, loss=loss)
@@ -230,6 +234,17 @@ def test_a_loss_that_cannot_be_trained_on_is_an_error_with_a_remedy(loss: Any, m
     output = stage.forward(STEP, 0, x, split_backward=True)
     with pytest.raises(ConfigurationError, match=message):
         stage.loss(0, 0, output, y, 1)
+
+
+def test_a_training_step_may_return_a_dict_as_its_error_says() -> None:
+    def step(output: Any, target: Any) -> Any:
+        return "abc"
+
+    stage = Stage([nn.Linear(WIDTH, WIDTH)], 0, SEED, CPU, loss=step, loss_name="training_step", loss_is_optional=True)
+    with pytest.raises(
+        ConfigurationError, match=r"training_step\(\) returned a str; .*, or a dict with it as 'loss'\.$"
+    ):
+        stage.loss(0, 0, torch.zeros(1), None, 1)
 
 
 def test_a_loss_of_shape_1_is_a_scalar_too() -> None:

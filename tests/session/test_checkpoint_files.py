@@ -42,11 +42,11 @@ class Alone(StageGroup):
 
 def save(path: Path, step: int, sharded: bool) -> None:
     weights = torch.full((SIZE,), float(step))
+    rest = {"global_step": step, "pytorch-lightning_version": L.__version__}
     if sharded:
-        rest = {"global_step": step}
         assert save_sharded(path, {"state_dict": {"w": weights}}, rest, Alone(), lambda temporary: None) is None
     else:
-        WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, "global_step": step}, path)
+        WholeCheckpointIO().save_checkpoint({"state_dict": {"w": weights}, **rest}, path)
 
 
 def step_of(path: Path) -> int:
@@ -246,6 +246,28 @@ def test_files_without_checksums_and_folders_without_a_manifest_are_taken(tmp_pa
     assert damage(tmp_path / "folder.ckpt") == "it has no manifest.json and no .metadata"
     (tmp_path / "any").mkdir()
     assert damage(tmp_path / "any") is not None
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, {"state_dict": {}}, [1], torch.ones(1)])
+def test_a_file_that_no_trainer_wrote_is_refused_with_the_way_to_load_weights(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(content, path)
+    words = r"pt' is no checkpoint of Lightning: it has no 'pytorch-lightning_version'.* model\.load_state_dict"
+    with pytest.raises(CheckpointError, match=words):
+        chosen(tmp_path, path)
+    torch.save(content, path, _use_new_zipfile_serialization=False)  # which a worker reads first
+    assert chosen(tmp_path, path) == path
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_in_it(kept: bool, tmp_path: Path) -> None:
+    if kept:
+        save(tmp_path / "5.ckpt", 5, False)
+    with pytest.raises(CheckpointError) as caught:
+        chosen(tmp_path, tmp_path)
+    newest = f"; the newest checkpoint there: {tmp_path / '5.ckpt'}" if kept else ""
+    text = "it is no checkpoint folder, with neither manifest.json nor .metadata nor meta.pt"
+    assert str(caught.value) == f"ckpt_path='{tmp_path}': {text}{newest}."
 
 
 @pytest.mark.parametrize("kept", [[], [3, 5]])

@@ -7,7 +7,7 @@ import pytest
 
 from support.process_tree import descendants, left_after_a_while
 
-_MARK = "RECYCLE_TEST_RUN", str(os.getpid())  # by which those are found that have lost their parents
+_MARK = "LIGHTNING_RECYCLE_TEST_RUN", str(os.getpid())  # by which those are found that have lost their parents
 _SECONDS = 60.0  # a busy machine takes its time even with processes that are killed
 
 os.environ.update([_MARK])

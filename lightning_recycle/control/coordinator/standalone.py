@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_recycle.arguments import Check, command_parser, flag_value, integer, shared_options
+from lightning_recycle.arguments import Check, command_parser, flag_value, integer, shared_options, unknown_variables
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, default_path
@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
+        for warning in [] if options.obey else unknown_variables():  # recycle-run has shown them
+            log.warning("%s", warning)
         http = _shown_at(options.http)
         settings = _checked(options)
         most_runs = None if options.runs is None else flag_value("--runs", options.runs, integer(1))

@@ -21,6 +21,7 @@ from lightning_recycle.control.monitoring.goodput import Goodput, Phase
 from lightning_recycle.control.monitoring.logs import plain
 from lightning_recycle.control.protocol.messages import FaultInjected
 from lightning_recycle.control.protocol.state import MembershipState, Record
+from lightning_recycle.errors import counted
 from lightning_recycle.planning.grid import Grid, Positions
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ _LINES: Mapping[str, tuple[int, str]] = {
     "disturbance": (logging.WARNING, "The workers connect again at step {step}: {cause}"),
     "stop_requested": (
         logging.INFO,
-        "Worker {worker} wants to stop training after {step} steps: all stop after one of the next steps.",
+        "Worker {worker} wants to stop training before step {step}: all stop after one of the next steps.",
     ),
 }
 """Log message of the coordinator for an event, by its kind."""
@@ -388,7 +389,7 @@ def summary(history: Sequence[Event], positions: Positions) -> list[str]:
         f"Run: at step {done:,} after {seconds:.1f} s{_loss(steps)}, {_workers(history, positions)}{_memory(history)}."
     ]
     counts = [
-        _count(number, name)
+        counted(number, name)
         for kind, name in (("failure", "failure"), ("redone", "redone step"), ("rejoined", "replacement"))
         if (number := sum(event.kind == kind for event in history))
     ]
@@ -420,7 +421,7 @@ def _workers(history: Sequence[Event], positions: Positions) -> str:
     rosters = [event.details["roster"] for event in history if event.kind == "regrouped"]
     alive = len(rosters[-1]) if rosters else positions.num_workers
     if alive == positions.num_workers:
-        return _count(alive, "worker")
+        return counted(alive, "worker")
     left = " left" if any(event.kind in ("failure", "left") for event in history) else ""  # others never came
     return f"{alive} of {positions.num_workers} workers{left}"
 
@@ -446,7 +447,3 @@ def _lost_seconds(history: Sequence[Event]) -> float:
             lost += event.time - stage_lost.time
             stage_lost = None
     return lost
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"

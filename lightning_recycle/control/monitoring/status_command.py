@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_recycle.arguments import command_parser, exit_without_reader
+from lightning_recycle.arguments import SECONDS, command_parser, exit_without_reader, flag_value
 from lightning_recycle.control.monitoring.run_sockets import connect_to, sockets
-from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.errors import ConfigurationError, counted
 
 _SECONDS = 5.0  # for an answer
 _MOST_BYTES = 64 << 20
@@ -84,14 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
+        seconds = None if options.watch is None else _seconds(options.watch)
         targets = _targets(options.address)
         if not targets:
             raise NoRun(
                 "no run of this user on this machine. For a coordinator elsewhere, with --http HOST:PORT, give"
                 " its address: recycle-status HOST:PORT."
             )
-        if options.watch is not None and len(targets) == 1:
-            status = _watch(targets[0], options.watch, options.json)
+        if seconds is not None and len(targets) == 1:
+            status = _watch(targets[0], seconds, options.json)
         else:
             status = _show_each(targets, options.json)
         sys.stdout.flush()
@@ -124,8 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=_seconds,
-        const=1.0,
+        const="1",
         metavar="SECONDS",
         help="repeat until the run is over, every second by default",
     )
@@ -133,14 +133,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-        if not 0.0 < seconds < float("inf"):
-            raise ValueError
-    except ValueError:
-        message = f"--watch {text}: give seconds, and an address before it: recycle-status ADDRESS --watch"
-        raise argparse.ArgumentTypeError(message) from None
-    return seconds
+    if ":" in text:
+        raise ConfigurationError(f"--watch {text}: give the address before it: recycle-status {text} --watch.")
+    return float(flag_value("--watch", text, SECONDS))
 
 
 def _targets(address: str | None) -> list[_Target]:
@@ -264,7 +259,7 @@ def _render(status: Mapping[str, Any]) -> Any:
     counts = status["counts"]
     if counts["failures"]:
         names = {"failures": "failure", "redone_steps": "redone step", "rejoined_workers": "replacement"}
-        counted = [f"{counts[key]:,} {name}{'' if counts[key] == 1 else 's'}" for key, name in names.items()]
+        counted = [counted(counts[key], name) for key, name in names.items()]
         lines += [Text(), Text(f"{', '.join(counted)}; {status['recovery_seconds']:.1f} s to recover")]
     for failure in reversed(status["failures"][-3:]):
         who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
