@@ -478,7 +478,7 @@ class Profiled:
 
 @_from_worker
 class Commit(FromWorker):
-    """The worker is REDUCED in ``step``; the answer brings the payloads of all columns.
+    """The worker is REDUCED in ``step``; the answer brings all columns' payloads.
 
     Only if stages exchange facts before they step, or the optimizer is not staggered. The answer comes when all are
     REDUCED. ``speculative``: it steps before that; the answer may prove that wrong.
