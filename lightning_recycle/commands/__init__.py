@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     HydraException,
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console, RenderableType
@@ -31,6 +36,7 @@ from lightning_recycle.errors import ConfigurationError, ReCycleError, suggestio
 
 _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 2, 130
 _SHOW_ALL = "RECYCLE_FULL_ERROR"
+_OWN_PLUGINS = {f"{plugin.__module__}.{plugin.__qualname__}" for plugin in (BasicLauncher, BasicSweeper)}
 
 
 class Output(Console):
@@ -41,18 +47,20 @@ class Output(Console):
 
 
 @contextlib.contextmanager
-def bad_input_ends(name: str, config: DictConfig | None = None) -> Iterator[None]:
+def bad_input_ends(
+    name: str, config: DictConfig | None = None, overrides: Sequence[str] | None = None
+) -> Iterator[None]:
     """Within the block, bad input prints one line and exits with code 2.
 
-    Use it inside the job too, with the job's ``config``: for an exception that leaves the job, Hydra prints a line of
-    its own.
+    Use it inside the job too, with the job's ``config`` and ``overrides`` (None for those of the job that runs): for an
+    exception that leaves the job, Hydra prints a line of its own.
     """
     try:
         yield
     except (ReCycleError, HydraException, OmegaConfBaseException) as error:
         if os.environ.get(_SHOW_ALL) == "1":
             raise
-        print(f"{name}: {_line(error, config)}", file=sys.stderr)
+        print(f"{name}: {_line(error, config, overrides)}", file=sys.stderr)
         sys.exit(_EXIT_BAD_INPUT)
 
 
@@ -92,16 +100,22 @@ def run_command(
     name: str,
     config_path: str,
     config_name: str,
+    check: Callable[[DictConfig], object],
     job: Callable[[DictConfig], float],
     summary: Callable[[], RenderableType | None],
 ) -> None:
     """Runs a command of the package, once or for each job of a sweep.
 
-    ``job`` returns a value that a sweeper can minimize; ``summary`` is printed at the end, even after errors.
+    ``check`` raises for settings that cannot work, of all jobs of a sweep before the first one; ``job`` returns a value
+    that a sweeper can minimize; ``summary`` is printed at the end, even after errors.
     """
 
     @hydra.main(version_base=None, config_path=config_path, config_name=config_name)
     def application(config: DictConfig) -> float:
+        for overrides in _jobs_to_check():
+            each = hydra.compose(HydraConfig.get().job.config_name, overrides)
+            with bad_input_ends(name, each, overrides):
+                check(each)
         with bad_input_ends(name, config):
             return job(config)
 
@@ -112,16 +126,30 @@ def run_command(
             Output().print(table)
 
 
+def _jobs_to_check() -> Sequence[list[str]]:
+    """In the first job of a sweep, the settings of all its jobs; none where only Hydra's plugins know them."""
+    job = HydraConfig.get()
+    plugins = {job.launcher._target_, job.sweeper._target_}
+    if job.mode is not RunMode.MULTIRUN or job.job.num or plugins != _OWN_PLUGINS:
+        return []
+    given = [f"{name}={value}" for name, value in (job.sweeper.params or {}).items()]
+    given += get_args_parser().parse_args().overrides
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return BasicSweeper.split_arguments(parser.parse_overrides(given), None)[0]
+
+
 def switch(name: str, value: Any) -> bool:
     """``value`` of the setting ``name``, which is true or false."""
     return bool(BOOLEAN.checked("", name, value))
 
 
-def _line(error: BaseException, config: DictConfig | None) -> str:
+def _line(error: BaseException, config: DictConfig | None, overrides: Sequence[str] | None) -> str:
     cause = error.__cause__
     if (own := _own_error(error)) is not None:
-        if isinstance(own, ConfigurationError) and config is not None and (typed := _typed(own.option, config)):
-            return _flat(own.as_typed(typed))
+        if isinstance(own, ConfigurationError) and config is not None:
+            given = HydraConfig.get().overrides.task if overrides is None else overrides
+            if typed := _typed(own.option, config, given):
+                return _flat(own.as_typed(typed))
         return _flat(str(own))
     if isinstance(error, MissingConfigException) and error.options and "/" in (error.missing_cfg_file or ""):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
@@ -161,10 +189,10 @@ def _elsewhere(group: str, name: str, known: list[str]) -> str:
     return ""
 
 
-def _typed(option: str, config: DictConfig) -> str:
-    """The setting of ``option`` as its user typed it, or as in ``config``."""
+def _typed(option: str, config: DictConfig, overrides: Sequence[str]) -> str:
+    """The setting of ``option`` as its user typed it, in ``overrides``, or as in ``config``."""
     given = [f"{name}={value}" for name, value in _settings(OmegaConf.to_container(config))]
-    for setting in reversed([*given, *HydraConfig.get().overrides.task]):
+    for setting in reversed([*given, *overrides]):
         name = setting.lstrip("+~").partition("=")[0]
         if option and f".{name}".endswith(f".{option}"):
             return setting

@@ -161,11 +161,14 @@ _sweep: list[dict[str, str]] = []
 """The cells of each job of this process, for the table at the end of a sweep."""
 
 
+def _checked(config: DictConfig) -> tuple[dict[str, Any], planning.Problem, planning.Planner]:
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return settings, problem_from(settings), instantiate(settings["planner"], _convert_="all")
+
+
 def plan_and_show(config: DictConfig) -> float:
     """Run one job; returns the period, which a sweeper can minimize."""
-    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    problem = problem_from(settings)
-    planner: planning.Planner = instantiate(settings["planner"], _convert_="all")
+    settings, problem, planner = _checked(config)
     output = _path(settings, "output", ".json")
     picture = _picture(settings, output)
     written = []
@@ -234,6 +237,7 @@ def main() -> None:
         _NAME,
         "pkg://lightning_recycle.conf",
         "plan",
+        _checked,
         plan_and_show,
         lambda: _comparison(_sweep, "Sweep") if len(_sweep) > 1 else None,
     )

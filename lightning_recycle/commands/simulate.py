@@ -211,18 +211,21 @@ _written: list[Path] = []
 """Files of the jobs of a sweep."""
 
 
+def _checked(config: DictConfig) -> Scenario:
+    return scenario_from(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+
+
 def simulate_and_show(config: DictConfig) -> float:
     """Run one job; returns the throughput, which a sweeper can optimize."""
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     console = Output()
     given = [override for override in job.overrides.task if not override.startswith("output=")]
-    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    scenario, errors = scenario_from(settings), Console(stderr=True, soft_wrap=True, highlight=False)
+    scenario, errors = _checked(config), Console(stderr=True, soft_wrap=True, highlight=False)
     errors.print(f"simulating {_announcement(scenario)}", markup=False)
     with errors.status("Planning and simulating"):  # nothing where that is no terminal
         result = result_of(scenario, shlex.join([_NAME, *given]))
-    file = None if settings["output"] is None else folder / "result.json"
+    file = None if config.output is None else folder / "result.json"
     if file is not None:
         with refusing(f"write to {folder}"):
             write_json(file, result)
@@ -241,10 +244,12 @@ def main() -> None:
     """The console script."""
     _sweep.clear()
     _written.clear()
-    run_command(_NAME, _ROOT, _CONFIG, simulate_and_show, lambda: _sweep_summary() if len(_sweep) > 1 else None)
+    run_command(_NAME, _ROOT, _CONFIG, _checked, simulate_and_show, _sweep_summary)
 
 
-def _sweep_summary() -> Group:
+def _sweep_summary() -> Group | None:
+    if len(_sweep) < 2:
+        return None
     files = [f"\nwrote {len(_written)} results to {_written[0].parents[1]}, each in a folder"] if _written else []
     return Group(_overview(_sweep), *files)
 

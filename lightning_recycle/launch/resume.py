@@ -229,7 +229,7 @@ def _check_or_replace(path: Any, checkpoint_io: CheckpointIO, take_older: bool) 
 
 
 def _check_content(path: Any, checkpoint_io: CheckpointIO) -> None:
-    """Raises CheckpointError if no Trainer wrote ``path``, as far as that is known here."""
+    """Raises CheckpointError if no Trainer wrote ``path``, where that is known."""
     local = local_path(path)
     reads = type(checkpoint_io).load_checkpoint is TorchCheckpointIO.load_checkpoint  # a user's own may translate
     if local is not None and (reads or is_sharded(path)) and (content := _content_of(local)) is not None:

@@ -180,6 +180,17 @@ def plans_of_library(out: str) -> list[list[str]]:
     return [line.split() for line in lines if re.match(r"\d/", line)]
 
 
+def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
+    bad = [
+        (["-m", "failures=0,1,99"], "failures=99 leaves a stage"),
+        (["-m", "planner=heuristic,highs", "planner.effort=0,-1"], "planner.effort"),
+        (["-m", "costs.forward=1,abc", "failures=0,1"], "costs.forward=abc: give a finite number of at least 0"),
+        (["-m", "grid.stages=2,three"], "grid.stages=three: give an integer of at least 1."),
+    ]
+    check_refused("recycle-plan", tmp_path, bad, "hydra.sweep.dir=jobs")
+    assert [out for _, out, _ in run_all("recycle-plan", tmp_path, *(arguments for arguments, _ in bad))] == [""] * 4
+
+
 @pytest.mark.long
 def test_a_library_is_filled_and_then_used(tmp_path: Path) -> None:
     (first, second) = run_all("recycle-plan", tmp_path, *[["failures=2", "library=plans", "output=null"]] * 2)

@@ -250,6 +250,13 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert not (tmp_path / "here" / "result.json").exists()
 
 
+def test_a_sweep_with_an_impossible_job_runs_none(tmp_path: Path) -> None:
+    arguments = ["-m", *SMALL, "policy=restart", "failures.mtbf=2h,often"]
+    ((code, out, err),) = run_all("recycle-simulate", tmp_path, arguments)
+    message = "failures.mtbf=often: give a duration above 0, e.g. 90, 30min or 6h."
+    assert (code, out, err) == (2, "", f"recycle-simulate: {message}\n")
+
+
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
 def test_a_folder_in_a_missing_folder_is_refused_and_not_made(tmp_path: Path, sweep: list[str]) -> None:
     calls = [([*sweep, *SMALL, "seeds=1,2" if sweep else "seeds=1", "output=mistyped/here"], "no folder mistyped")]
