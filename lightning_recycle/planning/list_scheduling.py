@@ -301,7 +301,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
 
 def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
-    """The operations of 1F1B (ZB-H1 if backwards are split), after their dependencies.
+    """The operations of 1F1B (ZB-H1 if backwards are split), by dependencies.
 
     ``held``: the most micro-batches of a worker, per stage.
     """

@@ -167,9 +167,9 @@ class SpeculativeCommits:
         enough = len(others) == self._columns - 1
         return enough and self._hold(_GROWTH * norm_of({**others, self._column: own_payload}))
 
-    def was_right(self, known: Mapping[int, CommitPayload]) -> bool:
+    def was_right(self, reports: Mapping[int, CommitPayload]) -> bool:
         """Whether speculating on a step that all have reported was right."""
-        return self._hold(norm_of(known))
+        return self._hold(norm_of(reports))
 
     def report(self, step: int, payload: CommitPayload | None, speculative: bool) -> None:
         """Reports ``step`` once in a generation; ``speculative``: without waiting."""

@@ -69,7 +69,7 @@ class _InFlight:
     step: int
     input_grads: list[Tensor | None] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
-    kept: Any = None  # the input, if it is to be computed again
+    kept_input: Any = None  # if it is to be computed again
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
@@ -198,13 +198,13 @@ class Stage:
         back. ``recomputed``: :meth:`recompute` will make the graph, so only ``value`` is kept; not on the last stage,
         where :meth:`loss` follows.
         """
-        held = self._in_flight[microbatch] = _InFlight(step)
+        state = self._in_flight[microbatch] = _InFlight(step)
         if recomputed:
-            held.kept, copy = value, apply_to_collection(value, Tensor, _copy)
+            state.kept_input, copy = value, apply_to_collection(value, Tensor, _copy)
             with torch.autograd.graph.saved_tensors_hooks(_nothing, _never):  # autograd saves nothing
                 output = self._with_graph(_InFlight(step), microbatch, copy, target, split_backward)
         else:
-            output = self._with_graph(held, microbatch, value, target, split_backward)
+            output = self._with_graph(state, microbatch, value, target, split_backward)
         if self._loss is not None:
             return output  # type: ignore[no-any-return]
         self._check_output(output)
@@ -212,25 +212,25 @@ class Stage:
 
     def recompute(self, microbatch: int, *, split_backward: bool) -> None:
         """R: the forward again, which keeps the graph."""
-        held = self._in_flight[microbatch]
-        kept, held.kept = held.kept, None
-        self._with_graph(held, microbatch, kept, None, split_backward)
+        state = self._in_flight[microbatch]
+        kept, state.kept_input = state.kept_input, None
+        self._with_graph(state, microbatch, kept, None, split_backward)
 
-    def _with_graph(self, held: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
-        """Runs the layers; ``held`` gets the beginning of the backward."""
+    def _with_graph(self, state: _InFlight, microbatch: int, value: Any, target: Any, split_backward: bool) -> Any:
+        """Runs the layers; ``state`` gets the beginning of the backward."""
         inputs = value if isinstance(value, tuple) else (value,)
-        held.input_grads = [None] * len(inputs)
+        state.input_grads = [None] * len(inputs)
         if self._first_layer > 0:
             inputs = tuple(
-                _Enter.apply(self._anchor, t.detach(), held.input_grads, i) if t is not None and t.requires_grad else t
+                _Enter.apply(self._anchor, t.detach(), state.input_grads, i) if t is not None and t.requires_grad else t
                 for i, t in enumerate(inputs)
             )
         if self._takes_target:
             inputs = (inputs, *target)
         defers = split_backward and not self._fully_sharded  # FSDP sums gradients at the end of each backward
         with self._forward_context(), intercept_linear() if defers else _NOTHING:
-            output = whole(self._run(self._layers, held.step, microbatch, inputs))
-        held.outputs = output if isinstance(output, tuple) else (output,)
+            output = whole(self._run(self._layers, state.step, microbatch, inputs))
+        state.outputs = output if isinstance(output, tuple) else (output,)
         return output
 
     def _check_output(self, output: Any) -> None:
@@ -316,19 +316,19 @@ class Stage:
 
     def backward(self, microbatch: int, grads: Value | None) -> Value | None:
         """BW: gradients of the inputs from ``grads`` of the outputs; None at either end."""
-        held = self._in_flight.pop(microbatch)
+        state = self._in_flight.pop(microbatch)
         # Activation checkpointing runs layers again.
-        with microbatch_randomness(self._generator, self.seed, held.step, microbatch):
-            self._differentiate(held, grads)
-        return self._input_grads(held)
+        with microbatch_randomness(self._generator, self.seed, state.step, microbatch):
+            self._differentiate(state, grads)
+        return self._input_grads(state)
 
     def backward_input(self, microbatch: int, grads: Value | None) -> Value | None:
         """B: gradients of the inputs; those of weights wait for :meth:`backward_weight`."""
-        held = self._in_flight[microbatch]
-        with held.queue.collecting(), microbatch_randomness(self._generator, self.seed, held.step, microbatch):
-            self._differentiate(held, grads)
-        result = self._input_grads(held)
-        held.outputs, held.input_grads = (), []  # the graph is consumed; only the queue holds memory
+        state = self._in_flight[microbatch]
+        with state.queue.collecting(), microbatch_randomness(self._generator, self.seed, state.step, microbatch):
+            self._differentiate(state, grads)
+        result = self._input_grads(state)
+        state.outputs, state.input_grads = (), []  # the graph is consumed; only the queue holds memory
         return result
 
     def forget(self, microbatch: int) -> None:
@@ -375,28 +375,28 @@ class Stage:
         """Tensors that W of ``microbatch`` needs, between its B and its W."""
         return self._in_flight[microbatch].queue.tensors()
 
-    def _differentiate(self, held: _InFlight, grads: Value | None) -> None:
+    def _differentiate(self, state: _InFlight, grads: Value | None) -> None:
         """Runs the backward from ``grads`` of the outputs; without them, from the loss."""
         if grads is None:
-            if not held.outputs:
+            if not state.outputs:
                 pass  # this micro-batch has no loss
             elif self._loss_backward is not None:
-                self._loss_backward(held.outputs[0])
+                self._loss_backward(state.outputs[0])
             else:
-                torch.autograd.backward(held.outputs)
+                torch.autograd.backward(state.outputs)
             return
         received = grads if isinstance(grads, tuple) else (grads,)
         pairs = [
             (output, grad)
-            for output, grad in zip(held.outputs, received, strict=True)
+            for output, grad in zip(state.outputs, received, strict=True)
             if output is not None and grad is not None and output.requires_grad
         ]
         if pairs:
             outputs, gradients = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, gradients)
 
-    def _input_grads(self, held: _InFlight) -> Value | None:
-        return tuple(held.input_grads) if self._first_layer > 0 else None
+    def _input_grads(self, state: _InFlight) -> Value | None:
+        return tuple(state.input_grads) if self._first_layer > 0 else None
 
 
 def _detached(item: Tensor | None) -> Tensor | None:

@@ -478,12 +478,12 @@ class StepRunner:
         """Whether the parameters are final: no speculation may be corrected."""
         return self.speculation is None or not self.speculation.speculative
 
-    def confirm_in_recovery(self, step: int, known: Mapping[int, CommitPayload]) -> None:
-        """Confirms or corrects speculative ``step``; ``known``: the reports of all stages."""
+    def confirm_in_recovery(self, step: int, reports: Mapping[int, CommitPayload]) -> None:
+        """Confirms or corrects speculative ``step``; ``reports``: of all columns."""
         assert self.speculation is not None
         self.speculation.speculative, self.payload = False, None
-        if not self.speculation.was_right(known):
-            self._step_again(step, norm_of(known))
+        if not self.speculation.was_right(reports):
+            self._step_again(step, norm_of(reports))
 
     def _step_again(self, step: int, norm: float) -> None:
         assert self._shadow is not None

@@ -127,7 +127,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def end_collective(self, begun: Any) -> None:
+    def end_collective(self, handle: Any) -> None:
         raise NotImplementedError
 
     def prepare(self) -> None:

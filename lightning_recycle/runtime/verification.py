@@ -354,9 +354,9 @@ class Verifier:
             self._dispute_if_unsound(record, made, (record.inputs, record.grads))
             self.inspects = is_sound(made)  # otherwise all gradients have those numbers in them from now on
 
-    def _dispute_if_unsound(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], given: Any) -> None:
+    def _dispute_if_unsound(self, record: MicrobatchRecord, made: Sequence[Tensor | float | None], inputs: Any) -> None:
         """In an inspected step, disputes a ``record`` that made right numbers wrong."""
-        if self.inspects and not is_sound(made) and is_sound(tensors_of(given)):
+        if self.inspects and not is_sound(made) and is_sound(tensors_of(inputs)):
             wrong = replace(record, sums={**record.sums, FINITE: NOT_FINITE}, watches_numbers=True)
             self.dispute(wrong, self._client.rank, wrong.sums)
 

@@ -478,7 +478,7 @@ class Profiled:
 
 @_from_worker
 class Commit(FromWorker):
-    """The worker is REDUCED in ``step``; the answer brings the payloads of all stages.
+    """The worker is REDUCED in ``step``; the answer brings all columns' payloads.
 
     Only if stages exchange facts before they step, or the optimizer is not staggered. The answer comes when all are
     REDUCED. ``speculative``: it steps before that; the answer may prove that wrong.
@@ -878,8 +878,8 @@ class Resume:
     program: Program | None
     """Program of this worker for a step. The coordinator's shell adds it: each worker has another one."""
     commits: Mapping[int, Payload | None]
-    """Contributions of the stages to the commit of step ``decision.version - 1``, by stage, as far as known; or of all
-    stages to that of ``decision.version``, if ``confirmed``."""
+    """Contributions to the commit of step ``decision.version - 1``, by column, as far as known; or of all
+    columns to that of ``decision.version``, if ``confirmed``."""
     confirmed: bool = False
     """Whether step ``decision.version`` runs again although a worker has applied it as all contributed to it."""
     donors: Mapping[int, int] = field(default_factory=dict)
@@ -921,7 +921,7 @@ class HookEntered:
 class Committed:
     """All are REDUCED in ``step``, or were before a loss: apply it once REDUCED.
 
-    ``payloads``: by stage. ``speculative``: whether some have applied it already.
+    ``payloads``: by column. ``speculative``: whether some have applied it already.
     """
 
     generation: int

@@ -407,7 +407,7 @@ class Steps(_Updatable):
         version: the number of steps that every live worker has applied.
         applied_below: all live workers of ranks below this have applied step ``version``.
         applied: the newest step that each worker has applied, by rank; -1 before the first.
-        answered: step and payloads, by stage, of the newest answered commit.
+        answered: step and payloads, by column, of the newest answered commit.
         facts: for steps that not every live worker has applied: step -> stage, or None for facts that are equal on all
             -> values by reporting rank; only the first of equal values, while there are no newcomers.
         losses: for incomplete steps: step -> global micro-batch -> loss; ``outputs`` likewise: records of hooks.

@@ -303,8 +303,8 @@ class NcclTransport(Transport):
         thread.begin(collective)
         return thread, collective
 
-    def end_collective(self, begun: tuple[NcclThread, Collective]) -> None:
-        thread, collective = begun
+    def end_collective(self, handle: tuple[NcclThread, Collective]) -> None:
+        thread, collective = handle
         thread.wait_for(lambda: collective.finished, thread.members(collective.group))
 
     # the end
