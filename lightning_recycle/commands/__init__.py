@@ -127,7 +127,7 @@ def run_command(
 
 
 def _jobs_to_check() -> Sequence[list[str]]:
-    """In the first job of a sweep, the settings of all its jobs; none where only Hydra's plugins know them."""
+    """Settings of all jobs of a sweep, in its first one, or none (by a plugin)."""
     job = HydraConfig.get()
     plugins = {job.launcher._target_, job.sweeper._target_}
     if job.mode is not RunMode.MULTIRUN or job.job.num or plugins != _OWN_PLUGINS:
@@ -190,7 +190,7 @@ def _elsewhere(group: str, name: str, known: list[str]) -> str:
 
 
 def _typed(option: str, config: DictConfig, overrides: Sequence[str]) -> str:
-    """The setting of ``option`` as its user typed it, in ``overrides``, or as in ``config``."""
+    """The setting of ``option`` as typed in ``overrides``, or as in ``config``."""
     given = [f"{name}={value}" for name, value in _settings(OmegaConf.to_container(config))]
     for setting in reversed([*given, *overrides]):
         name = setting.lstrip("+~").partition("=")[0]

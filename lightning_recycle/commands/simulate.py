@@ -322,7 +322,7 @@ def _losses(result: Result) -> Table:
 
 
 def _lost(amount: float, total: float) -> tuple[str, str]:
-    """Samples/s, and their share of ``total``; a sum of 0 such as -1e-16 is shown as 0."""
+    """Samples/s, and their share of ``total``; rounding errors are shown as 0."""
     return f"{round(amount, 3) + 0.0:.3f}", f"{round(100 * amount / total, 1) + 0.0:.1f} %"
 
 

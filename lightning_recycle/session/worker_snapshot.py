@@ -366,7 +366,9 @@ def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any]
     """
     checkpoint["loops"]["fit_loop"] = completion["trainer"]["loops"]
     checkpoint["lr_schedulers"], checkpoint["callbacks"] = completion["lr_schedulers"], completion["callbacks"]
-    for state, groups in zip(checkpoint["optimizer_states"], completion["param_groups"], strict=True):
+    states = checkpoint["optimizer_states"]
+    options_of_groups = completion["param_groups"] if states else ()  # a worker that joins reads none of a folder
+    for state, groups in zip(states, options_of_groups, strict=True):
         for group, options in zip(state["param_groups"], groups, strict=True):
             group.update(options)
     weights = next((checkpoint[kind] for kind in further if kind in checkpoint), checkpoint["state_dict"])

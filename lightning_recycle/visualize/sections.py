@@ -168,7 +168,7 @@ def _scenes(records: Sequence[Record], apart: bool) -> list[tuple[_Scene, list[R
 
 
 def _failure_names(records: Iterable[Record]) -> Callable[[Record], str]:
-    """The words for a run's failures, with its length where runs with the same failures have several."""
+    """A run's failures in words, with its length where such runs differ in it."""
     lengths = {text: {run["duration"] for run in runs} for text, runs in by(records, failures_text).items()}
 
     def named(record: Record) -> str:
@@ -186,7 +186,10 @@ def _assumed(records: Iterable[Record]) -> str:
 def _ratio_lines(
     records: Sequence[Record], x: Axis, x_of: Callable[[Record], float], heads: dict[float, str], apart_by: str = ""
 ) -> list[Part]:
-    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``; all titles end with ``apart_by``."""
+    """Charts of the ratio to fault-free over ``x``, and a table by ``heads``.
+
+    All titles end with ``apart_by``.
+    """
     unaffected = [record for record in records if record["policy"]["name"] == "FaultFree"]
     failing = [record for record in records if record["policy"]["name"] != "FaultFree"] or unaffected
     apart = _same_schedules(failing)

@@ -624,6 +624,9 @@ class Coordinator:
             case messages.Crash():
                 log.debug("Worker %s: %s", self._state.name(rank), message)
                 if message.fault:
+                    if rank not in self._state.roster.live:
+                        name, text = self._state.name(rank), message.traceback.rstrip() or message.summary
+                        log.warning("A new worker %s failed before it could join:\n%s", name, text)
                     self._lose_worker(rank, message.summary)
                     return
         self._handle(message)
