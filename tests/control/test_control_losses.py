@@ -92,6 +92,18 @@ def test_an_exception_of_the_infrastructure_ends_connection_and_process_at_once(
     assert members[0].client.member.roster == (0, 1, 2)
 
 
+def test_the_log_shows_why_a_worker_failed_before_it_could_join(
+    plane: ControlPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = plane.members()
+    die(plane, members[3])
+    together(*(member.step for member in members[:3]))
+    newcomer = plane.client(3, joining=True)
+    newcomer.leave()
+    newcomer.send(Crash(3, True, "ValueError: bad", None, "Traceback\nValueError: bad"))
+    plane.until(lambda: "A new worker (1, 1) failed before it could join:\nTraceback\nValueError: bad" in caplog.text)
+
+
 def test_a_plan_that_cannot_be_made_ends_the_run_with_its_reason() -> None:
     with ControlPlane() as plane:
         plane.planner.error = RuntimeError("no plan for this")
