@@ -155,6 +155,8 @@ def crashes_reported(client: ControlClient, shows: bool = False) -> Any:
             # A worker that has not entered yet cannot end the run: no member has met this error.
             fault = isinstance(error, (InjectedFaultError, ControlPlaneError)) or client.joining
             summary, text = in_words(error, worker_payload.from_users_code(error))
+            if isinstance(error, KeyboardInterrupt):
+                text = ""  # where a signal found it is no fault of that code
             data = worker_payload.dump_exception(error)  # without one, the summary and the traceback must do
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RAISED
             if shows:  # first, as the end of the run may end this process at any moment from now on

@@ -358,6 +358,58 @@ def test_lines_of_a_pipe_are_whole_and_the_last_one_stands_alone(
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_failures_are_shown_with_their_numbers_and_causes(
+    plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = plane.members()
+    die(plane, members[2])
+    together(*(member.step for member in (members[0], members[1], members[3])))
+    with shown(plane, http=False):
+        plane.until(lambda: seen(plane).counts["failures"] == 1)
+        assert status_command.main([]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^1 failure, \d+ redone steps?, 0 replacements; \d+\.\d s to recover$", output, re.M)
+    assert re.search(r"^  .* ago: worker \(1, 0\) \(process \d+ on .*\): it was killed by SIGKILL$", output, re.M)
+    assert re.search(r"^\(1, 0\) +lost ", output, re.M)
+
+
+def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
+    plane: ControlPlane, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plane.members()
+    with shown(plane, http=False):
+        (target,) = status_command._targets(None)
+        status = target.ask()
+        looks = iter([[], [], [target]])
+        answers: Any = iter([status_command.NotNow("starting"), status, TimeoutError("timed out"), status, None])
+
+        def ask(_: Any) -> dict[str, Any]:
+            answer = next(answers)
+            if isinstance(answer, TimeoutError):
+                raise status_command.NotNow("process 1 does not answer") from answer
+            if not isinstance(answer, dict):
+                raise answer or status_command.NotNow("No run is going on")
+            return answer
+
+        monkeypatch.setattr(status_command, "_targets", lambda address: next(looks))
+        monkeypatch.setattr(status_command._Target, "ask", ask)
+        assert status_command.main(["--watch", "0.01"]) == 0
+    output = capsys.readouterr()
+    assert output.out.count("2 x 2 x 1") == 2
+    assert output.out.endswith("The run is over.\n")
+    assert output.err.splitlines() == [
+        "recycle-status: waiting for a run of this user on this machine",
+        "recycle-status: starting; asking again",
+        "recycle-status: process 1 does not answer; asking again",
+    ]
+
+
+def test_of_several_runs_one_is_watched(plane: ControlPlane, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(plane, http=False), shown(plane, "other.py", http=False):
+        assert status_command.main(["--watch"]) == 2
+    assert "--watch shows one run, and there are 2: give one of the ids" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [

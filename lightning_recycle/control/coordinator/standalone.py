@@ -204,7 +204,7 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
     elif isinstance(outcome, Crashed):
         crash = outcome.crash
         name = Positions(terms.grid, terms.members).name(crash.rank)
-        log.error("Worker %s ended the run: %s\n%s", name, crash.summary, crash.traceback)
+        log.error("%s", f"Worker {name} ended the run: {crash.summary}\n{crash.traceback}".rstrip())
     else:
         log.error("The run ended: %s", outcome)
 

@@ -39,6 +39,10 @@ class NoRun(Exception):
     """There is nothing to show; the message says why."""
 
 
+class NotNow(NoRun):
+    """There is nothing to show at the moment: the workers start, have ended, or are too busy to answer in time."""
+
+
 @dataclass(frozen=True)
 class _Target:
     """Target of a question: the socket of a run of this machine, or an address."""
@@ -63,13 +67,15 @@ class _Target:
             content = response.read(_MOST_BYTES)
         except FileNotFoundError as error:
             raise NoRun(f"{self}: its run has just ended.") from error
+        except TimeoutError as error:
+            raise NotNow(f"{self} does not answer: {error or type(error).__name__}") from error
         except (OSError, http.client.HTTPException) as error:
             hint = ": was it started with --http or RECYCLE_HTTP?" if self.path is None else ""
             raise NoRun(f"{self} does not answer: {error or type(error).__name__}{hint}") from error
         finally:
             connection.close()
         if response.status != 200:
-            raise NoRun(f"{self}: {_printable(content.decode(errors='replace').strip())}")
+            raise NotNow(f"{self}: {_printable(content.decode(errors='replace').strip())}")
         try:
             found = json.loads(content)
             assert found["schema"] >= 1
@@ -86,15 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         seconds = None if options.watch is None else _seconds(options.watch)
         targets = _targets(options.address)
+        if seconds is not None and not targets:
+            print("recycle-status: waiting for a run of this user on this machine", file=sys.stderr)
+            while not (targets := _targets(None)):
+                time.sleep(seconds)
+        if seconds is not None and len(targets) > 1:
+            ids = ", ".join(target.path.name.partition("-")[0] for target in targets if target.path is not None)
+            raise ConfigurationError(f"--watch shows one run, and there are {len(targets)}: give one of the ids {ids}.")
         if not targets:
             raise NoRun(
                 "no run of this user on this machine. For a coordinator elsewhere, with --http HOST:PORT, give"
                 " its address: recycle-status HOST:PORT."
             )
-        if seconds is not None and len(targets) == 1:
-            status = _watch(targets[0], seconds, options.json)
-        else:
-            status = _show_each(targets, options.json)
+        as_json = options.json
+        status = _show_each(targets, as_json) if seconds is None else _watch(targets[0], seconds, as_json)
         sys.stdout.flush()
         return status
     except (NoRun, ConfigurationError) as error:
@@ -199,7 +210,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    status, console = target.ask(), Console()
+    status, console = _next_status(target, seconds, is_first=True), Console()
     with contextlib.ExitStack() as stack:
         live: Live | None = None
         if console.is_terminal and not as_json:
@@ -211,7 +222,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
                 live.update(_render(status), refresh=True)
             time.sleep(seconds)
             try:
-                status = target.ask()
+                status = _next_status(target, seconds)
             except NoRun:
                 break
             if live is None and not as_json:
@@ -219,6 +230,24 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
     if not as_json:
         print("The run is over.")
     return 0
+
+
+def _next_status(target: _Target, seconds: float, is_first: bool = False) -> dict[str, Any]:
+    """The status as soon as there is one, at first of a run that has not begun yet.
+
+    Raises NoRun if there will be none.
+    """
+    is_told = False
+    while True:
+        try:
+            return target.ask()
+        except NotNow as error:
+            if not is_first and not isinstance(error.__cause__, TimeoutError):
+                raise
+            if not is_told:
+                print(f"recycle-status: {error}; asking again", file=sys.stderr)
+            is_told = True
+        time.sleep(seconds)
 
 
 def _head(status: Mapping[str, Any]) -> Any:
@@ -259,8 +288,8 @@ def _render(status: Mapping[str, Any]) -> Any:
     counts = status["counts"]
     if counts["failures"]:
         names = {"failures": "failure", "redone_steps": "redone step", "rejoined_workers": "replacement"}
-        counted = [counted(counts[key], name) for key, name in names.items()]
-        lines += [Text(), Text(f"{', '.join(counted)}; {status['recovery_seconds']:.1f} s to recover")]
+        sums = [counted(counts[key], name) for key, name in names.items()]
+        lines += [Text(), Text(f"{', '.join(sums)}; {status['recovery_seconds']:.1f} s to recover")]
     for failure in reversed(status["failures"][-3:]):
         who = f"worker {tuple(failure['worker'])}" if failure["worker"] else "a worker"
         text = f"{_duration(now - failure['time'])} ago: {who} ({_process(failure)}): {failure['details'].get('cause')}"
