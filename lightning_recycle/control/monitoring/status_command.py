@@ -40,7 +40,7 @@ class NoRun(Exception):
 
 
 class NotNow(NoRun):
-    """There is nothing to show at the moment: the workers start, have ended, or are too busy to answer in time."""
+    """There is nothing to show now: workers start or have ended, or no time to answer."""
 
 
 @dataclass(frozen=True)
