@@ -798,7 +798,7 @@ class Checkpoints(StageStates):
             raise CheckpointError(failure.text)
 
     def deliver_result(self, stage_result: Callable[[], Any], leader_result: Callable[[], Any]) -> None:
-        """Delivers ``part()`` of each stage and member, and ``extras()`` of the leader."""
+        """Delivers the ``stage_result`` of each column and the leader's ``leader_result``."""
         positions, rank = self.collectives.positions, self.collectives.rank
         while True:
             result = None

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from control_plane import ControlPlane, die, together
@@ -381,15 +381,14 @@ def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(
         (target,) = status_command._targets(None)
         status = target.ask()
         looks = iter([[], [], [target]])
-        answers: Any = iter([status_command.NotNow("starting"), status, TimeoutError("timed out"), status, None])
+        busy = status_command.Busy("process 1 does not answer")
+        answers: Any = iter([status_command.Idle("starting"), status, busy, status, status_command.Idle("over")])
 
         def ask(_: Any) -> dict[str, Any]:
             answer = next(answers)
-            if isinstance(answer, TimeoutError):
-                raise status_command.NotNow("process 1 does not answer") from answer
-            if not isinstance(answer, dict):
-                raise answer or status_command.NotNow("No run is going on")
-            return answer
+            if isinstance(answer, Exception):
+                raise answer
+            return cast(dict[str, Any], answer)
 
         monkeypatch.setattr(status_command, "_targets", lambda address: next(looks))
         monkeypatch.setattr(status_command._Target, "ask", ask)

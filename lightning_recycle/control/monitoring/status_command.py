@@ -39,8 +39,12 @@ class NoRun(Exception):
     """There is nothing to show; the message says why."""
 
 
-class NotNow(NoRun):
-    """There is nothing to show now: workers start or have ended, or no time to answer."""
+class Idle(NoRun):
+    """No run is going on there: its workers are starting, or it has ended."""
+
+
+class Busy(NoRun):
+    """The process does not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,14 @@ class _Target:
         except FileNotFoundError as error:
             raise NoRun(f"{self}: its run has just ended.") from error
         except TimeoutError as error:
-            raise NotNow(f"{self} does not answer: {error or type(error).__name__}") from error
+            raise Busy(f"{self} does not answer: {error or type(error).__name__}") from error
         except (OSError, http.client.HTTPException) as error:
             hint = ": was it started with --http or RECYCLE_HTTP?" if self.path is None else ""
             raise NoRun(f"{self} does not answer: {error or type(error).__name__}{hint}") from error
         finally:
             connection.close()
         if response.status != 200:
-            raise NotNow(f"{self}: {_printable(content.decode(errors='replace').strip())}")
+            raise Idle(f"{self}: {_printable(content.decode(errors='replace').strip())}")
         try:
             found = json.loads(content)
             assert found["schema"] >= 1
@@ -210,7 +214,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    status, console = _next_status(target, seconds, is_first=True), Console()
+    status, console = _await_status(target, seconds, (Idle, Busy)), Console()
     with contextlib.ExitStack() as stack:
         live: Live | None = None
         if console.is_terminal and not as_json:
@@ -222,7 +226,7 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
                 live.update(_render(status), refresh=True)
             time.sleep(seconds)
             try:
-                status = _next_status(target, seconds)
+                status = _await_status(target, seconds, (Busy,))
             except NoRun:
                 break
             if live is None and not as_json:
@@ -232,18 +236,13 @@ def _watch(target: _Target, seconds: float, as_json: bool) -> int:
     return 0
 
 
-def _next_status(target: _Target, seconds: float, is_first: bool = False) -> dict[str, Any]:
-    """The status as soon as there is one, at first of a run that has not begun yet.
-
-    Raises NoRun if there will be none.
-    """
+def _await_status(target: _Target, seconds: float, passing: tuple[type[NoRun], ...]) -> dict[str, Any]:
+    """The status; asks again every ``seconds`` after errors of ``passing``."""
     is_told = False
     while True:
         try:
             return target.ask()
-        except NotNow as error:
-            if not is_first and not isinstance(error.__cause__, TimeoutError):
-                raise
+        except passing as error:
             if not is_told:
                 print(f"recycle-status: {error}; asking again", file=sys.stderr)
             is_told = True
