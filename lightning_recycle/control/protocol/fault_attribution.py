@@ -556,7 +556,7 @@ def choose_evictions(
     tries = 0
 
     def search(evicted: frozenset[int], unrepaired: frozenset[Pair]) -> None:
-        """Tries all sets that contain ``evicted``, to repair the pairs ``left``."""
+        """Tries all sets that contain ``evicted``, to repair the pairs ``unrepaired``."""
         nonlocal best, tries
         tries += 1
         if tries > _MAX_TRIES or not all(stage - evicted for stage in stages):
