@@ -8,9 +8,11 @@ All 100,000 of them, and all mutations: ``pytest -m "long or exhaustive" tests/c
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +34,7 @@ from lightning_recycle.control.protocol import (
 )
 from lightning_recycle.control.protocol.member import Member, MessageRecord
 
+SOURCES = str(Path(__file__).parents[2])
 SAMPLE = (range(250), range(250, 1000))  # histories in the ordinary run, and those of the long one
 SAMPLE_OF_VARIANTS = (range(120), range(120, 1000))
 SAMPLE_WHEN_KILLED = (range(400), range(400, 1500))  # what the coordinator's death does to who is leaving is rare
@@ -704,15 +707,17 @@ def test_every_mutation_applies_to_the_protocol_as_it_is() -> None:
 def test_it_is_noticed_when(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], mutation: str, owner: Any, name: str, old: str, new: str
 ) -> None:
-    function = broken(owner, name, old, new)
+    original, function = getattr(owner, name), broken(owner, name, old, new)
+    for namespace in [vars(module) for module in list(sys.modules.values())]:
+        if str(namespace.get("__file__", "")).startswith(SOURCES):
+            bound = [key for key, value in namespace.items() if value is original]
+            for key in bound:  # wherever it is imported by name
+                monkeypatch.setitem(namespace, key, function)
     for handlers in (membership._HANDLERS, membership._MEMBER_HANDLERS, membership._MILESTONE_HANDLERS):
         for kind, handler in handlers.items():
-            if handler is getattr(owner, name):
+            if handler is original:
                 monkeypatch.setitem(handlers, kind, function)  # type: ignore[arg-type]
     monkeypatch.setattr(owner, name, function)
-    if name == "decide":
-        monkeypatch.setattr(membership, name, function)
-        monkeypatch.setattr(fault_attribution, name, function)
     first = HUNT_FROM.get(mutation, 0)
     plans_late = "members" in options and not first  # what is known of later ones was met without
     with pytest.raises(Violation, match="history"):
