@@ -191,6 +191,7 @@ _ATTEMPT_SECONDS = 0.25  # after which a link is dialed again, and twice that th
 _LONGEST_ATTEMPT_SECONDS = 1.0  # up to this
 _ATTEMPT_PAUSE = 0.02  # after an attempt that fails at once
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_SHORTAGE_SECONDS = 1.0  # without descriptors, with no stranger left to drop, until the worker gives up
 
 
 class Link(NamedTuple):
@@ -251,8 +252,12 @@ def connect(
 ) -> dict[Link, socket.socket]:
     """Non-blocking sockets, without delay, for all ``links`` of this worker at once.
 
-    Raises InterruptedError if ``cancelled``, or NoAnswerError that names the ranks without connection. ``addresses``:
-    the others' gates.
+    ``addresses``: the others' gates.
+
+    Raises:
+        InterruptedError: if ``cancelled``.
+        NoAnswerError: names the ranks without connection.
+        OSError: if this process runs out of descriptors.
     """
     return _run(_Connecting(gate, key, generation, rank, links, addresses).run(cancelled, seconds))
 
@@ -294,6 +299,7 @@ class _Connecting:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._nameless: dict[asyncio.Task[Any], str] = {}  # callers, in the order in which they came
         self._strangers: list[str] = []
+        self._shortage: tuple[float, OSError] | None = None  # since when there are no descriptors
 
     async def run(self, cancelled: threading.Event, seconds: float) -> dict[Link, socket.socket]:
         self._complete = asyncio.Event()
@@ -304,6 +310,8 @@ class _Connecting:
             while self._missing:
                 if cancelled.is_set():
                     raise InterruptedError(f"Connecting generation {self._generation} was cancelled.")
+                if self._shortage and time.monotonic() - self._shortage[0] > _SHORTAGE_SECONDS:
+                    raise self._shortage[1]
                 if time.monotonic() > deadline:
                     ranks = sorted({link.other(self._rank) for link in self._missing})
                     missing = ", ".join(map(str, ranks))
@@ -335,7 +343,7 @@ class _Connecting:
             sock.close()  # it is connected: this attempt was given up
             return
         self._missing.discard(link)
-        self._established[link] = sock
+        self._established[link], self._shortage = sock, None
         if not self._missing:
             self._complete.set()
 
@@ -343,9 +351,12 @@ class _Connecting:
         """Dials until ``link`` is there: strangers may fill the queue for a moment."""
         patience = _ATTEMPT_SECONDS
         while True:
-            # Refused, or the other side has ended, or hung up to be dialed again.
-            with contextlib.suppress(OSError, Refused, asyncio.TimeoutError):
+            try:
                 return self._take(link, await asyncio.wait_for(self._call(link), patience))
+            except (Refused, asyncio.TimeoutError):
+                pass
+            except OSError as error:  # or the other side has ended, or hung up to be dialed again
+                self._note_shortage(error)
             patience = min(2 * patience, _LONGEST_ATTEMPT_SECONDS)
             await asyncio.sleep(_ATTEMPT_PAUSE)
 
@@ -364,10 +375,9 @@ class _Connecting:
             except BlockingIOError:
                 return
             except OSError as error:
-                # A connection may end before it is accepted; one who waits longer makes room for one who waits less.
-                if error.errno in _OUT_OF_DESCRIPTORS and not self._evict(0):
+                if self._note_shortage(error):
                     return
-                continue
+                continue  # a connection may end before it is accepted
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller = asyncio.create_task(self._answer(sock, f"{host} port {port}"))
@@ -393,6 +403,16 @@ class _Connecting:
     def _forget(self, caller: asyncio.Task[Any]) -> None:
         self._tasks.discard(caller)
         self._nameless.pop(caller, None)
+
+    def _note_shortage(self, error: OSError) -> bool:
+        """Whether descriptors are used up, and not by strangers, which are dropped to make room."""
+        if error.errno not in _OUT_OF_DESCRIPTORS:
+            return False
+        if self._evict(0):
+            self._shortage = None
+            return False
+        self._shortage = self._shortage or (time.monotonic(), error)
+        return True
 
     def _evict(self, at_most: int) -> bool:
         """Drops the oldest nameless callers beyond ``at_most``; whether there were any."""

@@ -46,6 +46,8 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 19_300,
     "nobody waits for a worker without micro-batches": 99_900,
+    "passes of earlier generations count": 12_600,
+    "what a lost one took part in is kept": 6_400,
     "a step that was confirmed before a loss is speculative again": 66_400,
     "contributions that confirm a step are not heard with the resumption": 66_400,
     "the dead arrive where nobody else does": 10_500,

@@ -331,6 +331,28 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
                 stranger.close()
 
 
+@pytest.mark.parametrize("dials", [True, False])
+def test_a_worker_without_descriptors_says_so_and_blames_nobody(gates: list[Gate], dials: bool) -> None:
+    rank, other = (1, 0) if dials else (0, 1)
+    links = [Link(group, 1, 0) for group in "abc"]
+    callers = [] if dials else [socket.create_connection(address_of(gates[rank])) for _ in links]
+    for link, caller in zip(links, callers, strict=False):
+        caller.sendall(link.code("name", KEY, 3))  # no strangers, whom it would drop
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loop = 3  # descriptors of an event loop
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(descriptors).result()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() - 1 + loop + 1, limits[1]))
+            result = pool.submit(connect, gates[rank], KEY, 3, rank, links, {other: gates[other].address}, NEVER, 5.0)
+            with pytest.raises(OSError, match="Too many open files"):
+                result.result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for caller in callers:
+                caller.close()
+
+
 def test_who_has_another_key_is_named_when_the_time_is_up(gates: list[Gate]) -> None:
     workers = Workers(gates)
     futures = [workers.start(rank, 1.0, KEY if rank else OTHER_KEY) for rank in range(3)]
