@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.session import trainer_checks
 from lightning_recycle.session.checkpoint_callbacks import check_pruning, check_weight_averaging
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
@@ -196,6 +198,8 @@ def prepare(
             "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
             " position. Use pipeline_parallel_size=1, or do not tie them."
         )
+    if outside is None:
+        _check_folders(options.planning)
     trainer_checks.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
@@ -254,6 +258,23 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
             f"devices={devices} hold {complete} pipelines of {grid.stages} stages, and the run begins with {least}: use"
             f" devices={least * grid.stages}{fewer}."
         )
+
+
+def _check_folders(planning: PlanningOptions) -> None:
+    """Raises ConfigurationError if plans or a new profile cannot be written."""
+    folders = {"plan_library": planning.plan_library}
+    if planning.profile not in (None, "auto") and not Path(planning.profile).exists():
+        folders["profile"] = Path(planning.profile).parent
+    for name, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            remedy = f"nothing can be written in {folder} ({error.strerror}): give another path, or leave it out"
+            given = str(getattr(planning, name))
+            raise ConfigurationError.for_option("PlanningOptions", name, given, remedy) from error
 
 
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
