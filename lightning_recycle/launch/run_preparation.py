@@ -185,7 +185,6 @@ def prepare(
     check_pruning(trainer, grid.stages)
     if options.members > 1:
         trainer_checks.check_members(trainer, options)
-    options.recovery.check_start(grid.pipelines)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
     trainer_checks.check_loaders(call.loaders, grid.microbatches if call.fits else None)

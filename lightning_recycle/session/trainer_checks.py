@@ -93,24 +93,15 @@ def _check_finders(trainer: pl.Trainer) -> None:
 
 def check_members(trainer: pl.Trainer, options: Options) -> None:
     """Refuses features that positions of several processes lack."""
-    recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
-        "VerificationOptions(verify=...)": bool(options.verification.verify),
-        "RecoveryOptions(num_pipelines=...)": recovery.num_pipelines is not None,
-        "RecoveryOptions(min_pipelines=...)": recovery.min_pipelines is not None,
-        "RecoveryOptions(max_pipelines=...)": recovery.max_pipelines is not None,
-        "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }
-    for what in (name for name, is_used in refused.items() if is_used):
-        raise UnsupportedFeatureError(
-            f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
-            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Remove it, or set both to 1."
-        )
+    options.refuse_with_members(refused)
     module = trainer.lightning_module
     builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
     if not is_overridden("configure_model", module, builds_layers):
