@@ -174,6 +174,8 @@ def prepare(
     module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
     trainer_checks.check_trainer(trainer, outside, options.is_remote)
+    if call.loaders is None and call.data.get("datamodule") is None:
+        trainer_checks.check_data_hook(module, _EVALUATED.get(trainer.state.fn, "train_dataloaders").removesuffix("s"))
     sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
@@ -273,7 +275,7 @@ def _check_folders(planning: PlanningOptions) -> None:
         except OSError as error:
             remedy = f"nothing can be written in {folder} ({error.strerror}): give another path, or leave it out"
             given = str(getattr(planning, name))
-            raise ConfigurationError.for_option("PlanningOptions", name, given, remedy) from error
+            raise ConfigurationError.for_option("PlanningOptions", name, given, remedy) from None
 
 
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
@@ -285,14 +287,18 @@ def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:
     """Checks the callbacks of ``trainer``; returns its, or a new, heartbeat."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    heartbeat = next((callback for callback in callbacks if isinstance(callback, HeartbeatCallback)), None)
-    if heartbeat is None:
-        heartbeat = HeartbeatCallback()
-        callbacks.append(heartbeat)
+    heartbeats = [callback for callback in callbacks if isinstance(callback, HeartbeatCallback)]
+    if len(heartbeats) > 1:
+        raise ConfigurationError(
+            f"The Trainer has {len(heartbeats)} HeartbeatCallbacks, and a run follows one: give one."
+        )
+    if not heartbeats:
+        heartbeats = [HeartbeatCallback()]
+        callbacks += heartbeats
     for callback in callbacks:
         if isinstance(callback, FaultInjectionCallback):
             callback.check(positions)
-    return heartbeat
+    return heartbeats[0]
 
 
 def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:

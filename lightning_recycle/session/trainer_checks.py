@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_recycle.arguments import integer
 from lightning_recycle.data.dataloaders import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.worker_environment import Discovered
@@ -65,6 +66,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
     _check_finders(trainer)
+    integer(1).checked("Trainer", "accumulate_grad_batches", trainer.accumulate_grad_batches)
     if outside is not None:
         outside.check_device(trainer.num_devices)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
@@ -192,6 +194,15 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
                 f" parallelize_module() makes a parameter of each. Tie them again after it: self.{tied[1]} ="
                 f" self.{tied[0]}. Call fully_shard() for one module that has both."
             )
+
+
+def check_data_hook(module: pl.LightningModule, hook: str) -> None:
+    """Raises ConfigurationError unless ``module`` has the ``hook`` that gives DataLoaders."""
+    if not is_overridden(hook, module):
+        raise ConfigurationError(
+            f"The Trainer was given no data, and {type(module).__name__} has no {hook}(): give a DataLoader, as in"
+            " trainer.fit(model, DataLoader(...)), or datamodule=..., or implement that method."
+        )
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:
