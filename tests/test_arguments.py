@@ -15,6 +15,7 @@ import lightning_recycle
 from lightning_recycle import (
     CheckpointOptions,
     ConfigurationError,
+    MonitoringOptions,
     PlanningOptions,
     RayEngine,
     RecoveryOptions,
@@ -102,6 +103,7 @@ def test_a_group_answers_likewise() -> None:
         (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
+        (lambda: MonitoringOptions(status=99999), r"MonitoringOptions\(status=99999\): .* a port of at most 65535\.$"),
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
         (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),  # type: ignore[arg-type]
         (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),  # type: ignore[arg-type]

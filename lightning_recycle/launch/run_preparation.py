@@ -149,6 +149,8 @@ class PreparedRun:
         if wanted == "auto":
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
+        if path.is_dir():
+            raise ConfigurationError.for_option("PlanningOptions", "profile", str(path), "give a file, not a folder")
         if not path.exists():
             rank_zero_info(f"profile={str(path)!r}: there is no such file; it will be measured and written there.")
             return path, None

@@ -84,7 +84,10 @@ class CheckpointOptions(OptionGroup):
     gather_result: Literal["auto"] | bool = option("auto", SWITCH)
 
 
-_STATUS = Check(lambda value: isinstance(value, (bool, int, str)), "use True or False, or give 'host:port' or a port")
+_STATUS = Check(
+    lambda value: isinstance(value, (bool, str)) or value in range(65536),
+    "use True or False, or give 'host:port' or a port of at most 65535",
+)
 
 
 @suggests_options

@@ -80,6 +80,7 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
         ("plan_library", "file", "file .File exists.: give another path"),
         ("plan_library", "file/plans", "file/plans .Not a directory.: give another path"),
         ("plan_library", "/proc/plans", "/proc/plans .No such file or directory.: give"),
+        ("profile", "", "give a file, not a folder"),
         ("profile", "file/profile.json", "file .File exists.: give another path"),
     ],
 )
