@@ -125,8 +125,8 @@ class Fault(OptionGroup):
     factor: float | None = None
     steps: int | None = None
     target: str | None = None
-    bit: int | None = None
-    every: int | None = None
+    bit: int | None = option(None, integer(0, otherwise="for the lowest of the exponent"))
+    every: int | None = option(None, integer(1, otherwise="without target='matmul'"))
     member: int | None = option(None, integer(0, otherwise="for all"))
 
     def __post_init__(self) -> None:
@@ -157,14 +157,11 @@ class Fault(OptionGroup):
 
     def _check_bitflip(self) -> None:
         if self.target not in TARGETS:
-            self._reject(f"target={self.target!r}: say where the bit flips, with {_one_of(TARGETS, self.target)}")
+            known = f"one of {', '.join(map(repr, TARGETS))}.{suggestion(self.target, TARGETS)}"
+            self._reject(f"target={self.target!r}: say where the bit flips, with {known}")
         if self.at in POINTS:
-            self._reject(f"{self.at!r} is a point, and a bit flips at an operation; use {_one_of(tuple(_OPERATIONS))}")
-        if self.bit is not None and not is_integer(self.bit, 0):
-            self._reject(f"bit={self.bit!r}: give the place of a bit, from 0, the lowest.")
-        if (self.target == "matmul") != (self.every is not None) or (
-            self.every is not None and not is_integer(self.every, 1)
-        ):
+            self._reject(f"{self.at!r} is a point, and a bit flips at an operation, such as 'forward'.")
+        if (self.target == "matmul") != (self.every is not None):
             self._reject(
                 f"every={self.every!r}: give n of every n-th product with target='matmul', and with that only."
             )
@@ -189,10 +186,6 @@ class Fault(OptionGroup):
     def matches_point(self, point: str, step: int) -> bool:
         """Whether the fault is due when the right worker reaches ``point`` in ``step``."""
         return point == self.at and point in POINTS and self.step in (None, step)
-
-
-def _one_of(names: tuple[str, ...], given: object = None) -> str:
-    return f"one of {', '.join(map(repr, names))}.{suggestion(given, names)}"
 
 
 # ---------------------------------------------------------------------- faults at times

@@ -197,7 +197,7 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_data_hook(module: pl.LightningModule, hook: str) -> None:
-    """Raises ConfigurationError unless ``module`` has the ``hook`` that gives DataLoaders."""
+    """Raises ConfigurationError unless ``module`` has this ``hook`` for its data."""
     if not is_overridden(hook, module):
         raise ConfigurationError(
             f"The Trainer was given no data, and {type(module).__name__} has no {hook}(): give a DataLoader, as in"
