@@ -119,7 +119,7 @@ def refusing(action: str, kind: type[ReCycleError] = ConfigurationError) -> Iter
     try:
         yield
     except OSError as error:
-        raise kind(f"cannot {action}: {error.strerror or error}.") from error
+        raise kind(f"cannot {action}: {error.strerror or error}.") from None
 
 
 def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCycleError] = ConfigurationError) -> Any:
@@ -135,7 +135,7 @@ def read_json(path: str | PathLike[str], what: str, remedy: str, kind: type[ReCy
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise kind(f"{what} {path} is damaged, it is not JSON ({error}): {remedy}.") from error
+        raise kind(f"{what} {path} is damaged, it is not JSON ({error}): {remedy}.") from None
 
 
 def typed_content(

@@ -163,6 +163,9 @@ class ReCycleStrategy(ParallelStrategy):
         if self.parallel_devices:
             check_transport(self.options.communication.transport, self.root_device)
             lower_on(self.precision_plugin, self.root_device)
+        positions = self.num_positions  # checked here, before anything is loaded; so are stages if they are known
+        if self.options.pipeline_parallel_size is not None:
+            self.choose_grid(positions)
         self._launcher = SupervisorLauncher(self)  # type: ignore[assignment]  # not of a private class
 
     @property

@@ -8,12 +8,14 @@ from dataclasses import fields
 from typing import Any
 
 import jsonargparse
+import lightning as L
 import pytest
 
 import lightning_recycle
 from lightning_recycle import (
     CheckpointOptions,
     ConfigurationError,
+    MonitoringOptions,
     PlanningOptions,
     RayEngine,
     RecoveryOptions,
@@ -101,6 +103,7 @@ def test_a_group_answers_likewise() -> None:
         (lambda: VerificationOptions(on_corruption="evicted"), r"Did you mean 'evict'\?$"),  # type: ignore[arg-type]
         (lambda: RecoveryOptions(on_stage_lost="Restart"), r"Did you mean 'restart'\?$"),  # type: ignore[arg-type]
         (lambda: CheckpointOptions(gather_result="autp"), r"Did you mean 'auto'\?$"),  # type: ignore[arg-type]
+        (lambda: MonitoringOptions(status=99999), r"MonitoringOptions\(status=99999\): .* a port of at most 65535\.$"),
         (lambda: RayEngine({"CPU": -1}), r"RayEngine\(resources_per_worker=.*at least 0 for each"),
         (lambda: RayEngine(4), r"resources_per_worker=4\): give a mapping such as \{'CPU': 1\}"),  # type: ignore[arg-type]
         (lambda: ReCycleStrategy(seed="x"), r"ReCycleStrategy\(seed='x'\): give an integer"),  # type: ignore[arg-type]
@@ -138,6 +141,49 @@ def test_an_option_that_is_assigned_is_checked_as_well() -> None:
     assert strategy.options.recovery.max_restarts == 3
     with pytest.raises(ConfigurationError, match="num_microbatches=0"):
         strategy.num_microbatches = 0
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: RecoveryOptions(min_pipelines=4, max_pipelines=3), "(min_pipelines=4): the most are max_pipelines=3:"),
+        (lambda: RecoveryOptions(num_pipelines=2, min_pipelines=3), "(min_pipelines=3): the run has 2 pipelines: give"),
+        (lambda: RecoveryOptions(num_pipelines=4, max_pipelines=3), "(max_pipelines=3): the run has 4 pipelines: give"),
+        (
+            lambda: ReCycleStrategy(2, 4, recovery=RecoveryOptions(num_pipelines=2, max_pipelines=9)),
+            "(max_pipelines=9): 2 pipelines with num_microbatches=4 have work for 8: give at most that many, or more",
+        ),
+        (
+            lambda: ReCycleStrategy(fsdp_size=2, recovery=RecoveryOptions(max_pipelines=9)),
+            "do not support RecoveryOptions(max_pipelines=...) yet. Remove it",
+        ),
+        (
+            lambda: ReCycleStrategy(tensor_parallel_size=2, recovery=RecoveryOptions(rebalance="always")),
+            "do not support RecoveryOptions(rebalance='always') yet. Remove it",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_when_they_are_given(build: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "words"),
+    [
+        (5, {}, "5 devices cannot be divided into pipelines of pipeline_parallel_size=2 stages. Use 4 devices"),
+        (5, {"tensor_parallel_size": 2}, "5 devices cannot be divided into positions of 2 processes"),
+        (6, {"recovery": RecoveryOptions(min_pipelines=4)}, "(min_pipelines=4): the run has 3 pipelines: give at most"),
+        (6, {"recovery": RecoveryOptions(max_pipelines=2)}, "(max_pipelines=2): the run has 3 pipelines: give at"),
+    ],
+)
+def test_devices_that_do_not_fit_the_grid_are_refused_by_the_trainer(
+    devices: int, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        L.Trainer(accelerator="cpu", devices=devices, strategy=ReCycleStrategy(2, **options), logger=False)
+    assert words in str(caught.value)
 
 
 def test_a_strategy_is_shown_as_the_call_that_makes_it() -> None:

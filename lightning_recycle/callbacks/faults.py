@@ -22,13 +22,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recycle.arguments import choice, integer, is_integer, is_number, option, suggests_options
+from lightning_recycle.arguments import (
+    OptionGroup,
+    choice,
+    integer,
+    is_integer,
+    is_number,
+    option,
+    shown_options,
+    suggests_options,
+)
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError, suggestion
 from lightning_recycle.planning.grid import Op, OpKind
 from lightning_recycle.runtime.connections import drop_everything
@@ -55,12 +64,11 @@ _OPERATIONS: dict[str, tuple[OpKind, ...]] = {
     "optimizer": (OpKind.STEP,),
 }
 _OF_A_MICROBATCH = ("forward", "recompute", "backward_input", "backward_weight")
-_MOMENTS = ("before", "after")
 
 
 @suggests_options
 @dataclass(frozen=True)
-class Fault:
+class Fault(OptionGroup):
     """One failure of one worker, which happens once; replacements do not suffer it.
 
     =============  ==================================================================================================
@@ -109,77 +117,65 @@ class Fault:
     kind: str = option(MISSING, choice(*KINDS))
     pipeline: int = option(MISSING, integer(0))
     stage: int = option(MISSING, integer(0))
-    step: int | None = None
-    at: str = "forward"
-    microbatch: int | None = None
-    when: str = field(default="before", kw_only=True)
-    factor: float | None = field(default=None, kw_only=True)
-    steps: int | None = field(default=None, kw_only=True)
-    target: str | None = field(default=None, kw_only=True)
-    bit: int | None = field(default=None, kw_only=True)
-    every: int | None = field(default=None, kw_only=True)
-    member: int | None = field(default=None, kw_only=True)
+    step: int | None = option(None, integer(0, otherwise="with a point"))
+    at: str = option("forward", choice(*_OPERATIONS, *POINTS))
+    microbatch: int | None = option(None, integer(0, otherwise="for any"))
+    _: KW_ONLY
+    when: str = option("before", choice("before", "after"))
+    factor: float | None = None
+    steps: int | None = None
+    target: str | None = None
+    bit: int | None = option(None, integer(0, otherwise="for the lowest of the exponent"))
+    every: int | None = option(None, integer(1, otherwise="without target='matmul'"))
+    member: int | None = option(None, integer(0, otherwise="for all"))
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            self._refuse(f"unknown kind {self.kind!r}; use {_one_of(KINDS, self.kind)}")
-        if self.at not in _OPERATIONS and self.at not in POINTS:
-            self._refuse(f"unknown point {self.at!r}; use {_one_of((*_OPERATIONS, *POINTS), self.at)}")
-        if self.when not in _MOMENTS:
-            self._refuse(f"when={self.when!r}: use {_one_of(_MOMENTS, self.when)}")
-        for name in ("pipeline", "stage", "step", "microbatch", "member"):
-            value = getattr(self, name)
-            if (value is not None or name in ("pipeline", "stage")) and not is_integer(value, 0):
-                self._refuse(f"{name}={value!r} must be an integer of at least 0.")
+        super().__post_init__()
         if self.at in POINTS:
             if self.when == "after":
-                self._refuse(f"{self.at!r} is a point, not an operation, so nothing comes after it; leave when out.")
+                self._reject(f"{self.at!r} is a point, not an operation, so nothing comes after it; leave when out.")
         elif self.step is None:
-            self._refuse(f"{self.at!r} happens in every step: give step=0 or another number.")
+            self._reject(f"{self.at!r} happens in every step: give step=0 or another number.")
         if self.microbatch is not None and self.at not in _OF_A_MICROBATCH:
-            self._refuse(f"{self.at!r} concerns no micro-batch; leave microbatch out.")
+            self._reject(f"{self.at!r} concerns no micro-batch; leave microbatch out.")
         if self.kind == "slow":
             self._check_slow()
         elif self.factor is not None or self.steps is not None:
-            self._refuse(f"factor and steps belong to the kind 'slow'; leave them out for {self.kind!r}.")
+            self._reject(f"factor and steps belong to the kind 'slow'; leave them out for {self.kind!r}.")
         if self.kind == "bitflip":
             self._check_bitflip()
         elif (self.target, self.bit, self.every) != (None, None, None):
-            self._refuse(f"target, bit and every belong to the kind 'bitflip'; leave them out for {self.kind!r}.")
+            self._reject(f"target, bit and every belong to the kind 'bitflip'; leave them out for {self.kind!r}.")
 
     def _check_slow(self) -> None:
         if not is_number(self.factor, 1, above=True):
-            self._refuse(f"factor={self.factor!r}: give a factor above 1 on the time of operations, e.g. factor=3.0.")
+            self._reject(f"factor={self.factor!r}: give a factor above 1 on the time of operations, e.g. factor=3.0.")
         if not is_integer(self.steps, 1):
-            self._refuse(f"steps={self.steps!r}: give the number of steps for which the worker is slow, e.g. steps=2.")
+            self._reject(f"steps={self.steps!r}: give the number of steps for which the worker is slow, e.g. steps=2.")
         if self.at == "end":
-            self._refuse("no operation follows the end; use another point.")
+            self._reject("no operation follows the end; use another point.")
 
     def _check_bitflip(self) -> None:
         if self.target not in TARGETS:
-            self._refuse(f"target={self.target!r}: say where the bit flips, with {_one_of(TARGETS, self.target)}")
+            known = f"one of {', '.join(map(repr, TARGETS))}.{suggestion(self.target, TARGETS)}"
+            self._reject(f"target={self.target!r}: say where the bit flips, with {known}")
         if self.at in POINTS:
-            self._refuse(f"{self.at!r} is a point, and a bit flips at an operation; use {_one_of(tuple(_OPERATIONS))}")
-        if self.bit is not None and not is_integer(self.bit, 0):
-            self._refuse(f"bit={self.bit!r}: give the place of a bit, from 0, the lowest.")
-        if (self.target == "matmul") != (self.every is not None) or (
-            self.every is not None and not is_integer(self.every, 1)
-        ):
-            self._refuse(
+            self._reject(f"{self.at!r} is a point, and a bit flips at an operation, such as 'forward'.")
+        if (self.target == "matmul") != (self.every is not None):
+            self._reject(
                 f"every={self.every!r}: give n of every n-th product with target='matmul', and with that only."
             )
         if self.target == "activation" and (self.at, self.when) != ("forward", "before"):
-            self._refuse("an activation is what a forward computes; use at='forward', when='before'.")
+            self._reject("an activation is what a forward computes; use at='forward', when='before'.")
         if self.target == "gradient" and (self.at, self.when) != ("backward_weight", "after"):
-            self._refuse("the gradient is there after a backward_weight; use at='backward_weight', when='after'.")
+            self._reject("the gradient is there after a backward_weight; use at='backward_weight', when='after'.")
 
-    def _refuse(self, reason: str) -> NoReturn:
+    def _reject(self, reason: str) -> NoReturn:
         raise ConfigurationError(f"{self}: {reason}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """As it would be written, without default values."""
-        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+        return shown_options(self, "Fault")
 
     def matches(self, step: int, op: Op, when: str = "before") -> bool:
         """Whether the fault is due "before" or "after" its worker runs ``op`` of ``step``."""
@@ -190,10 +186,6 @@ class Fault:
     def matches_point(self, point: str, step: int) -> bool:
         """Whether the fault is due when the right worker reaches ``point`` in ``step``."""
         return point == self.at and point in POINTS and self.step in (None, step)
-
-
-def _one_of(names: tuple[str, ...], given: object = None) -> str:
-    return f"one of {', '.join(map(repr, names))}.{suggestion(given, names)}"
 
 
 # ---------------------------------------------------------------------- faults at times

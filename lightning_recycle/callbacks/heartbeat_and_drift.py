@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -44,6 +44,8 @@ class HeartbeatCallback(pl.Callback):
         ConfigurationError: unless ``0 < 2 * interval <= timeout <= last_holder_timeout`` and
             ``coordinator_timeout >= 1``.
     """
+
+    other_names: ClassVar = {"heartbeat_timeout": "Write timeout={}", "heartbeat_interval": "Write interval={}"}
 
     def __init__(
         self,

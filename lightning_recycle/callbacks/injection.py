@@ -49,7 +49,8 @@ class FaultInjectionCallback(pl.Callback):
     ``max_faults`` and ``RecoveryOptions(max_restarts=...)`` make that unlikely.
 
     Args:
-        faults: faults at exact points. Each happens once, to the first process of its position, wherever it moves.
+        faults: faults at exact points, or one. Each happens once, to the first process of its position, wherever it
+            moves.
         mtbf: mean seconds between two failures anywhere in the grid. Each worker fails at its first operation after a
             random time, counted from its first operation; replacements draw again.
         kinds: kinds of the failures at random and of the trace, drawn with equal probability: all but "slow" and
@@ -70,7 +71,7 @@ class FaultInjectionCallback(pl.Callback):
 
     def __init__(
         self,
-        faults: Sequence[Fault] = (),
+        faults: Fault | Sequence[Fault] = (),
         *,
         mtbf: float | None = None,
         kinds: Sequence[str] = ("kill",),
@@ -79,6 +80,8 @@ class FaultInjectionCallback(pl.Callback):
         seed: int = 0,
         max_faults: int | None = None,
     ) -> None:
+        if isinstance(faults, Fault):
+            faults = (faults,)
         if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
             _refuse(f"{faults!r}: give a list of faults, such as [Fault('kill', pipeline=1, stage=0, step=3)].")
         self.faults = tuple(faults)

@@ -7,6 +7,7 @@ anything else is a bug and is shown in full.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -157,11 +158,7 @@ def _line(error: BaseException, config: DictConfig | None, overrides: Sequence[s
     if isinstance(error, MissingMandatoryValue) and getattr(error, "full_key", None):
         return f"{error.full_key} is missing: give {error.full_key}=..."
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
-        known = sorted(str(name) for name in cause.parent_node if not str(name).startswith("_") and name != "hydra")
-        place, dot, name = str(cause.full_key).rpartition(".")
-        choices = ", ".join(known) + _elsewhere(place, name, known)
-        meant = suggestion(cause.full_key, [f"{place}{dot}{setting}" for setting in known])
-        return f"unknown setting {cause.full_key!r}: choose one of {choices}.{meant}"
+        return f"unknown setting {cause.full_key!r}: {_instead_of(str(cause.full_key), cause.parent_node)}"
     if isinstance(error, OverrideParseException):
         if "=" not in str(error.override):
             return f"cannot read {error.override!r}: settings are NAME=VALUE; see --help."
@@ -170,6 +167,24 @@ def _line(error: BaseException, config: DictConfig | None, overrides: Sequence[s
     if isinstance(cause, OmegaConfBaseException):
         text += f" ({_flat(str(cause).splitlines()[0])})"
     return text
+
+
+def _instead_of(setting: str, node: DictConfig) -> str:
+    """What to write instead of ``setting``, which ``node`` does not have."""
+    settings: Any = OmegaConf.to_container(node)
+    place, dot, name = setting.rpartition(".")
+    if "_target_" in settings:
+        owner = hydra.utils.get_object(settings["_target_"])
+        if (remedy := getattr(owner, "other_names", {}).get(name)) is not None:
+            return f"{remedy.format('...').replace('Write ', f'write {place}{dot}')}."
+        if name in inspect.signature(owner).parameters:
+            return f"it is not in the configuration; write +{setting}=... to add it."
+    known = sorted(str(each) for each in settings if not str(each).startswith("_") and each != "hydra")
+    meant = suggestion(setting, [f"{place}{dot}{each}" for each in known])
+    for group in known:
+        if isinstance(settings[group], dict) and name in settings[group]:
+            meant = f" Did you mean '{place}{dot}{group}.{name}'?"
+    return f"choose one of {', '.join(known)}{_elsewhere(place, name, known)}.{meant}"
 
 
 def _elsewhere(group: str, name: str, known: list[str]) -> str:

@@ -99,14 +99,27 @@ class RecoveryOptions(OptionGroup):
         1, integer(0), shared="how often work that raised an exception of a machine is run again"
     )
 
-    def lanes(self, pipelines: int) -> int:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_pipelines is not None:
+            self.lanes(self.num_pipelines)
+        if self.min_pipelines is not None and (self.max_pipelines or self.min_pipelines) < self.min_pipelines:
+            self._refuse("min_pipelines", f"the most are max_pipelines={self.max_pipelines}: give at most that many")
+
+    def lanes(self, pipelines: int, microbatches: int | None = None) -> int:
         """Number of workers that each stage of ``pipelines`` pipelines may have.
 
-        Raises ConfigurationError if ``max_pipelines`` is less.
+        ``microbatches``: of a pipeline, if known. Raises ConfigurationError for options that do not fit.
         """
-        if (self.max_pipelines or pipelines) < pipelines:
+        self.check_start(pipelines)
+        most = self.max_pipelines or pipelines
+        if most < pipelines:
             self._refuse("max_pipelines", f"the run has {counted(pipelines, 'pipeline')}: give at least that many")
-        return self.max_pipelines or pipelines
+        if microbatches is not None and most > pipelines * microbatches:
+            batch = f"{counted(pipelines, 'pipeline')} with num_microbatches={microbatches}"
+            remedy = f"{batch} have work for {pipelines * microbatches}: give at most that many, or more micro-batches"
+            self._refuse("max_pipelines", remedy)
+        return most
 
     def least(self, pipelines: int) -> int:
         """The workers of each stage with which a run of ``pipelines`` begins."""

@@ -19,7 +19,7 @@ import inspect
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -177,9 +177,11 @@ def check_dataloader(dataloader: Any, microbatches: int | None, by_default: bool
     UnsupportedFeatureError for data that cannot be read again, and user-defined batches; ConfigurationError if a
     training batch cannot be split into M micro-batches, or it is no data at all.
     """
-    if not isinstance(dataloader, (Iterable, Tensor)) and not hasattr(dataloader, "__getitem__"):
+    is_once = isinstance(dataloader, Generator)
+    if is_once or not (isinstance(dataloader, (Iterable, Tensor)) or hasattr(dataloader, "__getitem__")):
+        why = "can be iterated over only once, in one process" if is_once else "cannot be iterated over"
         raise ConfigurationError(
-            f"The data is {dataloader!r}, which cannot be iterated over; give a torch.utils.data.DataLoader, or another"
+            f"The data is {dataloader!r}, which {why}; give a torch.utils.data.DataLoader, or another"
             " iterable of batches."
         )
     if yields_batches(dataloader):

@@ -136,10 +136,10 @@ class MicrobatchLoader(SampleLoader):
         if self.evaluation and not self._drops_last:
             self._num_steps = -(-num_samples // self.global_batch_size)
         elif self._num_steps == 0 and not self.evaluation:
+            remedy = "a smaller batch_size or fewer pipelines" if num_samples else "a dataset that is not empty"
             raise ConfigurationError(
                 f"The training data has {num_samples} {self._unit}, fewer than one global batch of {grid.pipelines}"
-                " pipelines x"
-                f" batch_size={self.batch_size}. Use a smaller batch_size or fewer pipelines."
+                f" pipelines x batch_size={self.batch_size}. Use {remedy}."
             )
 
     _unit = "samples"

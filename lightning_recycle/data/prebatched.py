@@ -46,7 +46,8 @@ def sliced(batch: Any, number: int, count: int) -> Any:
     if len(lengths) != 1 or next(iter(lengths)) % count:
         raise ConfigurationError(
             f"A batch that is given as a whole has tensors of lengths {sorted(lengths)}, so it cannot be divided into"
-            f" num_microbatches={count} equal parts. Use num_microbatches=1, or a divisor of the length."
+            f" num_microbatches={count} equal parts. Use num_microbatches=1, or a divisor of the length; if these"
+            " are single samples, give a DataLoader with a batch_size."
         )
     size = next(iter(lengths)) // count
     return tree_map(lambda leaf: None if leaf is None else leaf[number * size : (number + 1) * size], batch)

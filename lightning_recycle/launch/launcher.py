@@ -197,7 +197,8 @@ class SupervisorLauncher:
         log.warning("%s", error_of(outcome, positions, self.history, again))
         # weights_only: this run wrote the file itself.
         setup = replace(run.setup, grid=start.grid, weights_only=False, has_run=True, restarts=True)
-        recovery = replace(run.options.recovery, min_pipelines=start.least)
+        least = None if start.least == start.grid.pipelines else start.least
+        recovery = replace(run.options.recovery, min_pipelines=least)
         options = replace(run.options, recovery=recovery)
         return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup, options=options)
 

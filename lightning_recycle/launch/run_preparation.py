@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut, parts_of
 from lightning_recycle.model.parts import ModelParts
 from lightning_recycle.planning.costs import Profile, load_profile
 from lightning_recycle.planning.grid import Grid, Positions
+from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.session import trainer_checks
 from lightning_recycle.session.checkpoint_callbacks import check_pruning, check_weight_averaging
 from lightning_recycle.session.configuration import FILE_BYTES, LARGE_BYTES, Gathering, Options, RunSetup
@@ -147,6 +149,8 @@ class PreparedRun:
         if wanted == "auto":
             return Path(self.call.trainer.default_root_dir) / "profile.json", None
         path = Path(wanted)
+        if path.is_dir():
+            raise ConfigurationError.for_option("PlanningOptions", "profile", str(path), "give a file, not a folder")
         if not path.exists():
             rank_zero_info(f"profile={str(path)!r}: there is no such file; it will be measured and written there.")
             return path, None
@@ -172,6 +176,8 @@ def prepare(
     module.trainer = trainer  # from now on what describing the layers raises is raised once, below
     assert trainer.state.fn is not None
     trainer_checks.check_trainer(trainer, outside, options.is_remote)
+    if call.loaders is None and call.data.get("datamodule") is None:
+        trainer_checks.check_data_hook(module, _EVALUATED.get(trainer.state.fn, "train_dataloaders").removesuffix("s"))
     sizes = [size for loader in trainer_checks.loaders_in(call.loaders) if (size := batch_size_of(loader)) is not None]
     batch_size = math.gcd(*sizes) if sizes else None
     is_cut = is_meant_to_be_cut(module, options.layers)
@@ -183,7 +189,6 @@ def prepare(
     check_pruning(trainer, grid.stages)
     if options.members > 1:
         trainer_checks.check_members(trainer, options)
-    options.recovery.check_start(grid.pipelines)
     if outside is None and not options.is_remote:
         _check_devices(strategy.num_devices, grid, options)
     trainer_checks.check_loaders(call.loaders, grid.microbatches if call.fits else None)
@@ -196,6 +201,8 @@ def prepare(
             "strategy='recycle' does not support weights that are tied across stages where several processes hold a"
             " position. Use pipeline_parallel_size=1, or do not tie them."
         )
+    if outside is None:
+        _check_folders(options.planning)
     trainer_checks.warn_of_lost_compilation(module)
     heartbeat = _prepare_callbacks(trainer, Positions(grid, math.prod(options.mesh_sizes)))
     for logger in trainer.loggers:
@@ -256,6 +263,23 @@ def _check_devices(devices: int, grid: Grid, options: Options) -> None:
         )
 
 
+def _check_folders(planning: PlanningOptions) -> None:
+    """Raises ConfigurationError if plans or a new profile cannot be written."""
+    folders = {"plan_library": planning.plan_library}
+    if planning.profile not in (None, "auto") and not Path(planning.profile).exists():
+        folders["profile"] = Path(planning.profile).parent
+    for name, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            remedy = f"nothing can be written in {folder} ({error.strerror}): give another path, or leave it out"
+            given = str(getattr(planning, name))
+            raise ConfigurationError.for_option("PlanningOptions", name, given, remedy) from None
+
+
 def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
     """Whether a run begins again from its newest checkpoint when a stage is lost."""
     whole = (c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False))
@@ -265,14 +289,18 @@ def _may_restart(trainer: pl.Trainer, on_stage_lost: str) -> bool:
 def _prepare_callbacks(trainer: pl.Trainer, positions: Positions) -> HeartbeatCallback:
     """Checks the callbacks of ``trainer``; returns its, or a new, heartbeat."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    heartbeat = next((callback for callback in callbacks if isinstance(callback, HeartbeatCallback)), None)
-    if heartbeat is None:
-        heartbeat = HeartbeatCallback()
-        callbacks.append(heartbeat)
+    heartbeats = [callback for callback in callbacks if isinstance(callback, HeartbeatCallback)]
+    if len(heartbeats) > 1:
+        raise ConfigurationError(
+            f"The Trainer has {len(heartbeats)} HeartbeatCallbacks, and a run follows one: give one."
+        )
+    if not heartbeats:
+        heartbeats = [HeartbeatCallback()]
+        callbacks += heartbeats
     for callback in callbacks:
         if isinstance(callback, FaultInjectionCallback):
             callback.check(positions)
-    return heartbeat
+    return heartbeats[0]
 
 
 def _describe(parts: ModelParts, call: TrainerCall, is_outside: bool) -> None:

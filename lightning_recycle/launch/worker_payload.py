@@ -249,7 +249,7 @@ def dump(value: Any, main: MainModule, file: IO[bytes]) -> None:
             f"{_find_unpicklable(value, main) or 'The Trainer, model or data'} cannot be sent to the worker processes:"
             f" {type(error).__name__}: {error}. Open files and connections in setup() instead of __init__, and keep"
             " what cannot be pickled out of the global variables that the functions of your script read."
-        ) from error
+        ) from None
 
 
 def _dump(value: Any, main: MainModule, file: Any) -> None:

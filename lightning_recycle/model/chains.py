@@ -94,7 +94,7 @@ def _entries(module: nn.Module, path: str) -> list[str]:
             f"layers={path!r}: {kind} has no submodule of that name ({error}). It has"
             f" {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}. Modules that are made in setup() or"
             " configure_model() do not exist yet when the model is cut: make them in __init__()."
-        ) from error
+        ) from None
     if not path or isinstance(named, nn.ModuleDict):
         raise ConfigurationError(
             f"layers={path!r} is {'the whole module' if not path else 'an nn.ModuleDict'}; name the layers in it, in"

@@ -212,7 +212,9 @@ class PipelineModule(RecordedModule):
             )
         entries = list(described)
         if not entries:
-            raise ConfigurationError(f"{type(self).__name__}.configure_pipeline() returned no layers.")
+            raise ConfigurationError(
+                f"{type(self).__name__}.configure_pipeline() returned no layers: return at least one."
+            )
         layers = nn.ModuleList()
         for index, entry in enumerate(entries):
             if isinstance(entry, LayerSpec):
@@ -220,9 +222,10 @@ class PipelineModule(RecordedModule):
             elif isinstance(entry, nn.Module):
                 layers.append(entry)
             else:
+                made = f" Write {entry.__name__}(...)." if isinstance(entry, type) else ""
                 raise ConfigurationError(
                     f"{type(self).__name__}.configure_pipeline() returned {entry!r} as layer {index}; every layer must"
-                    " be an nn.Module or a LayerSpec."
+                    f" be an nn.Module or a LayerSpec.{made}"
                 )
         modules_of(self)["layers"] = layers  # add_module() would look the name up first, and so recurse
         try:

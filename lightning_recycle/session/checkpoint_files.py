@@ -173,7 +173,8 @@ _FOLDER = "Its folder is gone: make it again, or mount it."
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _SPACE),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _PERMISSION),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), _FOLDER),
+    errno.ENOENT: _FOLDER,
+    errno.ENOTDIR: "A file has the name of its folder: set another folder (ModelCheckpoint(dirpath)).",
 }
 
 

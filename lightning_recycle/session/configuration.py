@@ -26,7 +26,7 @@ from lightning_recycle.arguments import (
 )
 from lightning_recycle.control.network.addresses import http_address
 from lightning_recycle.control.options import RecoveryOptions, VerificationOptions
-from lightning_recycle.errors import ConfigurationError, counted
+from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError, counted
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
@@ -84,7 +84,10 @@ class CheckpointOptions(OptionGroup):
     gather_result: Literal["auto"] | bool = option("auto", SWITCH)
 
 
-_STATUS = Check(lambda value: isinstance(value, (bool, int, str)), "use True or False, or give 'host:port' or a port")
+_STATUS = Check(
+    lambda value: isinstance(value, (bool, str)) or value in range(65536),
+    "use True or False, or give 'host:port' or a port of at most 65535",
+)
 
 
 @suggests_options
@@ -213,8 +216,29 @@ class Options(OptionGroup):
             if issubclass(kind, OptionGroup) and not isinstance(getattr(self, item.name), kind):
                 self._refuse(item.name, f"give {kind.__name__}(...)")
         suspicion_of(self.recovery.machine_errors)
+        numbers = ("num_pipelines", "min_pipelines", "max_pipelines")
+        self.refuse_with_members(
+            {
+                "VerificationOptions(verify=...)": bool(self.verification.verify),
+                **{f"RecoveryOptions({name}=...)": getattr(self.recovery, name) is not None for name in numbers},
+                "RecoveryOptions(rebalance='always')": self.recovery.rebalance == "always",
+            }
+        )
+        if self.recovery.num_pipelines is not None:
+            self.choose_grid(0)
         if self.ray is not None:
             require("ray", f"{self._owner}(engine={self.engine!r})")
+
+    def refuse_with_members(self, refused: Mapping[str, bool]) -> None:
+        """Raises UnsupportedFeatureError for the first of these features in use, by name.
+
+        Positions of a single process have them all.
+        """
+        for what in (name for name, is_used in refused.items() if is_used and self.members > 1):
+            raise UnsupportedFeatureError(
+                f"Positions of several processes (tensor_parallel_size={self.tensor_parallel_size},"
+                f" fsdp_size={self.fsdp_size}) do not support {what} yet. Remove it, or set both to 1."
+            )
 
     @property
     def mesh_sizes(self) -> tuple[int, int]:
@@ -262,7 +286,7 @@ class Options(OptionGroup):
             if batch_size is not None:
                 microbatches = max(m for m in range(1, microbatches + 1) if batch_size % m == 0)
         pipelines = num_workers // stages
-        return Grid(pipelines, stages, microbatches, self.recovery.lanes(pipelines))
+        return Grid(pipelines, stages, microbatches, self.recovery.lanes(pipelines, microbatches))
 
 
 class ResultRoute(Enum):

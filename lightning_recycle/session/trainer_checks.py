@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_recycle.arguments import integer
 from lightning_recycle.data.dataloaders import check_combination, check_dataloader
 from lightning_recycle.devices import GRAPH_MAKER
 from lightning_recycle.engines.worker_environment import Discovered
@@ -65,6 +66,7 @@ def check_trainer(trainer: pl.Trainer, outside: Discovered | None, is_remote: bo
             " and BatchNorm sees one micro-batch. Use LayerNorm, GroupNorm or RMSNorm, or leave sync_batchnorm=False."
         )
     _check_finders(trainer)
+    integer(1).checked("Trainer", "accumulate_grad_batches", trainer.accumulate_grad_batches)
     if outside is not None:
         outside.check_device(trainer.num_devices)
         for callback in filter(saves_on_exception, trainer.checkpoint_callbacks):
@@ -93,24 +95,15 @@ def _check_finders(trainer: pl.Trainer) -> None:
 
 def check_members(trainer: pl.Trainer, options: Options) -> None:
     """Refuses features that positions of several processes lack."""
-    recovery, callbacks = options.recovery, trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     averages = (StochasticWeightAveraging, WeightAveraging, ModelPruning, BaseFinetuning)
     used = [type(callback).__name__ for callback in callbacks if isinstance(callback, averages)]
     refused = {
         "manual optimization": not trainer.lightning_module.automatic_optimization,
         "precision='16-mixed'": trainer.precision == "16-mixed",
-        "VerificationOptions(verify=...)": bool(options.verification.verify),
-        "RecoveryOptions(num_pipelines=...)": recovery.num_pipelines is not None,
-        "RecoveryOptions(min_pipelines=...)": recovery.min_pipelines is not None,
-        "RecoveryOptions(max_pipelines=...)": recovery.max_pipelines is not None,
-        "RecoveryOptions(rebalance='always')": recovery.rebalance == "always",
         f"the callback {', '.join(used)}": bool(used),
     }
-    for what in (name for name, is_used in refused.items() if is_used):
-        raise UnsupportedFeatureError(
-            f"Positions of several processes (tensor_parallel_size={options.tensor_parallel_size},"
-            f" fsdp_size={options.fsdp_size}) do not support {what} yet. Remove it, or set both to 1."
-        )
+    options.refuse_with_members(refused)
     module = trainer.lightning_module
     builds_layers = PipelineModule if isinstance(module, PipelineModule) else pl.LightningModule
     if not is_overridden("configure_model", module, builds_layers):
@@ -201,6 +194,15 @@ def plans_checked(module: pl.LightningModule) -> Iterator[None]:
                 f" parallelize_module() makes a parameter of each. Tie them again after it: self.{tied[1]} ="
                 f" self.{tied[0]}. Call fully_shard() for one module that has both."
             )
+
+
+def check_data_hook(module: pl.LightningModule, hook: str) -> None:
+    """Raises ConfigurationError unless ``module`` has this ``hook`` for its data."""
+    if not is_overridden(hook, module):
+        raise ConfigurationError(
+            f"The Trainer was given no data, and {type(module).__name__} has no {hook}(): give a DataLoader, as in"
+            " trainer.fit(model, DataLoader(...)), or datamodule=..., or implement that method."
+        )
 
 
 def check_loaders(loaders: Any, microbatches: int | None) -> None:

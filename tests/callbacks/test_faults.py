@@ -77,11 +77,12 @@ def test_every_kind_can_be_written_compared_and_sent(kind: str) -> None:
     extra |= {"target": "parameter", "bit": 3} if kind == "bitflip" else {}
     fault = Fault(kind, 0, 1, 2, when="after", **extra)
     assert pickle.loads(pickle.dumps(fault)) == fault
-    assert eval(str(fault)) == fault
+    assert eval(repr(fault)) == fault
 
 
 def test_a_fault_is_shown_without_its_defaults() -> None:
-    assert str(Fault("kill", 1, 0, at="setup")) == "Fault(kind='kill', pipeline=1, stage=0, at='setup')"
+    fault = Fault("kill", 1, 0, at="setup")
+    assert str(fault) == repr(fault) == "Fault(kind='kill', pipeline=1, stage=0, at='setup')"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,8 @@ def test_a_fault_is_shown_without_its_defaults() -> None:
         (lambda: Fault("kill", 0, 0, 1, at="foward"), ["'foward'", "Did you mean 'forward'?"]),
         (lambda: Fault("kill", 0, 0, 1, when="during"), ["when='during'", "'before'"]),
         (lambda: Fault("kill", step=3), ["Fault('kill', step=3)", "give pipeline, stage too"]),
-        (lambda: Fault("kil", step=3), ["Fault(kind='kil')", "Did you mean 'kill'?"]),
+        (lambda: Fault("kil", step=3), ["Fault(kind='kil'): use 'kill', ", "Did you mean 'kill'?"]),
+        (lambda: Fault("kil", 0, 0, step=3), ["Fault(kind='kil'): use 'kill', ", "Did you mean 'kill'?"]),
         (lambda: Fault("kill", stage="0", step=3), ["Fault(stage='0')", "at least 0"]),
         (lambda: Fault("kill", 0, 0, stp=3), ["stp=3", "Did you mean step=3?"]),
         (lambda: Fault("kill", -1, 0, 1), ["pipeline=-1", "at least 0"]),

@@ -100,6 +100,11 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # ---------------------------------------------------------------------- at exact points
 
 
+def test_one_fault_is_a_list_of_one() -> None:
+    fault = Fault("kill", 0, 0, 0)
+    assert FaultInjectionCallback(fault).faults == (fault,)
+
+
 @pytest.mark.parametrize(
     ("fault", "steps_done", "where"),
     [
@@ -415,6 +420,7 @@ def test_the_callback_travels_without_what_it_is_attached_to() -> None:
     ("options", "words"),
     [
         ({"faults": ["kill"]}, ["'kill'", "Fault("]),
+        ({"faults": [Fault("kill", 0, 0, 0), 1]}, ["[Fault(kind='kill', pipeline=0, stage=0, step=0), 1]: give"]),
         ({"mtbf": 0}, ["mtbf=0", "above 0"]),
         ({"mtbf": float("inf")}, ["mtbf=inf", "above 0"]),
         ({"mtbf": "1h"}, ["mtbf='1h'", "above 0"]),

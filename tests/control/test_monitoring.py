@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -35,6 +36,7 @@ from lightning_recycle.control.network.addresses import free_port
 from lightning_recycle.control.options import HeartbeatTimeouts, RecoveryOptions
 from lightning_recycle.control.protocol.state import RESULT
 from lightning_recycle.errors import ConfigurationError, ControlPlaneError
+from lightning_recycle.planning.grid import Grid
 
 
 def seen(plane: ControlPlane) -> Status:
@@ -371,6 +373,58 @@ def test_failures_are_shown_with_their_numbers_and_causes(
     assert re.search(r"^1 failure, \d+ redone steps?, 0 replacements; \d+\.\d s to recover$", output, re.M)
     assert re.search(r"^  .* ago: worker \(1, 0\) \(process \d+ on .*\): it was killed by SIGKILL$", output, re.M)
     assert re.search(r"^\(1, 0\) +lost ", output, re.M)
+
+
+@pytest.mark.parametrize(
+    ("grid", "members", "workers"),
+    [
+        (Grid(2, 1, 1), 2, ["(0, 0) member 0 leads", "(0, 0) member 1", "(1, 0) member 0", "(1, 0) member 1"]),
+        (Grid(2, 2, 1), 1, ["(0, 0)", "(0, 1) leads", "(1, 0)", "(1, 1)"]),
+    ],
+)
+def test_each_process_of_a_position_has_a_row_and_samples_of_its_own(
+    grid: Grid, members: int, workers: list[str], runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ControlPlane(grid, of_position=members) as plane, shown(plane) as port:
+        plane.members()
+        plane.until(lambda: seen(plane).phase == "training")
+        assert status_command.main([f"127.0.0.1:{port}"]) == 0
+        rows = capsys.readouterr().out.partition("worker  ")[2].splitlines()[1:]
+        metrics = get(port, "/metrics")[1]
+    assert [row.partition("  ")[0] for row in rows] == workers
+    if "recycle_" in metrics:  # with the extra
+        labels = re.findall(r"^recycle_worker_live({.*}) 1.0$", metrics, re.M)
+        assert len(set(labels)) == len(workers)
+        assert all(("member=" in label) == (members > 1) for label in labels)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("grid", "members", "title", "columns"),
+    [
+        (Grid(2, 2, 1), 1, "Workers: 2 pipelines (rows) of 2 stages", "2"),
+        (Grid(2, 1, 1), 2, "Workers: 2 pipelines (rows) of 2 members", "2"),
+        (Grid(1, 2, 1), 2, "Workers: 1 pipeline (rows) of 2 stages of 2 members", "4"),
+        (Grid(3, 1, 1), 1, "Workers: 3 pipelines", "auto-fill"),
+    ],
+)
+def test_the_page_has_a_column_for_each_process_of_a_pipeline(
+    grid: Grid, members: int, title: str, columns: str, runtime: Path, tmp_path: Path
+) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium")
+    with ControlPlane(grid, of_position=members) as plane, shown(plane) as port:
+        plane.members()
+        plane.until(lambda: seen(plane).phase == "training")
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    assert re.findall(r'id="grid-title">([^<]*)<', page) == [title]
+    assert f"repeat({columns}, " in page
+    names = re.findall(r"<b>([^<]*)</b>", page)
+    assert len(set(names)) == len(names) == grid.num_workers * members
+    assert sum("★" in name for name in names) == 1
 
 
 def test_watching_waits_for_a_start_and_for_a_run_that_is_too_busy_to_answer(

@@ -70,6 +70,16 @@ class WrongEntry(Regression):
         return [nn.Linear(8, 8), "a layer"]
 
 
+class ClassEntry(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return [nn.Linear(8, 8), nn.Tanh]
+
+
+class NoEntries(Regression):
+    def configure_pipeline(self) -> list[Any]:
+        return []
+
+
 class Outside(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -154,6 +164,8 @@ def test_wrong_grids_are_refused_before_anything_starts(
         (BuiltSpec, ["LayerSpec(nn.Linear, 8, 8), not LayerSpec(nn.Linear(8, 8))"]),
         (NoPipeline, ["NoPipeline", "configure_pipeline()"]),
         (WrongEntry, ["'a layer'", "layer 1", "LayerSpec"]),
+        (ClassEntry, ["torch.nn.modules.activation.Tanh", "layer 1", "Write Tanh(...)."]),
+        (NoEntries, ["NoEntries.configure_pipeline() returned no layers: return at least one."]),
         (Outside, ["head.weight", "configure_pipeline()"]),
         (NoOptimizer, ["configure_optimizers()", "exactly one"]),
         (TwoOptimizers, ["TwoOptimizers.configure_optimizers()", "has one", "pipeline_parallel_size=1"]),
@@ -207,6 +219,20 @@ def test_a_profile_that_is_to_be_measured_is_announced(tmp_path: Path, caplog: p
     assert f"profile='{tmp_path}/p.json': there is no such file; it will be measured and written there." in caplog.text
 
 
+@pytest.mark.parametrize("given", [0, {0: 2}])
+def test_an_accumulation_that_is_no_number_of_batches_is_refused(given: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"^Trainer\(accumulate_grad_batches={given}\): give an integer of at"
+    ):
+        fit(Regression().double(), 2, 2, accumulate_grad_batches=given)
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_no_data_is_refused_before_workers_start(entry: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"no data, and Regression has no \w+_dataloader\(\): give"):
+        getattr(trainer(2, 2), entry)(Regression().double())
+
+
 def test_a_run_that_can_lose_no_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
     trainer(1, 2, max_steps=1).fit(Regression().double(), DataLoader(dataset(), batch_size=12))
     assert "With devices=2 and 2 stages each stage has one worker" in caplog.text
@@ -230,6 +256,10 @@ def test_a_file_that_only_workers_read_is_refused_if_no_trainer_wrote_it(tmp_pat
     ("loader", "words"),
     [
         (lambda: DataLoader(Stream(), batch_size=12), ["Stream", "less than one global batch of 24 samples"]),
+        (lambda: DataLoader(dataset(0), batch_size=12), ["0 samples", "a dataset that is not empty"]),
+        (lambda: DataLoader(dataset(), batch_size=None), ["lengths [1, 8]", "DataLoader with a batch_size"]),
+        (lambda: (batch for batch in DataLoader(dataset(), batch_size=12)), ["generator", "only once", "DataLoader"]),
+        (lambda: None, ["given no data, and Regression has no train_dataloader()", "DataLoader(...)"]),
         (lambda: [1, 2, 3], ["data is 1,", "cannot be iterated over", "DataLoader"]),
         (lambda: DataLoader(dataset(12), batch_size=12), ["12 samples", "2 pipelines", "batch_size=12"]),
     ],
@@ -258,6 +288,8 @@ def test_something_that_cannot_be_sent_to_the_workers_is_refused_with_its_path_a
         (lambda: HeartbeatCallback(interval="a"), ["HeartbeatCallback(interval='a'): give a number of seconds"]),
         (lambda: HeartbeatCallback(last_holder_timeout="x"), ["HeartbeatCallback(last_holder_timeout='x'): give a"]),
         (lambda: HeartbeatCallback(timeout=float("nan")), ["HeartbeatCallback(timeout=nan): give a number of seconds"]),
+        (lambda: HeartbeatCallback(heartbeat_timeout=3), ["Write timeout=3."]),
+        (lambda: fit(Regression(), 2, 2, callbacks=[HeartbeatCallback()] * 2), ["2 HeartbeatCallbacks", "give one."]),
         (lambda: fit(Regression(), 2, 2, [Fault("kill", 2, 0, 1)]), ["(2, 0)", "2 pipelines"]),
     ],
 )

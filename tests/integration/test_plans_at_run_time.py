@@ -74,6 +74,25 @@ def test_plans_are_taken_from_the_library_and_added_to_it(tmp_path: Path) -> Non
     assert [path.stat().st_mtime_ns for path in stored] == times
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "reason"),
+    [
+        ("plan_library", "file", "file .File exists.: give another path"),
+        ("plan_library", "file/plans", "file/plans .Not a directory.: give another path"),
+        ("plan_library", "/proc/plans", "/proc/plans .No such file or directory.: give"),
+        ("profile", "", "give a file, not a folder"),
+        ("profile", "file/profile.json", "file .File exists.: give another path"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_the_start(
+    option: str, path: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    given = tmp_path / path
+    with pytest.raises(ConfigurationError, match=rf"^PlanningOptions\({option}='{given}'\): .*{reason}"):
+        fit(Regression().double(), 2, 2, strategy={option: given})
+
+
 def sources(run: L.Trainer) -> list[str]:
     """Where the plan of each generation is from."""
     return [event.details["plan"] for event in run.strategy.history if event.kind == "resumed"]

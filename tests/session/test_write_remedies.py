@@ -11,7 +11,13 @@ from lightning_recycle.session.checkpoint_files import attempt
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(errno.ENOSPC, "Free some space"), (errno.EROFS, "writable"), (errno.ENOENT, "folder is gone"), (errno.EIO, "")],
+    [
+        (errno.ENOSPC, "Free some space"),
+        (errno.EROFS, "writable"),
+        (errno.ENOENT, "folder is gone"),
+        (errno.ENOTDIR, "A file has"),
+        (errno.EIO, ""),
+    ],
 )
 def test_the_remedy_fits_the_cause(code: int, expected: str, tmp_path: Path) -> None:
     def write() -> None:

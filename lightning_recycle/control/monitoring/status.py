@@ -70,6 +70,7 @@ class Position:
         activity: what its main thread did at its newest heartbeat.
         waiting_for: what it waited for then; empty while it worked.
         peak_bytes: the most memory that its process has held: of tensors on CUDA, else of all; None if unknown.
+        member: which of the processes that hold the position together.
     """
 
     pipeline: int
@@ -85,6 +86,7 @@ class Position:
     activity: str = ""
     waiting_for: str = ""
     peak_bytes: int | None = None
+    member: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def status_of(
         positions.append(
             Position(
                 *(worker.pipeline, worker.stage, rank, kind, host or None, pid, incarnations.get(rank, 0), step),
-                *(since, cause, doing, waiting, history.peaks.get(rank)),
+                *(since, cause, doing, waiting, history.peaks.get(rank), ranks.member(rank)),
             )
         )
     per_step = digest.step_seconds
@@ -333,12 +335,13 @@ class _Collector:
         for state in PositionState:
             states.add_metric([state.value], sum(position.state is state for position in status.positions))
         yield states
-        lives = GaugeMetricFamily("recycle_worker_live", "Whether a position is held", labels=["pipeline", "stage"])
-        newest = GaugeMetricFamily("recycle_worker_step", "Steps that a position applied", labels=["pipeline", "stage"])
+        names = ["pipeline", "stage", *(["member"] if any(p.member for p in status.positions) else [])]
+        lives = GaugeMetricFamily("recycle_worker_live", "Whether a position is held", labels=names)
+        newest = GaugeMetricFamily("recycle_worker_step", "Steps that a position applied", labels=names)
         text = "The most memory that a worker's process has held"
-        peaks = GaugeMetricFamily("recycle_worker_peak_bytes", text, labels=["pipeline", "stage"])
+        peaks = GaugeMetricFamily("recycle_worker_peak_bytes", text, labels=names)
         for position in status.positions:
-            labels = [str(position.pipeline), str(position.stage)]
+            labels = [str(getattr(position, name)) for name in names]
             lives.add_metric(labels, position.state in _SERVING)
             newest.add_metric(labels, position.step + 1)
             if position.peak_bytes is not None:

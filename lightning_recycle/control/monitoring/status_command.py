@@ -299,6 +299,7 @@ def _render(status: Mapping[str, Any]) -> Any:
 def _positions(status: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
+    shows_members = any(row.get("member") for row in status["positions"])
     table = Table("worker", "state", "host", "pid", "process", "step", "memory", "doing", box=None, pad_edge=False)
     rows = status["positions"]
     hidden = 0
@@ -306,8 +307,8 @@ def _positions(status: Mapping[str, Any]) -> Any:
         shown = [row for row in rows if row["state"] != "live"]
         hidden, rows = len(rows) - len(shown), shown
     for row in rows:
-        name = f"({row['pipeline']}, {row['stage']})"
-        leads = status["leader"] == [row["pipeline"], row["stage"]]
+        name = f"({row['pipeline']}, {row['stage']})" + (f" member {row['member']}" if shows_members else "")
+        leads = status["leader"] == [row["pipeline"], row["stage"]] and not row.get("member")
         state = row["state"]
         if row["since"] is not None:
             state += f" for {_duration(status['time'] - row['since'])}"
