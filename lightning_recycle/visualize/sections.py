@@ -79,7 +79,10 @@ class Charts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose first ``left`` columns are text, and the last one may wrap; ``common`` holds for all rows."""
+    """A table, whose first ``left`` columns are text, and the last one may wrap.
+
+    ``common``: what holds for all rows.
+    """
 
     kind: ClassVar[str] = "table"
     caption: str
