@@ -129,7 +129,7 @@ def _num(value: float | None, digits: int = 3, key: str | None = None) -> Cell:
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], left: int) -> Table:
-    """A table whose ``common`` has the settings that are the same in all rows, instead of columns."""
+    """A table; ``common``, not a column, has a setting that all rows share."""
     once = {
         place: content if isinstance(content, str) else content.text
         for place, content in enumerate(rows[0])
