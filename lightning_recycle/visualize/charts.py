@@ -156,10 +156,10 @@ class _Frame:
             kind = "axis" if value == self.y.low and not self.y.log else "grid"
             found += [_path(f"M{self.left:.1f} {y:.1f}H{right:.1f}", kind), _text(text, self.left - 6, y + 3.5, "end")]
         found.append(_text(self.y.label, 4.0, self.top - 10, kind="label"))
-        if self.y.low > 0:  # two strokes through the axis, and words
+        if self.y.low > 0:  # two strokes through the axis, and words above the plot
             cut = self.bottom - 9
             found += [_path(f"M{self.left - 5:.1f} {cut + shift:.1f}l10 -5", "axis cut") for shift in (0, 4)]
-            found.append(_text("not from 0", right, self.bottom - 5, "end", "tick cut"))
+            found.append(_text("not from 0", right, self.top - 10, "end", "tick cut"))
         if x_labels:
             found.append(_path(f"M{self.left:.1f} {self.bottom:.1f}H{right:.1f}", "axis"))
             found += [_text(text, self.px(value), self.bottom + 16, "middle") for value, text in self.x.ticks]

@@ -42,6 +42,11 @@ from lightning_recycle.visualize.records import (
 _BINS = 72
 _MOST_PICTURES = 8
 _RATIO = "throughput / fault-free 1F1B"
+_SETTINGS = ("model", "batch", "failures", "length", "runs")
+_CAUTION = (
+    "The schedules differ between policies, and a schedule alone changes the throughput: compare policies with the "
+    "same one, or simulate all with schedule=planned, or schedule=1f1b."
+)
 _IDEAL = "Ideal: what the live GPUs would achieve without bubbles, pauses and anything done twice."
 
 
@@ -74,7 +79,10 @@ class Charts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose first ``left`` columns are text, and the last one may wrap."""
+    """A table, whose first ``left`` columns are text, and the last one may wrap.
+
+    ``common``: what holds for all rows.
+    """
 
     kind: ClassVar[str] = "table"
     caption: str
@@ -82,6 +90,7 @@ class Table:
     rows: Sequence[Sequence[Cell | str]]
     left: int
     wraps: bool = False
+    common: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,30 @@ def sections_of(records: Sequence[Record]) -> list[Section]:
 def _num(value: float | None, digits: int = 3, key: str | None = None) -> Cell:
     """A number with that many decimal places; a dash for None."""
     return Cell("\N{EN DASH}") if value is None else Cell(number(value, digits), value, key)
+
+
+def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], left: int) -> Table:
+    """A table; ``common``, not a column, has a setting that all rows share."""
+    once = {
+        place: content if isinstance(content, str) else content.text
+        for place, content in enumerate(rows[0])
+        if columns[place] in _SETTINGS and all(row[place] == content for row in rows)
+    }
+    kept = [place for place in range(len(columns)) if place not in once]
+    return Table(
+        caption,
+        [columns[place] for place in kept],
+        [[row[place] for place in kept] for row in rows],
+        left=sum(place < left for place in kept),
+        wraps=columns[-1] == "command",
+        common="; ".join(f"{columns[place]}: {text}" for place, text in once.items()),
+    )
+
+
+def _caution(records: Sequence[Record]) -> list[Part]:
+    """A warning, if policies that are compared ran with different schedules."""
+    failing = [record for record in records if record["policy"]["name"] != "FaultFree"]
+    return [] if _same_schedules(failing) else [Paragraph(_CAUTION)]
 
 
 def _unbroken(text: str) -> str:
@@ -211,7 +244,7 @@ def _ratio_lines(
                 if run["throughput"]
             ]
             lines.append(replace(series, points=points))
-            row: list[Cell | str] = [scene.title, series.name]
+            row: list[Cell | str] = [series.name, scene.title]
             for at in heads:
                 if at not in runs:
                     row += [_num(None)] * 2
@@ -228,12 +261,12 @@ def _ratio_lines(
         most = max(point.y + point.spread for point in points)
         y = linear(_RATIO, most, least=max(0.0, 0.98 * min(point.y - point.spread for point in points)))
         pictures = [line_chart(f"{scene.title}{apart_by}", lines, x, y) for scene, lines in drawn if lines]
-    columns = ["model", "policy"]
+    columns = ["policy", "model"]
     for head in heads.values():
         columns += [f"{head}: of fault-free", f"{head}: of ideal"]
     caption = f"Throughput relative to fault-free 1F1B, and to the ideal{apart_by}"
-    table = Table(caption, columns, rows, left=2)
-    return [Legend(variants.all), Charts(pictures), table] if pictures else [table]
+    shown: list[Part] = [Legend(variants.all), Charts(pictures)] if pictures else []
+    return [*_caution(records), *shown, _table(caption, columns, rows, left=2)]
 
 
 # -- the sections ------------------------------------------------------------------------------------------------------
@@ -309,17 +342,18 @@ def _gpu_time(records: Sequence[Record]) -> Section | None:
                 segments += [Segment(_CAUSES[cause], begin, begin + part, tip)] if part > 0 else []
                 begin += part
             shown.append((series.name, segments))
-            row: list[Cell | str] = [model, f"{batch:,}", _unbroken(failures), series.name]
+            row: list[Cell | str] = [series.name, model, f"{batch:,}", _unbroken(failures)]
             row += [_num(100 * run["fractions"][cause], 1, cause) for cause in _CAUSES]
             rows.append([*row, _num(sum(run["gpu_seconds"].values()) / 3600, 0)])
         ticks = tuple((place / 4, f"{25 * place} %") for place in range(5))
         title = f"{model}, {f'batch {batch:,}, ' if batches > 1 else ''}{failures}"
         pictures.append(row_chart(title, shown, Axis("of all GPU time", 0.0, 1.0, ticks)))
-    columns = ["model", "batch", "failures", "policy", *_CAUSES, "GPU-hours"]
+    columns = ["policy", "model", "batch", "failures", *_CAUSES, "GPU-hours"]
     parts: list[Part] = [
+        *_caution(own),
         Legend([*_CAUSES.values()], bars=True),
         Charts(pictures),
-        Table("GPU time of a run by cause, %", columns, rows, left=4),
+        _table("GPU time of a run by cause, %", columns, rows, left=4),
         Paragraph(
             "Useful: computing samples that count, once. Bubble: waiting within a step. Idle: alive, not part of "
             "training. Redone: lost steps, and what is computed twice. Reconfiguring: pauses. Failed: down."
@@ -351,14 +385,15 @@ def _traces(records: Sequence[Record]) -> Section | None:
             ratios = {r["failures"]["settings"]["trace"]: r["ratio"] for r in runs if variants.of(r) is series}
             if ratios:
                 cells = [_num(ratios.get(trace), key="ratio") for trace in traces]
-                rows.append([scene.title, series.name, *cells])
+                rows.append([series.name, scene.title, *cells])
     bin_text = duration_text(max(record["duration"] for record in own) / _BINS)
     some = f" The first {_MOST_PICTURES} of {len(pictures)} pictures." if len(pictures) > _MOST_PICTURES else ""
     parts: list[Part] = [
+        *_caution(own),
         Legend([replace(series, marker=None) for series in (*variants.all, _AVAILABLE)]),
         Charts(pictures[:_MOST_PICTURES], wide=True),
         Paragraph(f"Throughput is averaged over {_BINS} equal parts of the time, of up to {bin_text}.{some}"),
-        Table("Throughput relative to fault-free 1F1B", ["model", "policy", *traces], rows, left=2),
+        _table("Throughput relative to fault-free 1F1B", ["policy", "model", *traces], rows, left=2),
     ]
     lead = "Nodes come and go as they did in a public cloud: availability above, throughput below."
     return Section("traces", "Trace replay", lead, parts)
@@ -377,10 +412,10 @@ def _costs(records: Sequence[Record]) -> Section | None:
         for series in variants.all:
             found = {named(run): cost_of(run) for run in runs if variants.of(run) is series}
             if found:
-                rows.append([scene, series.name, *(_num(found.get(head), 4, "cost") for head in heads)])
+                rows.append([series.name, scene, *(_num(found.get(head), 4, "cost") for head in heads)])
     lead = "Nodes are paid for while they are up, whatever they do; prices are those of a GPU-hour."
-    table = Table("Cost of 1,000 samples", ["model", "policy", *heads], rows, left=2)
-    return Section("costs", "What a sample costs", lead, [table])
+    table = _table("Cost of 1,000 samples", ["policy", "model", *heads], rows, left=2)
+    return Section("costs", "What a sample costs", lead, [*_caution(own), table])
 
 
 def _priced(record: Record) -> str:
@@ -426,7 +461,7 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
     rows: list[list[Cell | str]] = []
     commands: list[list[Cell | str]] = []
     for record in records:
-        names = [record["model"]["name"], policy_text(record), _unbroken(failures_text(record))]
+        names = [policy_text(record), record["model"]["name"], _unbroken(failures_text(record))]
         commands.append([*names, record["command"]])
         rows.append(
             [
@@ -441,14 +476,13 @@ def _all_runs(records: Sequence[Record]) -> Section | None:
                 *(_num(record[key], key=key) for key in ("fraction_of_ideal", "goodput", "ettr", "mfu")),
             ]
         )
-    columns = ["model", "policy", "failures", "length", "runs", "samples/s", "of fault-free", "per GPU", "spread"]
+    columns = ["policy", "model", "failures", "length", "runs", "samples/s", "of fault-free", "per GPU", "spread"]
     columns += ["node failures", "of ideal", "goodput", "ETTR", "MFU"]
     lead = (
         "Per GPU: of the cluster, spares included. Spread: standard deviation of the ratio from run to run. Of ideal: "
         "of what the live GPUs could do. Goodput: part of all GPU time spent on samples that count. ETTR: part of the "
         "time in which kept steps were trained."
     )
-    results = Table("Results", columns, rows, left=3)
-    columns = ["model", "policy", "failures", "command"]
-    repeats = Table("Commands that repeat them", columns, commands, left=4, wraps=True)
+    results = _table("Results", columns, rows, left=3)
+    repeats = _table("Commands that repeat them", [*columns[:3], "command"], commands, left=4)
     return Section("runs", "All training runs", lead, [results, repeats])

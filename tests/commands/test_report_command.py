@@ -16,7 +16,7 @@ from lightning_recycle.commands.report import render_report
 from lightning_recycle.traces import load_trace
 from lightning_recycle.visualize.charts import linear, logarithmic
 from lightning_recycle.visualize.records import error, load_results, number
-from lightning_recycle.visualize.sections import averaged
+from lightning_recycle.visualize.sections import _schedule_of, averaged
 
 pytestmark = pytest.mark.long
 
@@ -164,14 +164,31 @@ def test_all_runs_show_what_the_time_was_worth(page: Page, records: list[dict[st
 def test_pictures_are_by_schedule_where_all_policies_have_both(page: Page) -> None:
     rows = [[cell["text"] for cell in row] for row in page.rows["intervals"] if len(row) == 6]
     assert len(rows) == 16  # two models, two schedules, four policies; two intervals with two numbers each
-    assert {row[0].rpartition(", ")[2] for row in rows} == {"1F1B", "planned"}
-    assert {row[1] for row in rows} == {"ReCycle", "Merge", "Oobleck", "Bamboo"}
-    assert [row[2:] for row in rows if row[0].startswith("gpt3_6_7b") and row[1] == "Bamboo"] == [
+    assert {row[1].rpartition(", ")[2] for row in rows} == {"1F1B", "planned"}
+    assert {row[0] for row in rows} == {"ReCycle", "Merge", "Oobleck", "Bamboo"}
+    assert [row[2:] for row in rows if row[1].startswith("gpt3_6_7b") and row[0] == "Bamboo"] == [
         ["out of memory", "\N{EN DASH}"] * 2
     ] * 2
-    assert {row[1]["text"] for row in page.rows["traces"] if row} == {
+    assert {row[0]["text"] for row in page.rows["traces"] if row} == {
         "ReCycle", "Oobleck", "Merge", "Restart"
     }  # fmt: skip
+
+
+def test_a_setting_that_all_rows_share_is_said_once_above_the_table(page: Page) -> None:
+    heads = {section: columns for section, columns in page.heads if section != "runs"}
+    assert heads["traces"] == ["policy", "aws-g4dn", "aws-p3"]
+    assert heads["causes"][:3] == ["policy", "model", "failures"]
+    assert "model: gpt3_medium, batch 128, planned" in page.text["traces"]
+    assert "batch: 128" in page.text["causes"]
+
+
+def test_schedules_that_differ_between_policies_are_named(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    found = with_failures(records, "Poisson")
+    mixed = [each for each in found if (each["policy"]["name"] == "Recycle") == (_schedule_of(each) == "planned")]
+    for some, sections in ((found, []), (mixed, ["intervals", "causes"])):
+        page = Page(render_report(load_results(written(tmp_path / str(len(sections)), *some))))
+        said = [name for name, text in page.text.items() if "The schedules differ between policies" in text]
+        assert said == sections
 
 
 def test_pictures_tables_and_their_columns_have_names_of_their_own(
