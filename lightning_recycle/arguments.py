@@ -108,7 +108,7 @@ def require(extra: str, option: str) -> None:
 
 VARIABLES = tuple(f"RECYCLE_{name}" for name in (
     "COORDINATOR", "KEY", "KEY_FILE", "LISTEN", "HTTP", "LOG", "VALIDATE", "CONNECT_SECONDS", "HOST", "PORTS", "NODE",
-    "FULL_ERROR",
+    "AGENT", "FULL_ERROR",
 ))  # fmt: skip
 """The variables of the environment that have a meaning."""
 

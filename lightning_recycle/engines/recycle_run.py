@@ -173,7 +173,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
     """The environment that :func:`.worker_environment.discover` reads in a worker."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    own |= {"RECYCLE_COORDINATOR": addresses.shown(place.address), "RECYCLE_KEY": place.key}
+    own |= {"RECYCLE_COORDINATOR": addresses.shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_AGENT": "1"}
     if device is not None:
         own["LOCAL_RANK"] = str(device)
     if place.task is not None:

@@ -97,6 +97,11 @@ def connect_seconds(environ: Mapping[str, str] = os.environ) -> float:
     return seconds
 
 
+def has_no_successor(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this worker's starter, ``recycle-run``, replaces none that got SIGTERM."""
+    return bool(environ.get("RECYCLE_AGENT"))
+
+
 def check_workers_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigurationError for a value that workers would refuse."""
     port_range(environ)

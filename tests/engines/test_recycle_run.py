@@ -273,6 +273,20 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     assert "Waiting for workers" not in errors.partition("The run finished.")[2]
 
 
+def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wanted_checkpoint(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.ckpt"
+    script = [str(HERE / "engine_script.py"), str(tmp_path / "weights.pt"), "400", "0.2"]
+    environ = {"XDG_STATE_HOME": str(tmp_path), "SAVED": str(saved)}
+    with running("--nproc-per-node", "4", "--grace", str(PATIENCE), *script, env=environ) as process:
+        line_with(process, lambda line: "step 3" in line)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143
+    assert torch.load(saved, weights_only=False)["global_step"] < 100
+    assert "is killed" not in errors
+    assert list((tmp_path / "lightning_recycle").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("coordinator", "environ", "words"),
     [

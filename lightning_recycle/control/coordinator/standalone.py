@@ -52,7 +52,7 @@ from lightning_recycle.control.options import (
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
-from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
+from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.files import check_parent
 from lightning_recycle.planning.grid import Positions
@@ -205,8 +205,10 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
         crash = outcome.crash
         name = Positions(terms.grid, terms.members).name(crash.rank)
         log.error("%s", f"Worker {name} ended the run: {crash.summary}\n{crash.traceback}".rstrip())
+    elif isinstance(outcome, Failed):
+        log.error("The run ended: %s", outcome.reason)
     else:
-        log.error("The run ended: %s", outcome)
+        log.warning("The run ended after the step in progress, as its workers were asked to.")
 
 
 def allow_descriptors(count: int) -> None:
