@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
-        address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
+        address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR", least_port=1)
         return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
     key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)

@@ -11,7 +11,7 @@ from support.thread_client import ThreadClient
 from support.waiting import PATIENCE
 
 from lightning_recycle.control.coordinator.standalone import allow_descriptors, main
-from lightning_recycle.control.network.addresses import address_from, listen_at, shown
+from lightning_recycle.control.network.addresses import address_from, http_address, listen_at, shown
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
@@ -44,12 +44,21 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
         ("somewhere", "give host:port"),
         (":5", "give host:port"),
         ("host:70000", "the port must be one of 0 to 65535"),
+        ("host:\N{SUPERSCRIPT TWO}", "give host:port"),
+        ("http://host:80", "give host:port"),
+        ("8080", "give host:port"),
         ("::1:5", r"brackets, as in X=\[::1\]:5"),
     ],
 )
 def test_what_is_no_address_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         address_from(text, "X")
+
+
+@pytest.mark.parametrize("text", ["99999", "127.0.0.1:99999", "x"])
+def test_a_wrong_address_of_the_page_is_shown_as_it_was_given(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^RECYCLE_HTTP='{text}': "):
+        http_address(text, "RECYCLE_HTTP")
 
 
 @pytest.fixture

@@ -120,13 +120,16 @@ def test_bad_options_are_refused_in_one_line(arguments: list[str], words: str) -
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=x", "KEY=short"])
+@pytest.mark.parametrize(
+    "variable", ["PORTS=30000", "CONNECT_SECONDS=x", "LOG=jsno", "HTTP=99999", "HOST=x:1", "KEY=short"]
+)
 def test_what_workers_would_refuse_is_refused_before_they_are_started(variable: str) -> None:
     name, value = variable.split("=")
     environ = {**os.environ, f"RECYCLE_{name}": value}
     done = subprocess.run([*PROGRAM, *shell("exit 3")], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}")
+    shown = "" if name == "KEY" else f"='{value}'"
+    assert done.stderr.startswith(f"recycle-run: RECYCLE_{name}{shown}")
 
 
 def test_a_misspelt_variable_is_named_once() -> None:
