@@ -132,13 +132,10 @@ _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Output of several processes as whole lines, each with a name if ``names``.
+    """Output of several processes as whole lines, each with a name if ``names``."""
 
-    ``invitation`` is said once, when the coordinator listens.
-    """
-
-    def __init__(self, names: bool, invitation: str = "") -> None:
-        self._names, self._invitation = names, invitation
+    def __init__(self, names: bool) -> None:
+        self._names = names
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -163,9 +160,6 @@ class Printer:
             while line := stream.readline(_LONGEST_LINE):
                 end = b"" if line.endswith(b"\n") or not prefix else b"\n"
                 self._write(target, prefix + line + end)
-                if self._invitation and name == "coordinator" and line.startswith(b"listening on "):
-                    self.say(self._invitation)
-                    self._invitation = ""
 
     def _write(self, target: BinaryIO, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # the reader is gone; the run goes on

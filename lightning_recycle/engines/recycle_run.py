@@ -82,18 +82,17 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """The coordinator's address, and the command by which another machine joins."""
-    listens = f"the coordinator listens at {addresses.shown(place.address)}"
+    """The command by which another machine joins; the coordinator prints it once it listens."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
         return (
-            f"{listens}, for this machine's workers. Others join a run that was started with --coordinator HOST:PORT"
-            " and RECYCLE_KEY_FILE."
+            "This machine's workers alone can join. Others join a run that was started with --coordinator HOST:PORT and"
+            " RECYCLE_KEY_FILE."
         )
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
-        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value}"
-        " recycle-run --nproc-per-node N PROGRAM"
+        f"Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value} recycle-run"
+        " --nproc-per-node N PROGRAM"
     )
 
 
@@ -122,8 +121,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    printer = Printer(names, "" if in_slurm else _invitation(place, os.environ))
-    return Agent(tasks, options.max_restarts, printer, grace, coordinator, pipes=names)
+    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -164,8 +162,8 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
     the coordinator is needed until they have saved.
     """
-    shows = ["--terminal"] if sys.stderr.isatty() else []
-    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *shows)
+    invites = [] if place.task is not None else ["--invitation", _invitation(place, os.environ)]
+    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *invites)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 

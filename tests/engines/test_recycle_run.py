@@ -211,19 +211,6 @@ def test_a_coordinator_that_dies_is_started_again_at_the_same_address() -> None:
         assert address in second.cmdline()
 
 
-def test_the_coordinator_learns_that_its_log_is_shown_in_a_terminal() -> None:
-    terminal, end = os.openpty()
-    command = [*PROGRAM, *shell("exec sleep 100")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=end) as process:
-        try:
-            found = wait_for(lambda: coordinator_of(process), PATIENCE)
-            assert "--terminal" in found.cmdline()
-        finally:
-            process.kill()
-    os.close(terminal)
-    os.close(end)
-
-
 @pytest.mark.parametrize("worker", ["exec sleep 100", "true", "trap '' TERM; sleep 4"])
 @pytest.mark.parametrize(
     ("options", "environ", "words"),
@@ -236,18 +223,16 @@ def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_
     options: list[str], environ: dict[str, str], words: str, worker: str
 ) -> None:
     with running(*options, *shell(worker), env=environ) as process:
-        _, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert words in errors
-    assert "the coordinator listens" not in errors
+    assert "[coordinator]" not in output
 
 
-def test_where_the_coordinator_listens_is_said_once_it_does() -> None:
+def test_how_others_join_is_said_once_the_coordinator_listens() -> None:
     with running(*shell("exec sleep 100")) as process:
-        address = line_with(process, lambda line: "listening on" in line).split()[-1]
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert errors.count(f"recycle-run: the coordinator listens at {address}, for this machine's workers.") == 1
+        line_with(process, lambda line: line.startswith("[coordinator] listening on"))
+        assert next_line(process).startswith("[coordinator] This machine's workers alone can join.")
 
 
 # ---------------------------------------------------------------------- trainings
@@ -272,14 +257,15 @@ def test_a_killed_worker_of_a_training_is_replaced_and_the_weights_are_those_of_
     model = Paced().double()
     expected = plain_loop(model, dataset(GLOBAL_BATCH * steps), steps)
     assert difference(torch.load(output, weights_only=True), expected) < TOLERANCE
-    assert '"kind": "failure"' in errors
+    assert "Worker (1, 0) was lost at step" in errors
+    assert '"kind"' not in errors, "events are for programs"
     assert "Waiting for workers" not in errors.partition("The run finished.")[2]
 
 
 def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wanted_checkpoint(tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
     script = [str(HERE / "engine_script.py"), str(tmp_path / "weights.pt"), "400", "0.2"]
-    environ = {"XDG_STATE_HOME": str(tmp_path), "SAVED": str(saved)}
+    environ = {"XDG_STATE_HOME": str(tmp_path), "SAVED": str(saved), "RECYCLE_LOG": "json"}
     with running("--nproc-per-node", "4", "--grace", str(PATIENCE), *script, env=environ) as process:
         line_with(process, lambda line: "step 3" in line)
         process.send_signal(signal.SIGTERM)
@@ -287,6 +273,7 @@ def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wan
     assert process.returncode == 143
     assert torch.load(saved, weights_only=False)["global_step"] < 100
     assert "is killed" not in errors
+    assert '"message": "resumed"' in errors
     assert list((tmp_path / "lightning_recycle").iterdir()) == []
 
 
@@ -296,19 +283,16 @@ def test_sigterm_to_all_workers_of_a_run_ends_it_at_a_step_boundary_with_the_wan
         (
             "10.0.0.1:29400",
             {"RECYCLE_KEY_FILE": "a key"},
-            "RECYCLE_COORDINATOR=10.0.0.1:29400 RECYCLE_KEY_FILE='a key'",
+            "joins by: RECYCLE_COORDINATOR=10.0.0.1:29400 RECYCLE_KEY_FILE='a key' recycle-run",
         ),
         ("10.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "=10.0.0.1:29400 RECYCLE_KEY=... recycle-run"),
         ("10.0.0.1:29400", {}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
         ("127.0.0.1:29400", {"RECYCLE_KEY": "secret"}, "--coordinator HOST:PORT and RECYCLE_KEY_FILE"),
     ],
 )
-def test_it_says_where_it_listens_and_how_another_machine_joins(
-    coordinator: str, environ: dict[str, str], words: str
-) -> None:
+def test_it_says_how_another_machine_joins(coordinator: str, environ: dict[str, str], words: str) -> None:
     host, port = coordinator.split(":")
     place = recycle_run._RunAddress((host, int(port)), "secret", hosts_it=True)
     said = recycle_run._invitation(place, environ)
-    assert said.startswith(f"the coordinator listens at {coordinator}")
     assert words in said
     assert "secret" not in said

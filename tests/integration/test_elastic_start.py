@@ -186,7 +186,9 @@ def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redo
 def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *arguments]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json", **environment}, **pipes
+    )
     try:
         yield process
     finally:
@@ -227,6 +229,7 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
     assert second.returncode == 128 + 15, left
     assert_exact(output, steps)
     assert kinds(errors) == ["rejoined", "left"]
+    assert "as it was asked to. Live workers: 2 of 4." in errors
     joins = f"workers that are started with RECYCLE_COORDINATOR={address} join at a step boundary"
     assert f"The run begins with 2 of 4 workers. Vacant: (1, 0), (1, 1); {joins}." in errors
 

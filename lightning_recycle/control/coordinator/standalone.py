@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     monitor = Monitor("recycle-coordinator", awaits_runs=True)
     try:
-        if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
+        if not install_if_wanted() and (options.obey or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         for warning in [] if options.obey else unknown_variables():  # recycle-run has shown them
             log.warning("%s", warning)
@@ -134,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"recycle-coordinator: {error}", file=sys.stderr)
             return 2
         print(f"listening on {shown(reception.listener.address)}", flush=True)
+        if options.invitation:
+            print(options.invitation, flush=True)
         while most_runs is None or len(finished) < most_runs:
             if not (finished and options.obey):  # then its parent is about to end it
                 log.info("Waiting for workers at %s.", shown(reception.listener.address))
@@ -286,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end with the process that started this one, and take commands from standard input, not signals",
     )
-    parser.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)  # its log is shown in one
+    parser.add_argument("--invitation", help=argparse.SUPPRESS)  # printed when it listens
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 
