@@ -224,8 +224,15 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-run --nproc-per-node 4 python train.py",
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
-        epilog="Exit status: 0 if the run finished; 2 for bad options; 130 or 143 after SIGINT or SIGTERM; otherwise\n"
-        "that of a worker: of an error of the script, 75 if the run ended otherwise, 69 if its coordinator was lost.",
+        statuses={
+            0: "the run finished",
+            1: "the script failed, with this status or another one",
+            69: "the coordinator was lost",
+            75: "the run ended otherwise",
+            137: "its workers were killed, by SIGKILL or another signal",
+            143: "SIGTERM",
+        },
+        variables=("COORDINATOR", "KEY", "KEY_FILE", "HTTP", "LOG", "CONNECT_SECONDS", "HOST", "PORTS", "NODE"),
     )
     parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")

@@ -1,5 +1,6 @@
 """Where a coordinator listens: names, IPv4 and IPv6, and errors in one line."""
 
+import os
 import resource
 import socket
 import subprocess
@@ -7,9 +8,11 @@ from typing import Any
 
 import pytest
 from control_plane import KEY, listening, standalone, together
+from support.pipes import without_reader
 from support.thread_client import ThreadClient
 from support.waiting import PATIENCE
 
+from lightning_recycle.control.coordinator import standalone as standalone_module
 from lightning_recycle.control.coordinator.standalone import allow_descriptors, main
 from lightning_recycle.control.network.addresses import address_from, http_address, listen_at, shown
 from lightning_recycle.control.protocol.messages import RunRequest
@@ -89,7 +92,10 @@ def test_who_wants_this_machine_alone_says_so(host: str) -> None:
 
 
 def test_a_port_in_use_is_an_error_that_says_so() -> None:
-    with listen_at(("127.0.0.1", 0), 1) as first, pytest.raises(ConfigurationError, match="another process listens"):
+    with (
+        listen_at(("127.0.0.1", 0), 1) as first,
+        pytest.raises(ConfigurationError, match=r"\(Address already in use\): another process listens"),
+    ):
         listen_at(first.getsockname(), 1)
 
 
@@ -113,6 +119,13 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
         _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
+
+
+def test_a_coordinator_whose_address_has_no_reader_ends_without_a_traceback() -> None:
+    environ = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more"}
+    status, said = without_reader(standalone_module, "--listen", "127.0.0.1:0", env=environ, timeout=PATIENCE)
+    assert status == 141
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

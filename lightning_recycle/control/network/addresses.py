@@ -107,9 +107,8 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
             errno.EACCES: "ports below 1024 need privileges: give another one",
         }
         remedy = remedies.get(error.errno or 0, "give another address")
-        raise ConfigurationError(
-            f"A coordinator cannot listen at {shown(address)} ({error.strerror or error}): {remedy}."
-        ) from error
+        reason = os.strerror(error.errno) if error.errno else error  # create_server adds the address to the error's
+        raise ConfigurationError(f"A coordinator cannot listen at {shown(address)} ({reason}): {remedy}.") from error
 
 
 def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | None:
