@@ -424,9 +424,12 @@ class Agent:
             self._kill_at = time.monotonic()
             return
         self._asked, self._is_ending = number, True
-        self._printer.say(f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end.")
+        self._printer.say(
+            f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end; a second signal kills them."
+        )
         self._drop_restarts()
-        self._signal_all(number)
+        leaves = number == signal.SIGINT and self._hosted is None  # Ctrl-C would end the run for all machines
+        self._signal_all(signal.SIGTERM if leaves else number)
         self._kill_at = time.monotonic() + self._grace
 
     def _enforce_deadlines(self) -> None:

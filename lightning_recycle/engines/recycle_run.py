@@ -85,10 +85,7 @@ def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
     """The command by which another machine joins; the coordinator prints it once it listens."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
-        return (
-            "This machine's workers alone can join. Others join a run that was started with --coordinator HOST:PORT and"
-            " RECYCLE_KEY_FILE."
-        )
+        return "For other machines to join, start it with --coordinator HOST:PORT and RECYCLE_KEY_FILE."
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
         f"Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value} recycle-run"

@@ -151,11 +151,18 @@ def test_nothing_is_left_of_a_coordinator_whose_run_is_over(tmp_path: Path) -> N
 # ---------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "arrives"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGTERM),  # of a run that others host: these workers leave it
+        (signal.SIGUSR1, signal.SIGUSR1),
+    ],
+)
+def test_a_signal_reaches_every_worker_once_and_ends_the_run(number: signal.Signals, arrives: signal.Signals) -> None:
     script = (
         "import signal, sys, time\n"
-        f"signal.signal({int(number)}, lambda *_: (print('got it', flush=True), time.sleep(0.5), sys.exit(143)))\n"
+        f"signal.signal({int(arrives)}, lambda *_: (print('got it', flush=True), time.sleep(0.5), sys.exit(143)))\n"
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.1)\n"  # a handler of a signal that comes right before a sleep runs after it
     )
@@ -232,7 +239,7 @@ def test_a_coordinator_that_never_listened_ends_everything_whatever_its_workers_
 def test_how_others_join_is_said_once_the_coordinator_listens() -> None:
     with running(*shell("exec sleep 100")) as process:
         line_with(process, lambda line: line.startswith("[coordinator] listening on"))
-        assert next_line(process).startswith("[coordinator] This machine's workers alone can join.")
+        assert next_line(process).startswith("[coordinator] For other machines to join, start it with --coordinator")
 
 
 # ---------------------------------------------------------------------- trainings
