@@ -68,7 +68,7 @@ def command_parser(
 
     ``statuses``: besides those of every command. ``variables``: of :data:`VARIABLES`, without their prefix.
     """
-    tables = {
+    tables: dict[str, Mapping[Any, str]] = {
         "environment variables": {f"RECYCLE_{each}": VARIABLES[f"RECYCLE_{each}"] for each in variables},
         "exit status": dict(sorted({**_STATUSES, **statuses}.items())),
     }
