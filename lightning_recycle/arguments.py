@@ -48,11 +48,34 @@ class _Parser(argparse.ArgumentParser):
             exit_without_reader()
 
 
-def command_parser(name: str, purpose: str, *examples: str, **options: Any) -> argparse.ArgumentParser:
-    """A parser with the purpose and examples in ``--help``, and ``--version``."""
+def _table(title: str, rows: Mapping[Any, str]) -> str:
+    width = max(len(str(key)) for key in rows)
+    return "\n".join([f"{title}:", *(f"  {key:<{width}}  {meaning}" for key, meaning in rows.items())])
+
+
+_STATUSES = {2: "bad options", 130: "Ctrl-C", 141: "its output has no reader"}
+
+
+def command_parser(
+    name: str,
+    purpose: str,
+    *examples: str,
+    statuses: Mapping[int, str],
+    variables: Sequence[str] = (),
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """A parser whose ``--help`` has purpose, examples, variables and exit statuses.
+
+    ``statuses``: besides those of every command. ``variables``: of :data:`VARIABLES`, without their prefix.
+    """
+    tables: dict[str, Mapping[Any, str]] = {
+        "environment variables": {f"RECYCLE_{each}": VARIABLES[f"RECYCLE_{each}"] for each in variables},
+        "exit status": dict(sorted({**_STATUSES, **statuses}.items())),
+    }
     parser = _Parser(
         name,
         description="\n  ".join([f"{purpose}\n", *examples]),
+        epilog="\n\n".join(_table(title, rows) for title, rows in tables.items() if rows),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         **options,
@@ -106,10 +129,24 @@ def require(extra: str, option: str) -> None:
         raise ConfigurationError(f"{option} needs the package {module}: {install_command(extra)}.")
 
 
-VARIABLES = tuple(f"RECYCLE_{name}" for name in (
-    "COORDINATOR", "KEY", "KEY_FILE", "LISTEN", "HTTP", "LOG", "VALIDATE", "CONNECT_SECONDS", "HOST", "PORTS", "NODE",
-    "FULL_ERROR",
-))  # fmt: skip
+VARIABLES = {
+    f"RECYCLE_{name}": meaning
+    for name, meaning in {
+        "COORDINATOR": "host:port of the coordinator of a run to join",
+        "KEY": "secret of the run, at least 16 bytes",
+        "KEY_FILE": "instead of it: a file that only its owner may read",
+        "LISTEN": "host:port where a launching process lets others join",
+        "HTTP": "host:port, or port, of page, status and metrics",
+        "LOG": "json for lines of JSON; text by default",
+        "VALIDATE": "if not empty, the rules of the protocol are checked",
+        "CONNECT_SECONDS": "how long a worker tries to reach its coordinator (60)",
+        "HOST": "address of this machine for other workers",
+        "PORTS": "ports where workers listen, such as 30000-30100",
+        "NODE": "name of this machine; its host name by default",
+        "AGENT": "if not empty, nothing replaces workers after SIGTERM",
+        "FULL_ERROR": "1 shows tracebacks of bad input",
+    }.items()
+}
 """The variables of the environment that have a meaning."""
 
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "recycle-simulate -m policy=recycle,merge output=results && recycle-report results",
         "recycle-report results -o report.html",
         "recycle-report results --title 'Spot instances, July'",
-        epilog="Exit status: 0; 2 for bad input.",
+        statuses={0: "the page is written"},
     )
     parser.add_argument("folder", type=Path, help="output folder of a run, or of sweeps")
     parser.add_argument(

@@ -789,7 +789,7 @@ def in_words(error: BaseException, shown: str | None = None) -> tuple[str, str]:
     ``shown``: the traceback, if it is not to be the whole one.
     """
     texts = (
-        f"{type(error).__name__}: {error}",
+        f"{type(error).__name__}: {error}".removesuffix(": "),
         "".join(traceback.format_exception(error)) if shown is None else shown,
     )
     summary, text = (text.encode(errors="backslashreplace").decode() for text in texts)

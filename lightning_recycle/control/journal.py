@@ -55,6 +55,7 @@ from lightning_recycle.control.protocol.state import (
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import replacing
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.processes import has_ended
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ class Journal:
 
     def leave(self) -> None:
         """Releases the file, and removes it unless a run could go on from it."""
-        if self.kept is None:
+        if self.kept is None or all(has_ended(process.pid, process.space) for process in self.processes.values()):
             for path in (self.path, self._lock_path):
                 path.unlink(missing_ok=True)
         os.close(self._lock)

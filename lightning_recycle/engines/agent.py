@@ -132,13 +132,10 @@ _LONGEST_LINE = 1 << 16  # bytes, of a line without an end
 
 
 class Printer:
-    """Output of several processes as whole lines, each with a name if ``names``.
+    """Output of several processes as whole lines, each with a name if ``names``."""
 
-    ``invitation`` is said once, when the coordinator listens.
-    """
-
-    def __init__(self, names: bool, invitation: str = "") -> None:
-        self._names, self._invitation = names, invitation
+    def __init__(self, names: bool) -> None:
+        self._names = names
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -163,9 +160,6 @@ class Printer:
             while line := stream.readline(_LONGEST_LINE):
                 end = b"" if line.endswith(b"\n") or not prefix else b"\n"
                 self._write(target, prefix + line + end)
-                if self._invitation and name == "coordinator" and line.startswith(b"listening on "):
-                    self.say(self._invitation)
-                    self._invitation = ""
 
     def _write(self, target: BinaryIO, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # the reader is gone; the run goes on
@@ -430,9 +424,12 @@ class Agent:
             self._kill_at = time.monotonic()
             return
         self._asked, self._is_ending = number, True
-        self._printer.say(f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end.")
+        self._printer.say(
+            f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end; a second signal kills them."
+        )
         self._drop_restarts()
-        self._signal_all(number)
+        leaves = number == signal.SIGINT and self._hosted is None  # Ctrl-C would end the run for all machines
+        self._signal_all(signal.SIGTERM if leaves else number)
         self._kill_at = time.monotonic() + self._grace
 
     def _enforce_deadlines(self) -> None:

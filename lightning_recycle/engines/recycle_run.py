@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) -> _RunAddress:
     if "RECYCLE_COORDINATOR" in environ:
-        address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR")
+        address = addresses.address_from(environ["RECYCLE_COORDINATOR"], "RECYCLE_COORDINATOR", least_port=1)
         return _RunAddress(address, key_from_environment(environ).decode(), hosts_it=False)
     has_key = {"RECYCLE_KEY", "RECYCLE_KEY_FILE"} & environ.keys()  # others are to join with it
     key = key_from_environment(environ).decode() if has_key else secrets.token_urlsafe(32)
@@ -82,18 +82,14 @@ def _meeting_address(options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _invitation(place: _RunAddress, environ: Mapping[str, str]) -> str:
-    """The coordinator's address, and the command by which another machine joins."""
-    listens = f"the coordinator listens at {addresses.shown(place.address)}"
+    """The command by which another machine joins; the coordinator prints it once it listens."""
     key = next((name for name in ("RECYCLE_KEY", "RECYCLE_KEY_FILE") if environ.get(name)), None)
     if place.address[0] == _HOST or key is None:
-        return (
-            f"{listens}, for this machine's workers. Others join a run that was started with --coordinator HOST:PORT"
-            " and RECYCLE_KEY_FILE."
-        )
+        return "For other machines to join, start it with --coordinator HOST:PORT and RECYCLE_KEY_FILE."
     value = shlex.quote(environ[key]) if key == "RECYCLE_KEY_FILE" else "..."  # a secret is not printed
     return (
-        f"{listens}. Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value}"
-        " recycle-run --nproc-per-node N PROGRAM"
+        f"Another machine joins by: RECYCLE_COORDINATOR={addresses.shown(place.address)} {key}={value} recycle-run"
+        " --nproc-per-node N PROGRAM"
     )
 
 
@@ -122,8 +118,7 @@ def _agent(options: argparse.Namespace, command: Sequence[str], place: _RunAddre
     coordinator = _coordinator_task(place) if place.hosts_it else None
     names = len(tasks) + (coordinator is not None) > 1
     grace = None if in_slurm else options.grace
-    printer = Printer(names, "" if in_slurm else _invitation(place, os.environ))
-    return Agent(tasks, options.max_restarts, printer, grace, coordinator, pipes=names)
+    return Agent(tasks, options.max_restarts, Printer(names), grace, coordinator, pipes=names)
 
 
 def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTask) -> int:
@@ -164,8 +159,8 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
     It obeys words on its standard input, not signals: SLURM sends the workers' signals to every process of a task, and
     the coordinator is needed until they have saved.
     """
-    shows = ["--terminal"] if sys.stderr.isatty() else []
-    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *shows)
+    invites = [] if place.task is not None else ["--invitation", _invitation(place, os.environ)]
+    command = (sys.executable, "-c", _PROGRAM, "--listen", addresses.shown(place.address), "--obey", *invites)
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     return ProcessCommand("coordinator", command, {**own, "RECYCLE_KEY": place.key}, listens=True)
 
@@ -173,7 +168,7 @@ def _coordinator_task(place: _RunAddress) -> ProcessCommand:
 def _worker_environment(place: _RunAddress, device: int | None) -> dict[str, str]:
     """The environment that :func:`.worker_environment.discover` reads in a worker."""
     own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    own |= {"RECYCLE_COORDINATOR": addresses.shown(place.address), "RECYCLE_KEY": place.key}
+    own |= {"RECYCLE_COORDINATOR": addresses.shown(place.address), "RECYCLE_KEY": place.key, "RECYCLE_AGENT": "1"}
     if device is not None:
         own["LOCAL_RANK"] = str(device)
     if place.task is not None:
@@ -226,8 +221,15 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-run --nproc-per-node 4 python train.py",
         "srun recycle-run python train.py",
         usage="recycle-run [options] [--] python train.py [arguments]",
-        epilog="Exit status: 0 if the run finished; 2 for bad options; 130 or 143 after SIGINT or SIGTERM; otherwise\n"
-        "that of a worker: of an error of the script, 75 if the run ended otherwise, 69 if its coordinator was lost.",
+        statuses={
+            0: "the run finished",
+            1: "the script failed, with this status or another one",
+            69: "the coordinator was lost",
+            75: "the run ended otherwise",
+            137: "its workers were killed, by SIGKILL or another signal",
+            143: "SIGTERM",
+        },
+        variables=("COORDINATOR", "KEY", "KEY_FILE", "HTTP", "LOG", "CONNECT_SECONDS", "HOST", "PORTS", "NODE"),
     )
     parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="workers on this machine (default 1)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens, on this machine")

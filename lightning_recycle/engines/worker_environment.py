@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_recycle.control.network.addresses import address_from, machine_name
+from lightning_recycle.control.network.addresses import address_from, free_port, machine_name
 from lightning_recycle.control.network.keys import key_from_environment
 from lightning_recycle.errors import ConfigurationError
 
@@ -59,12 +59,12 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovered | None:
         return None
     device, device_from = _device(environ)
     return Discovered(
-        coordinator=address_from(where, "RECYCLE_COORDINATOR"),
+        coordinator=address_from(where, "RECYCLE_COORDINATOR", least_port=1),
         key=key_from_environment(environ),
         node=machine_name(environ),
         device=device,
         device_from=device_from,
-        host=environ.get("RECYCLE_HOST") or None,
+        host=_own_host(environ),
     )
 
 
@@ -97,10 +97,29 @@ def connect_seconds(environ: Mapping[str, str] = os.environ) -> float:
     return seconds
 
 
+def has_no_successor(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this worker's starter, ``recycle-run``, replaces none that got SIGTERM."""
+    return bool(environ.get("RECYCLE_AGENT"))
+
+
 def check_workers_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigurationError for a value that workers would refuse."""
     port_range(environ)
     connect_seconds(environ)
+    _own_host(environ)
+
+
+def _own_host(environ: Mapping[str, str]) -> str | None:
+    host = environ.get("RECYCLE_HOST") or None
+    try:
+        if host is not None:
+            free_port(host)
+    except OSError as error:
+        raise ConfigurationError(
+            f"RECYCLE_HOST={host!r}: no worker can listen there ({error.strerror or error}): give an address of this"
+            " machine, without a port."
+        ) from error
+    return host
 
 
 def _device(environ: Mapping[str, str]) -> tuple[int, str]:

@@ -10,7 +10,8 @@ heartbeat; the run ends after a step whose answer says so.
 the signal                 in a job that SLURM may run again            elsewhere
 =========================  ==========================================  ===========================================
 SIGTERM                    this worker leaves; the run ends with a      this worker leaves, unless it is the last
-                           checkpoint once all workers got the signal   holder of its stage
+                           checkpoint once all workers got the signal   holder of its stage; under recycle-run the
+                                                                        run ends once all workers got the signal
 the one for requeueing     the run ends with a checkpoint, and then     Lightning listens to none
                            the job is requeued
 =========================  ==========================================  ===========================================
@@ -45,6 +46,7 @@ from typing_extensions import override
 from lightning_recycle.control.client import ControlClient
 from lightning_recycle.control.protocol.control_collectives import StopPlace, stop_point
 from lightning_recycle.control.protocol.messages import AfterStep
+from lightning_recycle.engines.worker_environment import has_no_successor
 from lightning_recycle.errors import UnsupportedFeatureError, suggestion
 from lightning_recycle.model.module import global_seed
 from lightning_recycle.planning.grid import Grid, Positions, Worker
@@ -390,7 +392,7 @@ class Preemption:
         self._handlers.release()
 
     def _leave(self, *_: Any) -> None:
-        self._client.request_leave(with_run=self.resumes)
+        self._client.request_leave(with_run=self.resumes or has_no_successor())
 
     def _end_run(self, signum: int, _: Any) -> None:
         if not self._fitting:

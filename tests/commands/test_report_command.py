@@ -456,7 +456,9 @@ def test_every_command_says_its_version_and_exit_statuses_and_gives_examples(
         shown[option] = capsys.readouterr().out
     assert shown["--version"] == f"{command} {__version__}\n"
     assert shown["--help"].startswith(f"usage: {command} ")
-    assert "\nExit status: 0" in shown["--help"]
+    assert "\nexit status:\n  0    " in shown["--help"]
+    assert "\n  130  Ctrl-C\n" in shown["--help"]
+    assert ("\n  RECYCLE_KEY " in shown["--help"]) == (command in ("recycle-coordinator", "recycle-run"))
     assert shown["--help"].count(f"\n  {command}") + shown["--help"].count(f"\n  srun {command}") >= 2
 
 

@@ -1,5 +1,6 @@
 """Where a coordinator listens: names, IPv4 and IPv6, and errors in one line."""
 
+import os
 import resource
 import socket
 import subprocess
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 from control_plane import KEY, listening, standalone, together
+from support.pipes import without_reader
 from support.thread_client import ThreadClient
 from support.waiting import PATIENCE
 
+from lightning_recycle.control.coordinator import standalone as standalone_module
 from lightning_recycle.control.coordinator.standalone import allow_descriptors, main
-from lightning_recycle.control.network.addresses import address_from, listen_at, shown
+from lightning_recycle.control.network.addresses import address_from, http_address, listen_at, shown
 from lightning_recycle.control.protocol.messages import RunRequest
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning.grid import Grid
@@ -44,12 +47,21 @@ def test_an_address_is_read_and_shown(text: str, address: tuple[str, int]) -> No
         ("somewhere", "give host:port"),
         (":5", "give host:port"),
         ("host:70000", "the port must be one of 0 to 65535"),
+        ("host:\N{SUPERSCRIPT TWO}", "give host:port"),
+        ("http://host:80", "give host:port"),
+        ("8080", "give host:port"),
         ("::1:5", r"brackets, as in X=\[::1\]:5"),
     ],
 )
 def test_what_is_no_address_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         address_from(text, "X")
+
+
+@pytest.mark.parametrize("text", ["99999", "127.0.0.1:99999", "x"])
+def test_a_wrong_address_of_the_page_is_shown_as_it_was_given(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^RECYCLE_HTTP='{text}': "):
+        http_address(text, "RECYCLE_HTTP")
 
 
 @pytest.fixture
@@ -80,7 +92,10 @@ def test_who_wants_this_machine_alone_says_so(host: str) -> None:
 
 
 def test_a_port_in_use_is_an_error_that_says_so() -> None:
-    with listen_at(("127.0.0.1", 0), 1) as first, pytest.raises(ConfigurationError, match="another process listens"):
+    with (
+        listen_at(("127.0.0.1", 0), 1) as first,
+        pytest.raises(ConfigurationError, match=r"\(Address already in use\): another process listens"),
+    ):
         listen_at(first.getsockname(), 1)
 
 
@@ -104,6 +119,13 @@ def test_the_command_says_in_one_line_why_it_cannot_listen(problem: str) -> None
         _, said = standalone(place, stderr=subprocess.PIPE).communicate(timeout=PATIENCE)
     assert "Traceback" not in said
     assert said.startswith(f"recycle-coordinator: A coordinator cannot listen at {place}")
+
+
+def test_a_coordinator_whose_address_has_no_reader_ends_without_a_traceback() -> None:
+    environ = {**os.environ, "RECYCLE_KEY": "a secret of 16 bytes or more"}
+    status, said = without_reader(standalone_module, "--listen", "127.0.0.1:0", env=environ, timeout=PATIENCE)
+    assert status == 141
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lightning_recycle.control.protocol.messages import AfterStep, Answer, StopR
 from lightning_recycle.control.protocol.state import Faults, Remembered, Roster, StopRound
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.files import temporary_path
+from lightning_recycle.processes import process_space
 
 KEY = b"the key of this test"
 KEPT = JournaledState(
@@ -55,6 +56,17 @@ def test_how_a_run_ended_is_known(tmp_path: Path) -> None:
     third = Journal(tmp_path / "state", KEY)
     assert (third.kept, third.statuses) == (None, (0,))
     assert third.run != Journal(tmp_path / "other", KEY).run
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_the_file_stays_only_while_a_worker_lives_that_could_go_on(tmp_path: Path, lives: bool) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pids = {0: ended.pid, 1: ended.pid, 3: os.getpid() if lives else ended.pid}
+    journal = Journal(tmp_path / "state", KEY)
+    journal.write(KEPT, {rank: Process("token", pid, "a node", process_space()) for rank, pid in pids.items()})
+    journal.leave()
+    assert (tmp_path / "state").exists() == lives
 
 
 def test_a_writer_that_dies_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:

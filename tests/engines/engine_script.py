@@ -1,6 +1,7 @@
 """A training script as a user writes it, for 2 x 2 workers of one machine.
 
 ``engine_script.py OUTPUT [STEPS [SECONDS]]`` writes the trained weights to OUTPUT; a step takes at least SECONDS.
+A signal that ends the run saves to the file SAVED, if the environment names it.
 """
 
 import os
@@ -15,7 +16,7 @@ from support.models import GLOBAL_BATCH, Regression, dataset
 from support.training import QUIET
 from torch.utils.data import DataLoader
 
-from lightning_recycle import ReCycleStrategy
+from lightning_recycle import CheckpointOptions, ReCycleStrategy
 
 
 class Paced(Regression):
@@ -36,7 +37,11 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("DEVICES", "4")),
-        strategy=ReCycleStrategy(pipeline_parallel_size=2, num_microbatches=6),
+        strategy=ReCycleStrategy(
+            pipeline_parallel_size=2,
+            num_microbatches=6,
+            checkpoints=CheckpointOptions(save_on_signal=os.environ.get("SAVED", False)),
+        ),
         max_steps=int(steps),
         **QUIET,
     )

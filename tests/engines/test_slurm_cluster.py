@@ -125,7 +125,7 @@ def test_a_killed_worker_is_replaced_and_the_next_job_follows(slurm: Cluster, tm
     job.workers()["2"].kill()
     job.check_completed()
     assert "was killed by SIGKILL; it is started again" in job.output()
-    assert '"kind": "rejoined"' in job.output()
+    assert "joins at step" in job.output()
     slurm.await_state(follower, "COMPLETED")
 
 
@@ -138,7 +138,7 @@ def test_members_of_a_position_share_a_node_and_are_replaced(slurm: Cluster, tmp
     places = re.findall(r"position \d is on node\d", job.output())
     assert len(places) == 6
     assert len(set(places)) == 2
-    assert job.output().count('"kind": "rejoined"') == 2
+    assert job.output().count("joins at step") == 2
 
 
 def test_a_killed_coordinators_task_goes_on(slurm: Cluster, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_further_jobs_join_the_run_of_the_first_and_one_that_is_preempted_leaves
     """Three jobs of one node each, of which the second and third are of an array; nothing is redone."""
     names = {"python": sys.executable, "training": HERE / "slurm_training.py", "folder": tmp_path / "run"}
     (tmp_path / "job.sh").write_text(JOINING.format(**names, steps=STEPS))
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json"}
 
     def says(name: str, words: str) -> bool:
         path = tmp_path / name

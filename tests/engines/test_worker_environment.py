@@ -26,11 +26,11 @@ def test_a_process_without_a_coordinator_takes_part_in_nobodys_run() -> None:
 
 
 def test_everything_is_found() -> None:
-    places = {"RECYCLE_NODE": "n7", "RECYCLE_HOST": "10.0.0.7", "LOCAL_RANK": "3"}
+    places = {"RECYCLE_NODE": "n7", "RECYCLE_HOST": "127.0.0.7", "LOCAL_RANK": "3"}
     found = discover({**MINIMAL, **places, "SLURM_LOCALID": "1"})
     assert found is not None
     assert (found.coordinator, found.key) == (("10.0.0.1", 29400), KEY.encode())
-    assert (found.node, found.host, found.device, found.device_from) == ("n7", "10.0.0.7", 3, "LOCAL_RANK")
+    assert (found.node, found.host, found.device, found.device_from) == ("n7", "127.0.0.7", 3, "LOCAL_RANK")
     assert KEY not in repr(found)
 
 
@@ -47,6 +47,9 @@ def test_what_nobody_said_has_a_default() -> None:
     ("variables", "words"),
     [
         ({"RECYCLE_COORDINATOR": ""}, "RECYCLE_COORDINATOR=''"),
+        ({"RECYCLE_COORDINATOR": "10.0.0.1:0"}, "'10.0.0.1:0': the port must be one of 1 to 65535"),
+        ({"RECYCLE_HOST": "192.0.2.1"}, "RECYCLE_HOST='192.0.2.1': no worker can listen there"),
+        ({"RECYCLE_HOST": "127.0.0.1:80"}, "give an address of this machine, without a port"),
         ({"RECYCLE_KEY": ""}, "RECYCLE_KEY is not set"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
         ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID='first'"),

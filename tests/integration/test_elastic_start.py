@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,7 +187,9 @@ def test_workers_that_come_later_join_where_most_are_missing_and_nothing_is_redo
 def recycle_run(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "lightning_recycle.engines.recycle_run", *arguments]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "RECYCLE_LOG": "json", **environment}, **pipes
+    )
     try:
         yield process
     finally:
@@ -210,7 +213,8 @@ def assert_exact(output: Path, steps: int) -> None:
 
 
 @pytest.mark.long
-def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: Path, number: signal.Signals) -> None:
     """Two of four workers begin, as no others come; two more come, and are asked to leave."""
     output, steps = tmp_path / "weights.pt", 24
     script = [str(HERE / "elastic_script.py"), str(output), str(steps), "2,2,6,1,2", "0=2", "6=4", "16=2"]
@@ -220,13 +224,14 @@ def test_a_second_job_joins_the_run_of_the_first_and_leaves_it_again(tmp_path: P
         workers_at(first, 4, 2)
         with recycle_run("--nproc-per-node", "2", *script, RECYCLE_COORDINATOR=address, **key) as second:
             workers_at(second, 16, 4)
-            second.terminate()
+            second.send_signal(number)
             _, left = second.communicate(timeout=PATIENCE)
         _, errors = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, errors
-    assert second.returncode == 128 + 15, left
+    assert second.returncode == 128 + number, left
     assert_exact(output, steps)
     assert kinds(errors) == ["rejoined", "left"]
+    assert "as it was asked to. Live workers: 2 of 4." in errors
     joins = f"workers that are started with RECYCLE_COORDINATOR={address} join at a step boundary"
     assert f"The run begins with 2 of 4 workers. Vacant: (1, 0), (1, 1); {joins}." in errors
 

@@ -26,7 +26,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_recycle.arguments import Check, command_parser, flag_value, integer, shared_options, unknown_variables
+from lightning_recycle.arguments import (
+    Check,
+    command_parser,
+    exit_without_reader,
+    flag_value,
+    integer,
+    shared_options,
+    unknown_variables,
+)
 from lightning_recycle.control.coordinator.admission import Reception
 from lightning_recycle.control.coordinator.coordinator import Coordinator
 from lightning_recycle.control.journal import Journal, default_path
@@ -52,7 +60,7 @@ from lightning_recycle.control.options import (
 from lightning_recycle.control.plans.drift import DriftOptions
 from lightning_recycle.control.plans.plan_provider import PlanProvider
 from lightning_recycle.control.protocol.messages import Enrolled, Setting, StopReason, Unfit
-from lightning_recycle.control.protocol.state import Crashed, Finished, Outcome, StageLost
+from lightning_recycle.control.protocol.state import Crashed, Failed, Finished, Outcome, StageLost
 from lightning_recycle.errors import ConfigurationError, ReCycleError
 from lightning_recycle.files import check_parent
 from lightning_recycle.planning.grid import Positions
@@ -87,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     monitor = Monitor("recycle-coordinator", awaits_runs=True)
     try:
-        if not install_if_wanted() and (options.terminal or sys.stderr.isatty()):
+        if not install_if_wanted() and (options.obey or sys.stderr.isatty()):
             logging.getLogger("lightning_recycle.events").setLevel(logging.WARNING)  # JSON is for programs
         for warning in [] if options.obey else unknown_variables():  # recycle-run has shown them
             log.warning("%s", warning)
@@ -133,7 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigurationError as error:
             print(f"recycle-coordinator: {error}", file=sys.stderr)
             return 2
-        print(f"listening on {shown(reception.listener.address)}", flush=True)
+        try:
+            print(f"listening on {shown(reception.listener.address)}", *options.invitation, sep="\n", flush=True)
+        except BrokenPipeError:
+            exit_without_reader()
         while most_runs is None or len(finished) < most_runs:
             if not (finished and options.obey):  # then its parent is about to end it
                 log.info("Waiting for workers at %s.", shown(reception.listener.address))
@@ -205,8 +216,10 @@ def _tell(terms: RunConfig, outcome: Outcome) -> None:
         crash = outcome.crash
         name = Positions(terms.grid, terms.members).name(crash.rank)
         log.error("%s", f"Worker {name} ended the run: {crash.summary}\n{crash.traceback}".rstrip())
+    elif isinstance(outcome, Failed):
+        log.error("The run ended: %s", outcome.reason)
     else:
-        log.error("The run ended: %s", outcome)
+        log.warning("The run ended after the step in progress, as its workers were asked to.")
 
 
 def allow_descriptors(count: int) -> None:
@@ -260,8 +273,8 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-coordinator --listen 10.0.0.1:29400",
         "recycle-coordinator --listen 10.0.0.1:29400 --http 0.0.0.0:8080",
         "recycle-coordinator --listen 10.0.0.1:29400 --timeout 30 --runs 1",
-        epilog="Exit status: 0 if every run finished; 1 if one did not; 2 for bad options; 130 or 143 after SIGINT or\n"
-        "SIGTERM before a run has ended.",
+        statuses={0: "every run finished", 1: "one did not", 143: "SIGTERM; as Ctrl-C, before a run has ended"},
+        variables=("KEY", "KEY_FILE", "HTTP", "LOG", "NODE"),
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the workers")
     parser.add_argument(
@@ -284,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end with the process that started this one, and take commands from standard input, not signals",
     )
-    parser.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)  # its log is shown in one
+    parser.add_argument("--invitation", nargs=1, default=[], help=argparse.SUPPRESS)  # printed when it listens
     parser.add_argument("--monitor-plan", action="store_true", help="change the plan when workers become slow or fast")
     return parser
 

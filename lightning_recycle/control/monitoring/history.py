@@ -68,6 +68,10 @@ _LINES: Mapping[str, tuple[int, str]] = {
     ),
     "dismissed": (logging.ERROR, "Worker {worker}, which has joined the training, is dismissed: {cause}.{stays}"),
     "rejoined": (logging.INFO, "Worker {worker}{process} joins at step {step}. Live workers: {live} of {all}."),
+    "left": (
+        logging.INFO,
+        "Worker {worker}{process} leaves before step {step}, as it was asked to. Live workers: {live} of {all}.",
+    ),
     "disputed": (
         logging.WARNING,
         "Worker {worker} got another {kind} of micro-batch {microbatch} of step {step} than worker {of}: all of their"

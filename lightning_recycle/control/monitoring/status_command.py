@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "recycle-status",
         "recycle-status 10.0.0.1:8080 --watch",
         "recycle-status 10.0.0.1:8080 --json",
-        epilog="Exit status: 0; 1 if there is no such run or it does not answer; 2 for bad options.",
+        statuses={0: "the run is shown", 1: "there is no such run, or it does not answer"},
     )
     parser.add_argument(
         "address",

@@ -30,20 +30,23 @@ def machine_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("RECYCLE_NODE") or socket.gethostname()
 
 
-def address_from(text: str, name: str) -> tuple[str, int]:
+def address_from(text: str, name: str, *, least_port: int = 0, usual_host: str = "") -> tuple[str, int]:
     """(host, port) of ``host:port`` or ``[host]:port``, the latter for IPv6.
 
-    Raises ConfigurationError otherwise, with the setting ``name``.
+    ``usual_host``: that of a port alone. Raises ConfigurationError otherwise, with the setting ``name``.
     """
     host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
+    is_number = port.isascii() and port.isdigit()
+    if usual_host and not colon and is_number:
+        host = usual_host
+    elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host:
+    elif ":" in host and "/" not in host:
         raise ConfigurationError(f"{name}={text!r}: put an IPv6 address into brackets, as in {name}=[{host}]:{port}.")
-    if colon and host and port.isdigit() and int(port) > 65535:
-        raise ConfigurationError(f"{name}={text!r}: the port must be one of 0 to 65535.")
-    if not colon or not host or not port.isdigit():
+    if not host or not is_number or "/" in host:
         raise ConfigurationError(f"{name}={text!r}: give host:port, for example {name}=10.0.0.1:29400.")
+    if not least_port <= int(port) <= 65535:
+        raise ConfigurationError(f"{name}={text!r}: the port must be one of {least_port} to 65535.")
     return host, int(port)
 
 
@@ -52,7 +55,7 @@ def http_address(text: str, name: str) -> tuple[str, int]:
 
     Raises ConfigurationError otherwise, with the setting ``name``.
     """
-    return address_from(f"127.0.0.1:{text}" if text.isdigit() else text, name)
+    return address_from(text, name, usual_host="127.0.0.1")
 
 
 def http_address_from_environment() -> tuple[str, int] | None:
@@ -104,9 +107,8 @@ def listen_at(address: tuple[str, int], backlog: int) -> socket.socket:
             errno.EACCES: "ports below 1024 need privileges: give another one",
         }
         remedy = remedies.get(error.errno or 0, "give another address")
-        raise ConfigurationError(
-            f"A coordinator cannot listen at {shown(address)} ({error.strerror or error}): {remedy}."
-        ) from error
+        reason = os.strerror(error.errno) if error.errno else error  # create_server adds the address to the error's
+        raise ConfigurationError(f"A coordinator cannot listen at {shown(address)} ({reason}): {remedy}.") from error
 
 
 def accept(listening: socket.socket, who: str) -> tuple[socket.socket, Any] | None:
