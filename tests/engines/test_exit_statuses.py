@@ -239,7 +239,7 @@ def stage_lost(run: Run) -> Statuses:
 def killed(run: Run) -> Statuses:
     coordinator = run.listening()
     worker = run.worker(1, 50, 0.2)
-    coordinator.until("begins with")
+    coordinator.until("A run of")
     for process in (worker, coordinator):
         process.popen.kill()
     agent = run.agent("--", *WAITING)
@@ -288,7 +288,7 @@ def told_to_end(number: int) -> Callable[[Run], Statuses]:
             assert workers[1].status() == 0
             coordinator = run.listening()
             worker = run.worker(1, 30, 0.2)
-            coordinator.until("begins with")
+            coordinator.until("A run of")
             coordinator.popen.send_signal(number)
             assert worker.status() == 69
         else:
