@@ -405,7 +405,7 @@ class _Connecting:
         self._nameless.pop(caller, None)
 
     def _note_shortage(self, error: OSError) -> bool:
-        """Whether descriptors are used up, and not by strangers, which are dropped to make room."""
+        """Whether descriptors are used up, even once strangers have been dropped."""
         if error.errno not in _OUT_OF_DESCRIPTORS:
             return False
         if self._evict(0):
