@@ -148,6 +148,7 @@ class Run:
         lanes: whether there are more lanes than pipelines.
         saves: whether checkpoints are written in the background after each step.
         hooks: whether some hooks run collectives of their position.
+        idle: whether one worker of each stage runs all micro-batches, the others none, and links break.
     """
 
     def __init__(
@@ -166,12 +167,13 @@ class Run:
         lanes: bool = False,
         saves: bool = False,
         hooks: bool = False,
+        idle: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.random = self.chance.random
         self.trace = trace
         self.grid = self.chance.choice(GRIDS)
-        if strays:  # somebody must be right
+        if strays or idle:  # somebody must be right, or work
             self.grid = random.Random(f"grid {seed}").choice([grid for grid in GRIDS if grid.pipelines > 1])
         self.members, self.saves = members, saves
         self._saving = random.Random(f"saves {seed}")
@@ -247,6 +249,7 @@ class Run:
         # Whether all connect with all, or with those alone whom the plan needs; with ties all are needed.
         self.meshed = self.tied or self.shares or random.Random(f"meshed {seed}").random() < 0.3
         self._linked_by: Schedule = ((), 0)  # the plan of the newest generation
+        self._usual = 2 if idle else 0  # the schedule of a roster without one of its own, see plan_for()
         self._plans: dict[tuple[int, ...], int] = {}  # the schedule that the coordinator chooses for a roster
         replans = random.Random(f"replans {seed}")
         for number in range(1, 1 + replans.choice((0, 0, 1, 2, 3, 6))):
@@ -274,7 +277,7 @@ class Run:
         for _ in range(self._kills_left):
             self._at(self._kills.random() * FAULTS_END, self._light_coordinators_fuse)
         self._progressed = 0.0  # when a worker last went on
-        cuts = self._links.choice((0, 0, 0, 1, 1, 2))
+        cuts = self._links.choice((1, 2, 3) if idle else (0, 0, 0, 1, 1, 2))
         self._disturbances_left -= cuts  # each may cost one
         for _ in range(cuts):
             self._at(self._links.random() * FAULTS_END, self._cut_link)
@@ -692,7 +695,7 @@ class Run:
             if isinstance(command, Send):
                 message = command.message
                 if isinstance(message, messages.Resume):
-                    self._linked_by = (message.roster, self._plans.get(message.roster, 0))
+                    self._linked_by = (message.roster, self._plans.get(message.roster, self._usual))
                     message = replace(message, program=self._linked_by)
                 elif command.schedule is not None:
                     message = replace(message, program=command.schedule)

@@ -45,7 +45,6 @@ HUNT_FROM = {  # where what seldom matters is known to matter; otherwise from th
     "a batch that only lost workers have begun hides the one before": 103_100,
     "a worker forgets what a recovery told of a commit": 1_500,
     "answers to an earlier pause count": 19_300,
-    "nobody waits for a worker without micro-batches": 99_900,
     "passes of earlier generations count": 12_600,
     "what a lost one took part in is kept": 6_400,
     "a step that was confirmed before a loss is speculative again": 66_400,
@@ -171,6 +170,16 @@ def test_every_promise_holds_when_layers_move(histories: range, kills: bool) -> 
     assert met["layers_moved"] > len(histories) / 20
     assert met["layers under way"] > met["layers_moved"], "none was undone"
     assert met["stranger"] or not histories.start, "rare"
+
+
+@pytest.mark.parametrize("kills", [False, True])
+@over(SAMPLE_OF_VARIANTS)
+def test_every_promise_holds_when_most_workers_have_no_microbatches_and_links_break(
+    histories: range, kills: bool
+) -> None:
+    met = play(histories, kills=kills, idle=True)
+    assert met["cut"] > len(histories) / 2
+    assert met["disturbance"] > len(histories) / 5
 
 
 @pytest.mark.parametrize("kills", [False, True])
@@ -428,7 +437,6 @@ WORKERS: list[tuple[str, Any, str, str, str]] = [
      "self._judged.generation == self.generation", "True"),
     ("a redo overwrites what is done", recovery, "part_of", "step + 1 if done else step", "step"),
     ("a worker that is ahead reduces again", recovery, "part_of", "step < version or reduced", "False"),
-    ("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)"),
     ("a worker goes on without the others' redo", recovery, "actions", "version > decision.version", "False"),
     ("a worker keeps its part of a sum over tied stages", recovery, "actions", "if tied and", "if False and"),
     ("a sum over stages that share layers is made again", SimulatedWorker, "begin_shared",
@@ -661,6 +669,9 @@ STOPPING_REVIVAL: list[tuple[str, Any, str, str, str]] = [
      "Steps(after_step=written.after_step)", "Steps()"),
 ]
 """As above, in histories in which workers want to stop early, too."""
+
+IDLE = [("nobody waits for a worker without micro-batches", recovery, "part_of", "idle_peer)", "False)")]
+"""As above, in histories in which most workers have no micro-batches, and links break."""
 # fmt: on
 
 
@@ -689,6 +700,7 @@ HUNTS: list[tuple[dict[str, Any], list[tuple[str, Any, str, str, str]]]] = [
     ({"saves": True}, SAVES),
     ({"saves": True, "kills": True}, SAVES_REVIVAL),
     ({"quorum": True}, QUORUM),
+    ({"idle": True}, IDLE),
     ({"strays": True}, STRAYS),
     ({"members": 2}, MEMBERS),
     ({"members": 2, "hooks": True}, HOOKS),
