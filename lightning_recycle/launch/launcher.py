@@ -39,7 +39,7 @@ from lightning_recycle.errors import (
     UnsupportedFeatureError,
     WorkerStartError,
 )
-from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume_and_restart import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
 from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results

@@ -28,7 +28,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded_module import RecordedModule
+from lightning_recycle.model.worker_module import RecordedModule
 from lightning_recycle.runtime.executor_callbacks import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
