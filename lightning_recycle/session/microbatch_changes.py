@@ -182,7 +182,7 @@ class MicrobatchChanges:
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
         self._tree = ValueTree(self._module, self._internal)
-        self._shallow = ValueTree(self._module, self._internal, whole=False)
+        self._shallow = ValueTree(self._module, self._internal, with_submodules=False)
 
     # ------------------------------------------------------------------ a micro-batch in training
 
@@ -326,7 +326,7 @@ class MicrobatchChanges:
         if self._alone or self._is_inside:
             yield effects
         elif index is not None:  # micro-batches run in turns, each with attributes of its own
-            tree = ValueTree(self._module, self._internal, whole=False)
+            tree = ValueTree(self._module, self._internal, with_submodules=False)
             with self._watching(tree, index, MicrobatchEffects(effects)):
                 yield effects
         else:

@@ -176,7 +176,7 @@ class StateTransfer:
             weights=tuple(weights_of(module)),
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
-            orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
+            orders=tuple(tuple(source.joining_state() for source in sources) for sources in self._addressed_loaders()),
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
@@ -208,7 +208,7 @@ class StateTransfer:
         self._restore_trainer(snapshot)
         loop: Any = trainer.fit_loop
         loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
-        for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
+        for sources, orders in zip(self._addressed_loaders(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
@@ -256,7 +256,7 @@ class StateTransfer:
         snapshot.trainer.load(trainer)
         set_generator_states(snapshot.generators)
 
-    def _addressed(self) -> tuple[list[MicrobatchLoader], ...]:
+    def _addressed_loaders(self) -> tuple[list[MicrobatchLoader], ...]:
         """The loaders of training and validation whose samples have addresses."""
         loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         return tuple(addressed_loaders(loop) for loop in loops)

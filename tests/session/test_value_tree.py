@@ -80,7 +80,7 @@ def test_a_view_and_its_base_change_together() -> None:
 
 def test_a_write_among_more_than_can_be_compared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_tree, "_WATCHED_BYTES", -1000)
-    monkeypatch.setattr(value_tree, "_KEPT_BYTES", -1)
+    monkeypatch.setattr(value_tree, "_ALWAYS_COPIED_BYTES", -1)
     module = Averaged()
     effects = MicrobatchChanges(module, microbatches=2)
     for _ in range(4):
