@@ -501,8 +501,9 @@ class StreamLoader(ForwardLoader, SampleLoader):
             while self._next_step < steps:
                 if not self._keep_next():
                     raise ConfigurationError(
-                        f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
-                        " did not end before. After load_state_dict() a stream must continue with the same samples."
+                        f"{type(self.dataset).__name__} ended before step {self._next_step} of epoch"
+                        f" {self._pass_epoch}, where it did not end before. After load_state_dict() a stream must"
+                        " continue with the same samples."
                     )
                 if number == 0 and self._next_step == place["step"] + 1:
                     self._check_place()
