@@ -28,13 +28,13 @@ from lightning_recycle.launch.worker_group import process_context
 from lightning_recycle.planning.grid import Grid, Microbatch
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.runtime.communicator import Communicator
+from lightning_recycle.runtime.direct_transports import Transport
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.executor_callbacks import CommitRules
 from lightning_recycle.runtime.gradients import GradientBuffers
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.stage_bundle import StageBundle, StageTies
 from lightning_recycle.runtime.step_runner import StepRunner
-from lightning_recycle.runtime.transports import Transport
 
 HOST = "127.0.0.1"
 _PATIENCE = 300.0  # seconds for anything

@@ -46,10 +46,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_recycle.planning.grid import Grid
+from lightning_recycle.runtime.direct_transports import Transport
 from lightning_recycle.runtime.nccl.nccl_library import CudaStreams, NcclLibrary
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport
 from lightning_recycle.runtime.stage import Stage
-from lightning_recycle.runtime.transports import Transport
 from lightning_recycle.runtime.wire import Channel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

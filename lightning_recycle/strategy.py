@@ -37,9 +37,9 @@ from lightning_recycle.model.chain_parts import is_meant_to_be_cut
 from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.planner import PlanningOptions
 from lightning_recycle.planning.schedule import Schedule
+from lightning_recycle.runtime.direct_transports import CommunicationOptions
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.runtime.nccl.nccl_transport import check_transport
-from lightning_recycle.runtime.transports import CommunicationOptions
 from lightning_recycle.session.checkpoint_callbacks import await_stage
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO
 from lightning_recycle.session.configuration import (

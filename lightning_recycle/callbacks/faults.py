@@ -40,7 +40,7 @@ from lightning_recycle.arguments import (
 )
 from lightning_recycle.errors import ConfigurationError, InjectedFaultError, suggestion
 from lightning_recycle.planning.grid import Op, OpKind
-from lightning_recycle.runtime.connections import drop_everything
+from lightning_recycle.runtime.worker_links import drop_everything
 from lightning_recycle.torch_internals import TorchDispatchMode
 
 KINDS = ("kill", "exit", "exception", "hang", "deadlock", "slow", "partition", "preempt", "bitflip")

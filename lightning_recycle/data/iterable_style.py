@@ -45,10 +45,10 @@ class ForwardLoader(StepLoader):
     def __init__(self, dataloader: Any, grid: Grid, seed: int, **options: Any) -> None:
         super().__init__(dataloader, grid, seed, **options)
         self._knows_epoch = self.evaluation
-        self._pass: int | None = None  # the epoch whose pass is being read
-        self._next = 0  # its next step to read
-        self._kept: dict[tuple[int, int], Any] = {}
-        self._begun: tuple[int, int] | None = None
+        self._pass_epoch: int | None = None  # the epoch whose pass is being read
+        self._next_step = 0  # its next step to read
+        self._kept_steps: dict[tuple[int, int], Any] = {}
+        self._newest_begun: tuple[int, int] | None = None
 
     @override
     def enter_epoch(self, first_step: int, end_step: float) -> None:
@@ -66,6 +66,7 @@ class ForwardLoader(StepLoader):
         return self._steps_from(self._epoch, self.first_step)
 
     def _another_pass(self) -> Iterator[StepHandle]:
+        """A pass of a hook's own iteration, which leaves that of the training alone."""
         pipelines = self.batch_pipelines
         other = type(self)(self.dataloader, self.grid, self._seed, batch_pipelines=pipelines, evaluation=True)
         other.prepare = self.prepare
@@ -80,48 +81,49 @@ class ForwardLoader(StepLoader):
 
     @override
     def begin_step(self, handle: StepHandle) -> None:
-        self._begun = handle.epoch, handle.index
+        self._newest_begun = handle.epoch, handle.index
 
     @override
     def read_ahead(self, handle: StepHandle) -> None:
-        if handle.epoch == self._pass and handle.index + 1 < self.end_step:
+        if handle.epoch == self._pass_epoch and handle.index + 1 < self.end_step:
             self._reaches(handle.epoch, handle.index + 1)
 
     def _step(self, handle: StepHandle) -> Any:
+        """The data of the step, read or kept; UnsupportedFeatureError if it is gone."""
         key = handle.epoch, handle.index
-        if key not in self._kept and (handle.epoch != self._pass or not self._reaches(*key)):
+        if key not in self._kept_steps and (handle.epoch != self._pass_epoch or not self._reaches(*key)):
             name = type(getattr(self.dataloader, "dataset", self.dataloader)).__name__
             raise UnsupportedFeatureError(
                 f"The batch of step {handle.index} of epoch {handle.epoch} of {name}, which can only be read forwards,"
                 f" is gone: the newest {_KEPT_STEPS} steps are kept. Look into a batch in the hooks of its own step."
             )
-        return self._kept[key]
+        return self._kept_steps[key]
 
     def _reaches(self, epoch: int, index: int) -> bool:
         """Reads as far as a step; False if the pass ends before it."""
-        if epoch != self._pass:
+        if epoch != self._pass_epoch:
             self._begin_pass(epoch)
-        while self._next <= index:
+        while self._next_step <= index:
             if not self._keep_next():
                 return False
-        return (epoch, index) in self._kept
+        return (epoch, index) in self._kept_steps
 
     def _begin_pass(self, epoch: int) -> None:
         # The last step begun may still have to be redone; data read but not requested must not displace it.
-        self._kept = {key: step for key, step in self._kept.items() if key == self._begun}
-        self._pass, self._next = epoch, 0
+        self._kept_steps = {key: step for key, step in self._kept_steps.items() if key == self._newest_begun}
+        self._pass_epoch, self._next_step = epoch, 0
 
     def _keep_next(self) -> bool:
         """Reads the next step of the pass; False if there is none."""
-        assert self._pass is not None
-        step, key = self._read_step(), (self._pass, self._next)
+        assert self._pass_epoch is not None
+        step, key = self._read_step(), (self._pass_epoch, self._next_step)
         if step is END:
             return False
-        self._kept.pop(key, None)  # of an earlier evaluation
-        self._kept[key] = step
-        self._next += 1
-        if len(self._kept) > _KEPT_STEPS:
-            del self._kept[next(iter(self._kept))]
+        self._kept_steps.pop(key, None)  # of an earlier evaluation
+        self._kept_steps[key] = step
+        self._next_step += 1
+        if len(self._kept_steps) > _KEPT_STEPS:
+            del self._kept_steps[next(iter(self._kept_steps))]
         return True
 
     @abstractmethod
@@ -225,6 +227,8 @@ class StreamReader:
 
 
 class _SharesReader(IterableDataset[_Batch]):
+    """The batches of a pass, one share for each reading process; ``states``: by process."""
+
     def __init__(
         self, dataset: Any, batch_size: int, seed: int, epoch: int, states: list[dict[str, Any] | None]
     ) -> None:
@@ -270,6 +274,7 @@ class _PassShare:
             )
 
     def take(self, count: int) -> list[Any]:
+        """The next ``count`` samples; fewer at the end."""
         samples: list[Any] = []
         with seeded_everything() as reseed:
             while len(samples) < count and not self.ended:
@@ -363,7 +368,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
 
     def _steps_from(self, epoch: int, index: int) -> Iterator[StepHandle]:
         yield from super()._steps_from(epoch, index)
-        if self._next == 0 and self._begun is None and not self.evaluation:
+        if self._next_step == 0 and self._newest_begun is None and not self.evaluation:
             self._refuse("ended")
 
     def _refuse(self, what: str) -> None:
@@ -400,7 +405,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         if self._has_user_epoch:  # a joining worker has not called what sets it
             self.dataset.set_epoch(state.get("dataset_epoch", 0))
         self._place_to_find = copy.deepcopy(state)
-        self._kept.clear()
+        self._kept_steps.clear()
 
     @property
     def _has_user_epoch(self) -> bool:
@@ -427,11 +432,11 @@ class StreamLoader(ForwardLoader, SampleLoader):
         if self.dataloader.num_workers == 0:
             super().read_ahead(handle)
 
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        return self._collated(handle, self._share(microbatch, self.samples_in(handle)))
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        return self._collate_samples(handle, self._share(microbatch, self.samples_in(handle)))
 
-    def collated_whole(self, handle: StepHandle) -> Any:
-        return self._collated(handle, range(self.samples_in(handle)))
+    def collate_batch(self, handle: StepHandle) -> Any:
+        return self._collate_samples(handle, range(self.samples_in(handle)))
 
     def samples_in(self, handle: StepHandle) -> int:
         return len(self._step(handle).samples) if self.evaluation else self.global_batch_size
@@ -444,15 +449,15 @@ class StreamLoader(ForwardLoader, SampleLoader):
 
     # ------------------------------------------------------------------ inside
 
-    def _collated(self, handle: StepHandle, share: range) -> Any:
+    def _collate_samples(self, handle: StepHandle, share: range) -> Any:
         samples = self._step(handle).samples
-        wanted = [samples[i] for i in share]
+        samples_of_share = [samples[i] for i in share]
         if self.dataloader.collate_fn is not default_collate:
             # It may return the samples themselves, which layers may change in place; a redo needs them as
             # they were.
-            wanted = copy.deepcopy(wanted)
+            samples_of_share = copy.deepcopy(samples_of_share)
         first = handle.index * self.global_batch_size
-        addressed = [((handle.epoch, first + i), sample) for i, sample in zip(share, wanted, strict=True)]
+        addressed = [((handle.epoch, first + i), sample) for i, sample in zip(share, samples_of_share, strict=True)]
         with seeded_everything() as reseed:
             return self._collate.collect(addressed, reseed)
 
@@ -462,7 +467,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         return super()._reaches(epoch, index)
 
     def _begin_pass(self, epoch: int) -> None:
-        if self._continues and self._pass is not None:
+        if self._continues and self._pass_epoch is not None:
             self._keep_account()
             self._place["passes"].append([])
         else:
@@ -471,8 +476,9 @@ class StreamLoader(ForwardLoader, SampleLoader):
         super()._begin_pass(epoch)
 
     def _keep_account(self) -> None:
+        """Notes in the place how far the current pass was read."""
         if self._place["passes"]:
-            self._place["passes"][-1] = [self._next, self._reader.ended]
+            self._place["passes"][-1] = [self._next_step, self._reader.ended]
 
     def _find_place(self, epoch: int) -> None:
         """Brings the reader to the restored place, if that is in ``epoch``.
@@ -481,7 +487,7 @@ class StreamLoader(ForwardLoader, SampleLoader):
         """
         place, self._place_to_find = self._place_to_find, None
         assert place is not None
-        self._pass = None
+        self._pass_epoch = None
         if not place["passes"] or (not self._continues and place["epoch"] != epoch):
             return
         passes, place["passes"] = place["passes"], [[]]
@@ -489,18 +495,19 @@ class StreamLoader(ForwardLoader, SampleLoader):
         for number, (steps, ended) in enumerate(passes):
             if number == 0:
                 self._reader.begin(place["epoch"], place["reader"])
-                self._pass, self._next = place["epoch"], place["step"]
+                self._pass_epoch, self._next_step = place["epoch"], place["step"]
             else:
                 self._begin_pass(place["epoch"] + number)
-            while self._next < steps:
+            while self._next_step < steps:
                 if not self._keep_next():
                     raise ConfigurationError(
-                        f"{type(self.dataset).__name__} ended before step {self._next} of epoch {self._pass}, where it"
-                        " did not end before. After load_state_dict() a stream must continue with the same samples."
+                        f"{type(self.dataset).__name__} ended before step {self._next_step} of epoch"
+                        f" {self._pass_epoch}, where it did not end before. After load_state_dict() a stream must"
+                        " continue with the same samples."
                     )
-                if number == 0 and self._next == place["step"] + 1:
+                if number == 0 and self._next_step == place["step"] + 1:
                     self._check_place()
-            if self._pass == epoch:
+            if self._pass_epoch == epoch:
                 return
             if ended:
                 self._keep_next()

@@ -1,7 +1,8 @@
 """Micro-batch data by address (epoch, step, d, m), readable by any worker.
 
-Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. Own micro-batches are
-prefetched by a ``DataLoader`` with the user's workers; adopted ones are fetched when needed.
+Step t of an epoch covers a contiguous block of the sampler's order, which every worker knows. With ``num_workers`` > 0
+a ``DataLoader`` prefetches the worker's own micro-batches in as many processes; otherwise they are read together at the
+beginning of the step. A lost worker's micro-batches are read when needed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from lightning_recycle.torch_internals import show_dataset
 _KEPT_ROUNDS = 2  # the current one, and the previous one, which others may have to redo
 
 
-def _number(epoch: int, round_index: int) -> int:
-    """The number of a round of ``epoch``: the epoch's own for the first."""
+def _round_seed(epoch: int, round_index: int) -> int:
+    """The number that seeds a round: the epoch for the first, a hash for later ones."""
     return derive_seed(epoch, round_index) if round_index else epoch
 
 
@@ -48,19 +49,22 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-class _Addressed(Dataset[Any]):
+class _AddressedDataset(Dataset[Any]):
     """The user's dataset, with randomness that depends only on sample and epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
     def read(self, addresses: Sequence[Address], reseed: Callable[[int], None] | None) -> list[AddressedSample]:
-        """The samples at ``addresses``; ``reseed``: None to draw nothing."""
+        """The samples at ``addresses``.
+
+        ``reseed``: called with each sample's seed; None: reads without seeding.
+        """
         samples = []
-        for number, index in addresses:
+        for round_seed, index in addresses:
             if reseed is not None:
-                reseed(derive_seed(self.seed, number, *numbers_of(index)))
-            samples.append(((number, index), self.dataset[index]))
+                reseed(derive_seed(self.seed, round_seed, *numbers_of(index)))
+            samples.append(((round_seed, index), self.dataset[index]))
         return samples
 
     def __getitems__(self, addresses: Sequence[Address]) -> list[AddressedSample]:
@@ -101,8 +105,8 @@ class MicrobatchLoader(SampleLoader):
     """The steps of an epoch of a dataset whose samples have indices.
 
     Further steps belong to further *rounds* through the data, each in its own order: where Lightning combines it with a
-    longer loader, it begins again within the epoch. The micro-batches of ``pipeline`` are prefetched; with
-    ``prefetch=False`` this worker's stage needs no data.
+    longer loader, it begins again within the epoch. ``pipeline``: the worker's own, whose micro-batches are read ahead,
+    in processes if the user's loader has any; ``prefetch``: False if this worker's stage needs no data.
 
     Raises UnsupportedFeatureError if batches are not consecutive samples of a sampler; ConfigurationError if a training
     batch cannot be split into M micro-batches, or there is no batch.
@@ -117,20 +121,22 @@ class MicrobatchLoader(SampleLoader):
         self.batch_sampler = getattr(dataloader, "batch_sampler", None)
         self._pipeline = pipeline
         self._prefetch = prefetch
-        self._addressed = _Addressed(self.dataset, seed)
-        self._seeded = seeded_for(self.dataset, self._collate.collate)
+        self._addressed_dataset = _AddressedDataset(self.dataset, seed)
+        self._seeding = seeded_for(self.dataset, self._collate.collate)
         self._orders: dict[int, Sequence[Any]] = {}  # of the newest rounds
-        self._draws: tuple[int, int] | None = None  # the newest epoch of which an order was drawn, and its rounds
-        self._draws_again = type(self._user_sampler) is SequentialSampler or self._draws_from_seed
-        self._sampler_state = SamplerState(None if self._draws_again else self._user_sampler)
-        self._before: dict[str, Any] = {}  # the sampler's state before the first order of that epoch
-        self._restored: dict[str, Any] | None = None
-        self._probed: tuple[list[Any], int] | None = None  # addresses of some samples, and their digest
-        self._fetched: dict[tuple[int, int, Microbatch], Any] = {}
+        self._drawn_rounds: tuple[int, int] | None = (
+            None  # the newest epoch of which an order was drawn, and its rounds
+        )
+        self._order_is_reproducible = type(self._user_sampler) is SequentialSampler or self._permutes_by_seed
+        self._sampler_state = SamplerState(None if self._order_is_reproducible else self._user_sampler)
+        self._state_before: dict[str, Any] = {}  # the sampler's state before the first order of that epoch
+        self._restored_state: dict[str, Any] | None = None
+        self._probed_samples: tuple[list[Any], int] | None = None  # addresses of some samples, and their digest
+        self._cache: dict[tuple[int, int, Microbatch], Any] = {}
         self._prefetcher: Iterator[tuple[tuple[int, int, Microbatch], Any]] | None = None
-        self._prefetched_to: tuple[int, int, Microbatch] | None = None
-        self._prefetched_end = 0
-        self._reader: tuple[int, list[Sequence[Address]], DataLoader[Any]] | None = None  # of an epoch
+        self._newest_prefetched: tuple[int, int, Microbatch] | None = None
+        self._prefetch_end = 0
+        self._epoch_reader: tuple[int, list[Sequence[Address]], DataLoader[Any]] | None = None  # of an epoch
         num_samples = self._num_samples = self._count()
         self._num_steps = num_samples // self.global_batch_size
         if self.evaluation and not self._drops_last:
@@ -145,7 +151,7 @@ class MicrobatchLoader(SampleLoader):
     _unit = "samples"
 
     @property
-    def _draws_from_seed(self) -> bool:
+    def _permutes_by_seed(self) -> bool:
         """Whether the order is a permutation that is drawn here, as torch's sampler would."""
         sampler = self._user_sampler
         whole = type(sampler) is RandomSampler and sampler.num_samples == len(self.dataset)
@@ -170,8 +176,8 @@ class MicrobatchLoader(SampleLoader):
     @override
     def reseed(self, seed: int) -> None:
         super().reseed(seed)
-        self._addressed.seed = seed
-        self._draws = self._reader = None
+        self._addressed_dataset.seed = seed
+        self._drawn_rounds = self._epoch_reader = None
         self._orders.clear()
 
     # ------------------------------------------------------------------ what Lightning sees
@@ -180,7 +186,7 @@ class MicrobatchLoader(SampleLoader):
         return int(self._num_steps)
 
     def __iter__(self) -> Iterator[StepHandle]:
-        self._prefetcher = self._prefetched_to = None
+        self._prefetcher = self._newest_prefetched = None
         if hasattr(self.batch_sampler, "_batch_sampler"):
             self.batch_sampler.seen_batch_indices = []  # type: ignore[union-attr]
         # The epoch is read at the first step: Lightning creates the iterator before it sets the epoch.
@@ -197,7 +203,7 @@ class MicrobatchLoader(SampleLoader):
     def begin_step(self, handle: StepHandle) -> None:
         """Forgets earlier steps, and reads this worker's part if no process does."""
         current = (handle.epoch, handle.index)
-        self._fetched = {key: value for key, value in self._fetched.items() if key[:2] >= current}
+        self._cache = {key: value for key, value in self._cache.items() if key[:2] >= current}
         self._read_own(handle)
 
     def read_ahead(self, handle: StepHandle) -> None:
@@ -205,30 +211,32 @@ class MicrobatchLoader(SampleLoader):
             self._read_own(StepHandle(self, handle.epoch, handle.index + 1))
 
     def _read_own(self, handle: StepHandle) -> None:
+        """Reads all micro-batches of this worker's pipeline, if no process does."""
         if self._prefetch and self.dataloader.num_workers == 0:
             microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
             self._read([(handle.epoch, handle.index, microbatch) for microbatch in microbatches])
 
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         key = (handle.epoch, handle.index, microbatch)
-        if key not in self._fetched:
+        if key not in self._cache:
             is_prefetched = self._prefetch and microbatch.pipeline == self._pipeline and self.dataloader.num_workers > 0
             if not is_prefetched or not self._take_prefetched(key):
                 self._read([key])
-        return self._fetched.pop(key)  # it is read again for each call: the caller owns it
+        return self._cache.pop(key)  # it is read again for each call: the caller owns it
 
-    def collated_whole(self, handle: StepHandle) -> Any:
-        return self._collected(handle.epoch, [self._addresses(handle.epoch, handle.index)])[0]
+    def collate_batch(self, handle: StepHandle) -> Any:
+        return self._read_batches(handle.epoch, [self._addresses(handle.epoch, handle.index)])[0]
 
     def samples_in(self, handle: StepHandle) -> int:
         return self._size(handle.index)
 
     def addresses(self, epoch: int, step: int, microbatch: Microbatch) -> list[Address]:
-        """The samples of a micro-batch, as (number of the round, dataset index)."""
+        """The samples of a micro-batch, as (seed of the round, dataset index)."""
         number, order = self._round(epoch, step)
         return [(number, as_index(order[position])) for position in self._positions(epoch, step, microbatch)]
 
     def _addresses(self, epoch: int, step: int) -> list[Address]:
+        """The samples of a global batch."""
         number, order = self._round(epoch, step)
         first = step % self._num_steps * self.global_batch_size
         return [(number, as_index(index)) for index in order[first : first + self._size(step)]]
@@ -240,50 +248,49 @@ class MicrobatchLoader(SampleLoader):
         return range(first + share.start, first + share.stop, share.step)
 
     def _size(self, step: int) -> int:
+        """The number of samples of a step; that of batches where each sample is one."""
         first = step % self._num_steps * self.global_batch_size
         return min(first + self.global_batch_size, self._num_samples) - first
 
     def close(self) -> None:
-        self._prefetcher = self._reader = None
-        self._fetched.clear()
+        self._prefetcher = self._epoch_reader = None
+        self._cache.clear()
 
     # ------------------------------------------------------------------ inside
 
     def _read(self, keys: Sequence[tuple[int, int, Microbatch]]) -> None:
         """Reads micro-batches together, because saving the generators' state dominates."""
-        missing = {key: samples for key in keys if key not in self._fetched and (samples := self.addresses(*key))}
+        missing = {key: samples for key in keys if key not in self._cache and (samples := self.addresses(*key))}
         if missing:
-            found = self._collected(keys[0][0], [*missing.values()])
-            self._fetched.update(zip(missing, found, strict=True))
+            found = self._read_batches(keys[0][0], [*missing.values()])
+            self._cache.update(zip(missing, found, strict=True))
 
-    def _collected(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:
-        """Each of ``groups`` as a batch.
+    def _read_batches(self, epoch: int, groups: Sequence[Sequence[Address]]) -> list[Any]:
+        """Reads and collates each of ``groups``.
 
-        It is read in this process, or with a ``worker_init_fn`` in one that lives for the epoch.
+        In this process; if the user has both worker processes and a ``worker_init_fn``, in a process that lives for the
+        epoch.
         """
         if self.dataloader.num_workers == 0 or self.dataloader.worker_init_fn is None:
-            with self._seeded() as reseed:
-                return [self._collate.collect(self._addressed.read(group, reseed), reseed) for group in groups]
-        if self._reader is None or self._reader[0] != epoch:
-            wanted: list[Sequence[Address]] = []
-            self._reader = epoch, wanted, self._reading_processes(epoch, wanted, 1, persistent_workers=True)
-        _, wanted, reader = self._reader
-        wanted[:] = groups
+            with self._seeding() as reseed:
+                return [self._collate.collect(self._addressed_dataset.read(group, reseed), reseed) for group in groups]
+        if self._epoch_reader is None or self._epoch_reader[0] != epoch:
+            queue: list[Sequence[Address]] = []
+            self._epoch_reader = epoch, queue, self._reading_processes(epoch, queue, 1, persistent_workers=True)
+        _, queue, reader = self._epoch_reader
+        queue[:] = groups
         return list(reader)
 
     def _round(self, epoch: int, step: int) -> tuple[int, Sequence[Any]]:
-        """The number of the round of ``step``, which seeds it, and its sampler's order.
-
-        The first round has the epoch's number.
-        """
+        """The seed of the round of ``step``, and its sampler's order."""
         round_index = step // self._num_steps
-        number = _number(epoch, round_index)
-        if number not in self._orders:
-            drawn = self._draws[1] if self._draws is not None and self._draws[0] == epoch else 0
+        round_seed = _round_seed(epoch, round_index)
+        if round_seed not in self._orders:
+            drawn = self._drawn_rounds[1] if self._drawn_rounds is not None and self._drawn_rounds[0] == epoch else 0
             for earlier in range(drawn, round_index):  # a sampler with a state must draw them in turn
                 self._draw(epoch, earlier)
             self._draw(epoch, round_index)
-        return number, self._orders[number]
+        return round_seed, self._orders[round_seed]
 
     def _draw(self, epoch: int, round_index: int) -> None:
         """Draws the order of round ``round_index`` of ``epoch`` from the user's sampler.
@@ -291,14 +298,14 @@ class MicrobatchLoader(SampleLoader):
         The sampler and its generators have the state that they would have on one device; after a restart, the saved
         one.
         """
-        sampler, number = self._user_sampler, _number(epoch, round_index)
-        if self._draws is None or self._draws[0] != epoch:
-            if self._restored is not None:
-                state, self._restored = self._restored, None
+        sampler, number = self._user_sampler, _round_seed(epoch, round_index)
+        if self._drawn_rounds is None or self._drawn_rounds[0] != epoch:
+            if self._restored_state is not None:
+                state, self._restored_state = self._restored_state, None
                 again, renewed = state["epoch"] == epoch, state.get("reload", 0) and epoch % state["reload"] == 0
                 if again or not renewed:
                     self._sampler_state.load(state["before" if again else "after"])
-            self._before = self._sampler_state.take()
+            self._state_before = self._sampler_state.take()
         if not self.dataloader.persistent_workers or epoch == round_index == 0:
             self._draw_base_seed(sampler)
         for drawn in (sampler, getattr(sampler, "sampler", None)):  # that of a batch sampler may count
@@ -309,14 +316,14 @@ class MicrobatchLoader(SampleLoader):
             order: Sequence[Any]
             if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
                 order = range(len(sampler))
-            elif self._draws_from_seed:
+            elif self._permutes_by_seed:
                 order = torch.randperm(len(self.dataset)).numpy()  # type: ignore[assignment]
             elif type(sampler) is RandomSampler and self.dataloader.num_workers == 0:
                 # As on one device, which does not ask for more than the last sample: then it would draw once more.
                 order = compact(list(islice(sampler, len(sampler))))
             else:
                 order = compact(list(sampler))
-        self._draws = epoch, round_index + 1
+        self._drawn_rounds = epoch, round_index + 1
         self._orders = {**dict(list(self._orders.items())[1 - _KEPT_ROUNDS :]), number: order}
 
     def _draw_base_seed(self, sampler: Any) -> None:
@@ -328,51 +335,56 @@ class MicrobatchLoader(SampleLoader):
     # ------------------------------------------------------------------ one order on all workers
 
     def order_state(self) -> dict[str, Any] | None:
-        """The sampler's state before and after the epoch's order was drawn, or None."""
-        if self._draws is None or self._draws_again:
-            return self._restored
-        return {"epoch": self._draws[0], "before": self._before, "after": self._sampler_state.take()}
+        """The sampler's state, for a checkpoint; None if the epoch and the seed give it."""
+        if self._drawn_rounds is None or self._order_is_reproducible:
+            return self._restored_state
+        return {"epoch": self._drawn_rounds[0], "before": self._state_before, "after": self._sampler_state.take()}
 
     def load_order_state(self, state: dict[str, Any] | None) -> None:
-        """The next order is drawn from this state, or for its epoch from the one before.
+        """Restores :meth:`order_state` for the next order that is drawn.
 
-        Where the user gives another loader every ``state["reload"]`` epochs, its sampler begins as given.
+        The order of the state's own epoch is drawn from its state before, a later one from its state after. Where the
+        user gives another loader every ``state["reload"]`` epochs, its sampler begins as given.
         """
         if state is not None:
-            self._restored, self._draws = state, None
+            self._restored_state, self._drawn_rounds = state, None
             self._orders.clear()
 
-    def order(self) -> dict[str, Any]:
+    def joining_state(self) -> dict[str, Any]:
         """The current epoch's orders, and the sampler's state, for a joining worker."""
         return {
-            "orders": {} if self._draws_again else self._orders,
-            "draws": self._draws,
-            "before": self._before,
-            "restored": self._restored,
+            "orders": {} if self._order_is_reproducible else self._orders,
+            "draws": self._drawn_rounds,
+            "before": self._state_before,
+            "restored": self._restored_state,
             "sampler": self._sampler_state.take(),
             "at_start": self._sampler_state.at_start,
-            "probed": self._probed_now(),
+            "probed": self._probe_again(),
         }
 
-    def _probed_now(self) -> tuple[list[Any], int] | None:
-        """The compared samples as the dataset gives them now: hooks may have changed it."""
-        if self._probed is not None and not self._varies and not self._starts_slowly:
-            addresses, self._probed = self._probed[0], None
+    def _probe_again(self) -> tuple[list[Any], int] | None:
+        """Addresses and digest of the compared samples, read now: hooks may change them."""
+        if self._probed_samples is not None and not self._samples_vary and not self._starts_slowly:
+            addresses, self._probed_samples = self._probed_samples[0], None
             self._probe(addresses)
-        return None if self._varies else self._probed
+        return None if self._samples_vary else self._probed_samples
 
     @property
     def _starts_slowly(self) -> bool:
+        """Whether reading processes are not forked, and import everything again."""
         context = self.dataloader.multiprocessing_context or multiprocessing
         return bool(self.dataloader.num_workers > 0 and context.get_start_method() != "fork")
 
-    def take_over(self, order: dict[str, Any]) -> None:
-        """Continues in a donor's order; ConfigurationError if its samples are others."""
-        self._orders, self._draws = dict(order["orders"]), order["draws"] if order["orders"] else None
-        self._before, self._restored = order["before"], order["restored"]
-        self._sampler_state.load(order["sampler"])
-        self._sampler_state.at_start = order["at_start"]
-        probed = None if self._starts_slowly else order["probed"]  # the others wait meanwhile
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Takes over a donor's :meth:`joining_state`.
+
+        Raises ConfigurationError if this worker's dataset gives other samples.
+        """
+        self._orders, self._drawn_rounds = dict(state["orders"]), state["draws"] if state["orders"] else None
+        self._state_before, self._restored_state = state["before"], state["restored"]
+        self._sampler_state.load(state["sampler"])
+        self._sampler_state.at_start = state["at_start"]
+        probed = None if self._starts_slowly else state["probed"]  # the others wait meanwhile
         if probed is not None and self._probe(probed[0]) not in (None, probed[1]):
             raise ConfigurationError(different(type(self.dataset).__name__, "samples in a replacement"))
 
@@ -386,7 +398,9 @@ class MicrobatchLoader(SampleLoader):
         number, order = self._round(self._epoch, 0)
         facts: dict[str, Any] = {
             f"lengths of {type(self.dataset).__name__}": len(self.dataset) if hasattr(self.dataset, "__len__") else 0,
-            f"orders of {type(self._user_sampler).__name__}": len(order) if self._draws_again else digest_of(order),
+            f"orders of {type(self._user_sampler).__name__}": len(order)
+            if self._order_is_reproducible
+            else digest_of(order),
         }
         facts[f"samples of {type(self.dataset).__name__}"] = None  # unknown where nothing is read
         if self._prefetch and len(order):
@@ -405,58 +419,59 @@ class MicrobatchLoader(SampleLoader):
         A dataset read in processes is read in one, once: it may open files there that no process may inherit. Draws
         from a dataset's own generator differ with each reading, and are not compared.
         """
-        is_first_probe = self._probed is None
+        is_first_probe = self._probed_samples is None
         if self.dataloader.num_workers == 0:
-            with self._seeded() as reseed:
-                found = [self._addressed.read(addresses, reseed) for _ in range(1 + is_first_probe)]
+            with self._seeding() as reseed:
+                found = [self._addressed_dataset.read(addresses, reseed) for _ in range(1 + is_first_probe)]
         elif is_first_probe:
             found = list(self._reading_processes(0, [addresses, addresses], 1, collate_fn=identity_collate))
         else:
             return None
         digests = [add_sample(0, samples) for samples in found]
         if len(set(digests)) > 1:
-            self._varies = True
+            self._samples_vary = True
             rank_zero_warn(
                 f"{type(self.dataset).__name__} gives another sample when the same index is read again. A step that is"
                 " redone after a failure, or a replacement, then sees other samples. Let it draw from the global"
                 " generators of Python, NumPy or torch, which are seeded for each sample, and keep no generator of its"
                 " own."
             )
-        self._probed = addresses, digests[0]
-        return None if self._varies else digests[0]
+        self._probed_samples = addresses, digests[0]
+        return None if self._samples_vary else digests[0]
 
-    _varies = False
+    _samples_vary = False
     """Whether a sample differs when read again."""
 
     def _take_prefetched(self, key: tuple[int, int, Microbatch]) -> bool:
-        """Moves prefetched data up to ``key`` into the cache; False if ``key`` is older."""
+        """Moves prefetched data up to ``key`` into the cache; whether it was still to come."""
         epoch, step, _ = key
-        newest = self._prefetched_to
+        newest = self._newest_prefetched
         if newest is not None and key <= newest:
             return False
-        if self._prefetcher is None or newest is None or newest[0] < epoch or step >= self._prefetched_end:
+        if self._prefetcher is None or newest is None or newest[0] < epoch or step >= self._prefetch_end:
             self._start_prefetching(epoch, step)
         assert self._prefetcher is not None
         for found, data in self._prefetcher:
-            self._fetched[found] = data
-            self._prefetched_to = found
+            self._cache[found] = data
+            self._newest_prefetched = found
             if found == key:
                 return True
         return False
 
     def _start_prefetching(self, epoch: int, first_step: int) -> None:
+        """Starts processes that read this worker's part of the round from ``first_step`` on."""
         microbatches = [Microbatch(self._pipeline, m) for m in range(self.grid.microbatches)]
-        self._prefetched_end = (first_step // self._num_steps + 1) * self._num_steps
-        steps = range(first_step, self._prefetched_end)
+        self._prefetch_end = (first_step // self._num_steps + 1) * self._num_steps
+        steps = range(first_step, self._prefetch_end)
         keys = [(epoch, step, mb) for step in steps for mb in microbatches if self._positions(epoch, step, mb)]
         loader = self._reading_processes(epoch, (self.addresses(*key) for key in keys), self.dataloader.num_workers)
-        self._prefetched_to = None
+        self._newest_prefetched = None
         self._prefetcher = zip(keys, loader, strict=False)
 
     def _reading_processes(self, epoch: int, batches: Any, number: int, **options: Any) -> DataLoader[Any]:
-        """Batches of the addresses in ``batches``, read in processes like the user's."""
+        """A loader of ``batches`` of addresses with ``number`` processes like the user's."""
         return DataLoader(
-            self._addressed,
+            self._addressed_dataset,
             batch_sampler=batches,
             num_workers=number,
             **process_settings(self.dataloader, self.dataset),

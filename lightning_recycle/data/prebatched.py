@@ -53,7 +53,7 @@ def sliced(batch: Any, number: int, count: int) -> Any:
     return tree_map(lambda leaf: None if leaf is None else leaf[number * size : (number + 1) * size], batch)
 
 
-class _OfOne:
+class _ConvertOnlySample:
     """Converts a sample that is a batch, as a DataLoader does without batching."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
@@ -76,7 +76,7 @@ class GivenBatchLoader(MicrobatchLoader):
         self._parts = 1 if self.evaluation else grid.global_microbatches // self.global_batch_size
         self._sizes: dict[tuple[int, int, Microbatch], int] = {}
         if not self._composes:
-            self._collate = Collate(_OfOne(dataloader.collate_fn), seed)
+            self._collate = Collate(_ConvertOnlySample(dataloader.collate_fn), seed)
 
     @override
     def _count(self) -> int:
@@ -146,19 +146,19 @@ class GivenBatchLoader(MicrobatchLoader):
         super().begin_step(handle)
 
     @override
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
-        data = super().collated(handle, microbatch)
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+        data = super().collate_microbatch(handle, microbatch)
         if not self._composes:
             data = sliced(data, self._part_number(microbatch), self._parts)
             self._sizes[handle.epoch, handle.index, microbatch] = samples_in(data)
         return data
 
     @override
-    def collated_whole(self, handle: StepHandle) -> Any:
+    def collate_batch(self, handle: StepHandle) -> Any:
         """Collated as one; a list of the pipelines' batches if a sample is a batch."""
         if self._composes:
-            return super().collated_whole(handle)
-        batches = self._collected(handle.epoch, [[at] for at in self._addresses(handle.epoch, handle.index)])
+            return super().collate_batch(handle)
+        batches = self._read_batches(handle.epoch, [[at] for at in self._addresses(handle.epoch, handle.index)])
         return batches[0] if self.global_batch_size == 1 else batches
 
     @override
@@ -175,7 +175,7 @@ class GivenBatchLoader(MicrobatchLoader):
             return len(self.addresses(*key))
         if key not in self._sizes and self._prefetch:
             self._read([key])
-            self._sizes[key] = samples_in(self._fetched[key])
+            self._sizes[key] = samples_in(self._cache[key])
         return self._sizes.get(key, 1)
 
     @override
@@ -229,14 +229,14 @@ class BatchIterableLoader(ForwardLoader):
             super().read_ahead(handle)
 
     @override
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         part, parts = global_index(self.grid, microbatch), self.grid.global_microbatches
         if self.evaluation:
-            return self.collated_whole(handle)
+            return self.collate_batch(handle)
         return copy.deepcopy(sliced(self._batch(handle), part // self.batch_pipelines, parts // self.batch_pipelines))
 
     @override
-    def collated_whole(self, handle: StepHandle) -> Any:
+    def collate_batch(self, handle: StepHandle) -> Any:
         return copy.deepcopy(self._batch(handle))  # the caller may change it, and a redo needs it as it was
 
     @override
@@ -279,5 +279,5 @@ class BatchIterableLoader(ForwardLoader):
     @override
     def _read_step(self) -> Any:
         with seeded_everything() as reseed:
-            reseed(derive_seed(self._seed, self._pass or 0, self._next))
+            reseed(derive_seed(self._seed, self._pass_epoch or 0, self._next_step))
             return next(self._iterator, END)

@@ -28,7 +28,7 @@ from lightning_recycle.torch_internals import tree_leaves, tree_map
 
 _SETTINGS = inspect.signature(DataLoader).parameters.keys() - {"sampler", "batch_sampler", "shuffle"}
 Address: TypeAlias = tuple[int, Any]
-"""(number of the round, index); the index is an integer, or a list of integers to read at once."""
+"""(seed of the round, index); the index is an integer, or a list of integers to read at once."""
 
 AddressedSample: TypeAlias = tuple[Address, Any]
 """(address, sample)."""
@@ -109,10 +109,10 @@ class StepSource(ABC):
 
         The caller owns the result, and layers may change it in place.
         """
-        return self._prepared(self.collated(handle, microbatch), handle, global_index(self.grid, microbatch))
+        return self._prepared(self.collate_microbatch(handle, microbatch), handle, global_index(self.grid, microbatch))
 
     def read_batch(self, handle: StepHandle) -> Any:
-        return self._prepared(self.collated_whole(handle), handle, -1)
+        return self._prepared(self.collate_batch(handle), handle, -1)
 
     def _prepared(self, data: Any, handle: StepHandle, index: int) -> Any:
         """``data`` on the device; ``index``: its micro-batch, -1 for the whole batch."""
@@ -129,11 +129,11 @@ class StepSource(ABC):
         """Reads data of the step after ``handle``; called when there is time."""
 
     @abstractmethod
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         """The micro-batch of :meth:`fetch` by the user's collate function."""
 
     @abstractmethod
-    def collated_whole(self, handle: StepHandle) -> Any:
+    def collate_batch(self, handle: StepHandle) -> Any:
         """The batch of :meth:`read_batch` by the user's collate function."""
 
     @abstractmethod
@@ -336,14 +336,14 @@ class CombinedStep(StepSource):
             part.loader.read_ahead(part)
 
     @override
-    def collated(self, handle: StepHandle, microbatch: Microbatch) -> Any:
+    def collate_microbatch(self, handle: StepHandle, microbatch: Microbatch) -> Any:
         if self._is_whole:
-            return self.collated_whole(handle)
-        return self._read_each(lambda part: part.loader.collated(part, microbatch))
+            return self.collate_batch(handle)
+        return self._read_each(lambda part: part.loader.collate_microbatch(part, microbatch))
 
     @override
-    def collated_whole(self, handle: StepHandle) -> Any:
-        return self._read_each(lambda part: part.loader.collated_whole(part))
+    def collate_batch(self, handle: StepHandle) -> Any:
+        return self._read_each(lambda part: part.loader.collate_batch(part))
 
     def _read_each(self, read: Callable[[StepHandle], Any]) -> Any:
         return tree_map(lambda part: None if part is None else read(part), self._parts)

@@ -45,14 +45,17 @@ class RestartRecord:
 
 @dataclass(frozen=True)
 class FinalStatus:
-    """It is not started again; ``given_up``: the reason, unless its end is one."""
+    """The end of a process that is not started again.
+
+    ``given_up``: why not, if its end alone were no reason; else empty.
+    """
 
     status: int
     given_up: str = ""
 
 
 def decide_restart(
-    slot: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
+    record: RestartRecord, status: int, lasted: float, is_ending: bool, max_restarts: int
 ) -> RestartRecord | FinalStatus:
     """Decision after the end of a process that ran for ``lasted`` seconds.
 
@@ -60,16 +63,19 @@ def decide_restart(
     """
     if is_ending or not is_lost(status):
         return FinalStatus(status)
-    quick = slot.quick + 1 if lasted < _QUICK_SECONDS else 0
-    if slot.restarts >= max_restarts:
-        return FinalStatus(status, f"it was restarted {counted(slot.restarts, 'time')} (--max-restarts)")
+    quick = record.quick + 1 if lasted < _QUICK_SECONDS else 0
+    if record.restarts >= max_restarts:
+        return FinalStatus(status, f"it was restarted {counted(record.restarts, 'time')} (--max-restarts)")
     if quick >= _MOST_QUICK:
         return FinalStatus(status, f"it ended {quick} times in a row within {_QUICK_SECONDS:g} s")
-    return RestartRecord(slot.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)
+    return RestartRecord(record.restarts + 1, quick, 2.0 ** (quick - 2) if quick > 1 else 0.0)
 
 
 def is_lost(status: int) -> bool:
-    """Whether a process ended through no fault of its own."""
+    """Whether a process was killed, evicted, or lost its coordinator.
+
+    Signals that a program gets by its own fault, such as SIGSEGV, count: their cause may be the machine.
+    """
     return status < 0 or status == EXIT_LOST_COORDINATOR or _signal_of(status) is not None
 
 
@@ -146,6 +152,7 @@ class Printer:
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def say(self, text: str) -> None:
+        """Prints a line of the agent itself."""
         self._write(sys.stderr.buffer, f"recycle-run: {text}\n".encode())
 
     def finish(self, seconds: float) -> None:
@@ -219,6 +226,7 @@ class Child:
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def say(self, text: bytes) -> None:
+        """Writes ``text`` to the process's standard input."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self.process.stdin.write(text)
@@ -229,6 +237,7 @@ class Child:
             self.process.send_signal(number)
 
     def kill(self) -> None:
+        """Kills the process and its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -254,9 +263,11 @@ _BAD_OPTIONS = 2  # of the coordinator: no use in starting it again
 
 
 @dataclass
-class _Running:
+class _TaskState:
+    """A task, its process if there is one, and its restarts."""
+
     task: ProcessCommand
-    slot: RestartRecord = field(default_factory=RestartRecord)
+    record: RestartRecord = field(default_factory=RestartRecord)
     child: Child | None = None
     start_at: float = 0.0
     status: int = 0  # of the process before
@@ -266,11 +277,18 @@ class _Running:
 class Agent:
     """Runs ``tasks`` to their end.
 
-    ``max_restarts``: of each process over the whole run. ``grace``: seconds for processes to end after a signal;
-    None if the sender signals and awaits all processes: then this agent passes on no signal. After a failure it sends
-    SIGTERM to the others, and kills them after the grace, or 60 s.
-    ``pipes``: output goes through ``printer``. ``on_finish`` is called when the first process has finished; ``heard``:
-    signals so far.
+    After a failure it sends SIGTERM to the others, and kills them after the grace, or 60 s.
+
+    Args:
+        max_restarts: of each process over the whole run.
+        grace: seconds for processes to end after a signal; None if the sender signals and awaits all processes: then
+            this agent passes on no signal.
+        coordinator: the coordinator's process, if this machine hosts it.
+        pipes: whether output goes through ``printer``.
+
+    Attributes:
+        on_finish: called when the first process has finished.
+        heard_signals: the numbers of the signals so far.
     """
 
     def __init__(
@@ -282,26 +300,26 @@ class Agent:
         coordinator: ProcessCommand | None = None,
         pipes: bool = True,
     ) -> None:
-        self._running = {task.name: _Running(task) for task in tasks}
+        self._running = {task.name: _TaskState(task) for task in tasks}
         self._max_restarts = max_restarts
         self._printer = printer
         self._output = printer if pipes else None
         self._grace = grace
-        self._hosted = None if coordinator is None else _Running(coordinator)
+        self._coordinator = None if coordinator is None else _TaskState(coordinator)
         self._failure: int | None = None  # of the coordinator, for good
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._asked: int | None = None
+        self._end_signal: int | None = None
         self._is_ending = False
         self._finished = False
         self._ask_at = math.inf  # when the others are asked to end, after a failure
         self._kill_at = math.inf
         self.on_finish: Callable[[], None] = lambda: None
-        self.heard: set[int] = set()
+        self.heard_signals: set[int] = set()
 
     # ------------------------------------------------------------------ from other threads, and signal handlers
 
     def child_ended(self, child: Child, status: int) -> None:
-        self._events.put(lambda: self._ended(child, status))
+        self._events.put(lambda: self._on_end(child, status))
 
     def ask_to_end(self, number: int) -> None:
         """A signal requests the end of the run; with a grace, the second one at once."""
@@ -337,19 +355,21 @@ class Agent:
             self._printer.finish(_PRINT_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        ends = [(r.final.status, r.slot.restarts == 0) for r in self._running.values() if r.final]
-        status = verdict(ends, self._asked, self._finished)
-        if self._hosted is not None and self._hosted.status == _BAD_OPTIONS and not self._hosted.slot.restarts:
+        ends = [(r.final.status, r.record.restarts == 0) for r in self._running.values() if r.final]
+        status = verdict(ends, self._end_signal, self._finished)
+        hosted = self._coordinator
+        if hosted is not None and hosted.status == _BAD_OPTIONS and not hosted.record.restarts:
             return _BAD_OPTIONS  # it never listened: whatever the workers did was no run
         return status if self._failure is None or status == 0 else self._failure
 
-    def _every(self) -> list[_Running]:
+    def _all_tasks(self) -> list[_TaskState]:
         """The coordinator, if it is hosted here, and all tasks."""
-        return [*([self._hosted] if self._hosted else []), *self._running.values()]
+        return [*([self._coordinator] if self._coordinator else []), *self._running.values()]
 
     def _start_due(self) -> None:
+        """Starts the processes that do not run and may start now."""
         now = time.monotonic()
-        for running in self._every():
+        for running in self._all_tasks():
             if running.child is not None or running.final is not None or running.start_at > now:
                 continue
             try:
@@ -360,7 +380,8 @@ class Agent:
                 self._settle(running, FinalStatus(127 if isinstance(error, FileNotFoundError) else 126))
 
     def _take_event(self) -> None:
-        waits = [running.start_at for running in self._every() if not running.child and not running.final]
+        """Handles one event, or returns when something else is due."""
+        waits = [running.start_at for running in self._all_tasks() if not running.child and not running.final]
         until = min([*waits, self._ask_at, self._kill_at])
         try:
             event = self._events.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
@@ -368,27 +389,27 @@ class Agent:
             return
         event()
 
-    def _ended(self, child: Child, status: int) -> None:
+    def _on_end(self, child: Child, status: int) -> None:
         lasted = time.monotonic() - child.began
-        if self._hosted is not None and child is self._hosted.child:
-            self._coordinator_ended(self._hosted, status, lasted)
+        if self._coordinator is not None and child is self._coordinator.child:
+            self._on_coordinator_end(self._coordinator, status, lasted)
             return
         running = next((each for each in self._running.values() if each.child is child), None)
         if running is None:
             return
         running.child, running.status = None, status
-        decision = decide_restart(running.slot, status, lasted, self._is_ending, self._max_restarts)
+        decision = decide_restart(running.record, status, lasted, self._is_ending, self._max_restarts)
         if isinstance(decision, FinalStatus):
             self._settle(running, decision)
             return
-        running.slot, running.start_at = decision, time.monotonic() + decision.pause
+        running.record, running.start_at = decision, time.monotonic() + decision.pause
         after = f" after {decision.pause:g} s" if decision.pause else ""
         self._printer.say(f"{running.task.name} {_end_text(status)}; it is started again{after}.")
 
-    def _settle(self, running: _Running, final: FinalStatus) -> None:
+    def _settle(self, running: _TaskState, final: FinalStatus) -> None:
         """The task is over; ends the others if its end requires that."""
         running.final = final
-        name, was_first = running.task.name, running.slot.restarts == 0
+        name, was_first = running.task.name, running.record.restarts == 0
         if final.given_up:
             self._printer.say(f"{name} {_end_text(final.status)} and is given up: {final.given_up}.")
         elif final.status and not self._finished:
@@ -402,11 +423,12 @@ class Agent:
             self._drop_restarts()
 
     def _finish(self) -> None:
+        """The run has finished: nothing is restarted, the others may end by themselves."""
         if self._finished:
             return
         self._finished = self._is_ending = True
-        if self._hosted is not None and self._hosted.child is not None:
-            self._hosted.child.say(OVER)  # latecomers learn that the run has finished
+        if self._coordinator is not None and self._coordinator.child is not None:
+            self._coordinator.child.say(OVER)  # latecomers learn that the run has finished
         self._drop_restarts()
 
     def _drop_restarts(self) -> None:
@@ -415,20 +437,20 @@ class Agent:
                 running.final = FinalStatus(running.status)
 
     def _on_signal(self, number: int) -> None:
-        self.heard.add(number)
+        self.heard_signals.add(number)
         if self._grace is None:
-            self._asked, self._is_ending = number, True
+            self._end_signal, self._is_ending = number, True
             self._drop_restarts()
             return
-        if self._asked is not None:
+        if self._end_signal is not None:
             self._kill_at = time.monotonic()
             return
-        self._asked, self._is_ending = number, True
+        self._end_signal, self._is_ending = number, True
         self._printer.say(
             f"{signal.Signals(number).name}: the processes have {self._grace:g} s to end; a second signal kills them."
         )
         self._drop_restarts()
-        leaves = number == signal.SIGINT and self._hosted is None  # Ctrl-C would end the run for all machines
+        leaves = number == signal.SIGINT and self._coordinator is None  # Ctrl-C would end the run for all machines
         self._signal_all(signal.SIGTERM if leaves else number)
         self._kill_at = time.monotonic() + self._grace
 
@@ -452,29 +474,31 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _coordinator_ended(self, hosted: _Running, status: int, lasted: float) -> None:
+    def _on_coordinator_end(self, hosted: _TaskState, status: int, lasted: float) -> None:
         hosted.child, hosted.status = None, status
         if self._is_ending:
             hosted.final = FinalStatus(status)
             return
-        lost = decide_restart(hosted.slot, status if status == _BAD_OPTIONS else -1, lasted, False, self._max_restarts)
-        if isinstance(lost, RestartRecord):
-            hosted.slot, hosted.start_at = lost, time.monotonic() + lost.pause
+        cause = status if status == _BAD_OPTIONS else -1
+        decision = decide_restart(hosted.record, cause, lasted, False, self._max_restarts)
+        if isinstance(decision, RestartRecord):
+            hosted.record, hosted.start_at = decision, time.monotonic() + decision.pause
             self._printer.say(f"The coordinator {_end_text(status)}; it is started again.")
             return
-        hosted.final = lost
-        self._printer.say(f"The coordinator {_end_text(status)} and is given up: {lost.given_up or 'bad options'}.")
+        hosted.final = decision
+        self._printer.say(f"The coordinator {_end_text(status)} and is given up: {decision.given_up or 'bad options'}.")
         self._failure, self._is_ending = max(1, status), True
         self._drop_restarts()
         self._ask_at = time.monotonic()
 
     def _end_coordinator(self) -> None:
-        if self._hosted is None or self._hosted.child is None:
+        """Asks the coordinator to end, and kills it if it does not."""
+        if self._coordinator is None or self._coordinator.child is None:
             return
-        child = self._hosted.child
+        child = self._coordinator.child
         child.say(END)
         try:
-            self._hosted.status = child.process.wait(_COORDINATOR_SECONDS)
+            self._coordinator.status = child.process.wait(_COORDINATOR_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
 

@@ -144,7 +144,7 @@ def _in_slurm(options: argparse.Namespace, command: Sequence[str], task: SlurmTa
     finally:
         if hosts_it:
             meeting.close()
-    if status and signal.SIGTERM in agent.heard:
+    if status and signal.SIGTERM in agent.heard_signals:
         # A job that SLURM preempts is requeued when its time of grace is over, unless it has ended before.
         return meeting.await_end(status)
     return status

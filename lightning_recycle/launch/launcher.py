@@ -39,10 +39,10 @@ from lightning_recycle.errors import (
     UnsupportedFeatureError,
     WorkerStartError,
 )
-from lightning_recycle.launch.resume import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume_and_restart import RestartPolicy, folders_of_saves, newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_attempt import EndSignals, RunAttempt, devices_left
 from lightning_recycle.launch.run_preparation import ConfiguredStrategy, PreparedRun, TrainerCall, prepare
-from lightning_recycle.launch.run_results import WEIGHTS_STAY, MissingWeights, take_results
+from lightning_recycle.launch.run_results import WHY_NO_WEIGHTS, MissingWeights, take_results
 from lightning_recycle.launch.worker_payload import ignore_deprecations_of_lightning, is_internal
 from lightning_recycle.launch.worker_process import run_outside
 from lightning_recycle.pickling import exit_if_importing
@@ -105,7 +105,7 @@ class SupervisorLauncher:
             return self._supervise(run)
         returned = run_outside(outside, run)
         self._interrupted = False
-        self._note_missing_weights(trainer, one_stage=True)
+        self._note_missing_weights(trainer, is_one_stage=True)
         return returned
 
     def _supervise(self, run: PreparedRun) -> Any:
@@ -173,7 +173,7 @@ class SupervisorLauncher:
         self._interrupted = False
         returned = take_results(run.call, outcome.results)
         if run.call.fits:
-            self._note_missing_weights(run.call.trainer, one_stage=False)
+            self._note_missing_weights(run.call.trainer, is_one_stage=False)
             if run.options.monitoring.run_summary:
                 for line in summary(self.history, run.setup.positions):
                     rank_zero_info(line)
@@ -202,11 +202,11 @@ class SupervisorLauncher:
         options = replace(run.options, recovery=recovery)
         return replace(run, call=run.call.from_checkpoint(checkpoint), setup=setup, options=options)
 
-    def _note_missing_weights(self, trainer: pl.Trainer, one_stage: bool) -> None:
+    def _note_missing_weights(self, trainer: pl.Trainer, is_one_stage: bool) -> None:
         """Remembers, and warns, if the trained weights have stayed in the workers."""
         self._untrained = None
         if self._strategy.missing_weights is not None:
-            self._untrained = MissingWeights(trainer.lightning_module, one_stage)
+            self._untrained = MissingWeights(trainer.lightning_module, is_one_stage)
             log.warning("The model in this process is not the trained one: %s.", self._strategy.missing_weights)
 
     def _how_it_ended(self, outcome: Outcome | None) -> str:
@@ -233,7 +233,7 @@ class SupervisorLauncher:
         if self._strategy.missing_weights is not None:
             raise UnsupportedFeatureError(
                 f"trainer.save_checkpoint({os.fspath(path)!r}) was called after fit in a process without the trained"
-                f" weights: {WEIGHTS_STAY}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
+                f" weights: {WHY_NO_WEIGHTS}. Let a ModelCheckpoint callback write them in time (save_last=True; with"
                 " save_distributed_checkpoint=True no process needs all of them), or use"
                 " CheckpointOptions(gather_result=True)."
             )

@@ -1,8 +1,8 @@
 """Results of a run: packed in its workers, taken into the Trainer and its module.
 
-Each worker delivers its stage's part of the model, and the leader the common part. Where weights stay in the workers, a
-note is kept until weights are loaded into the module. The module's own ``configure_optimizers`` makes optimizers for
-the whole model, which get the workers' states.
+One worker of each column delivers its part of the model, and the leader the common part. Where weights stay in the
+workers, a note is kept until weights are loaded into the module. The module's own ``configure_optimizers`` makes
+optimizers for the whole model, which get the workers' states.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from lightning_recycle.launch.run_preparation import ConfiguredStrategy, Trainer
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.layers import (
     AbsentLayer,
-    set_tensors_beside,
+    non_state_tensors,
+    set_non_state_tensors,
     set_weights,
     take_pruned_form,
-    tensors_beside,
     weights_of,
 )
 from lightning_recycle.session import lightning_internals as internals
@@ -93,7 +93,7 @@ class StageResult:
     state: dict[str, Tensor] | None
     optimizers: StageOptimizers | None
     objects: CarriedObjects
-    beside: dict[str, Tensor]
+    non_state_tensors: dict[str, Tensor]
     member: int = 0
 
     @classmethod
@@ -106,7 +106,7 @@ class StageResult:
             first,
             state=merge_shards(states) if len(states) == len(members) else None,
             optimizers=merge_shards(optimizers) if len(optimizers) == len(members) else None,
-            beside=merge_shards([member.beside for member in members]),
+            non_state_tensors=merge_shards([member.non_state_tensors for member in members]),
         )
 
 
@@ -128,15 +128,18 @@ class StageResultFile:
 
 @dataclass(frozen=True)
 class CarriedObjects:
-    """The user's objects on their way to the launching process; weights are names.
+    """The user's objects on their way to the launching process.
 
-    ``whole``: with the module's parameters, buffers and submodules; ``shared``: with objects that are no module;
-    ``trained``: whether each parameter requires a gradient.
+    Attributes:
+        pack: the objects; in it each weight is replaced by its name.
+        whole: whether the whole module is in it, with its parameters, buffers and submodules.
+        requires_grad: whether each parameter requires a gradient, by name.
+        shared: whether callbacks, data and the profiler are in it.
     """
 
     pack: ObjectPack
     whole: bool
-    trained: dict[str, bool]
+    requires_grad: dict[str, bool]
     shared: bool
 
 
@@ -156,9 +159,9 @@ class UserObjects:
     def _graph(
         self, modules: Mapping[str, nn.Module], whole: bool, shared: bool, skipped: Collection[str] = ()
     ) -> ObjectGraph:
-        """The graph of ``modules`` by name, or of the ``whole`` module.
+        """The graph of the objects in ``modules``, by name.
 
-        If ``shared``, with callbacks, data and the profiler.
+        ``whole``: they are the whole module; ``shared``: with callbacks, data and the profiler.
         """
         trainer, data = self._trainer, self._data
         callbacks = {f"callback {i}": callback for i, callback in enumerate(self._callbacks)}
@@ -173,37 +176,37 @@ class UserObjects:
             **callbacks,
             **others,
             **process_anchors(trainer),
-            **streams_among({f"{name} {i}": one for name, leaves in loaders.items() for i, one in enumerate(leaves)}),
+            **streams_among({f"{name} {i}": leaf for name, leaves in loaders.items() for i, leaf in enumerate(leaves)}),
         }
         return ObjectGraph(roots, anchors, whole, skipped, bound=(DeviceMesh,))
 
-    def pack(self, wanted: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
-        """Packs the submodules for which ``wanted``, or with None the whole module.
+    def pack(self, selects: Callable[[str], bool] | None, shared: bool, most_bytes: float = math.inf) -> CarriedObjects:
+        """Packs the submodules whose names ``selects`` admits; None: the whole module.
 
-        ``shared``: with objects that are no module; ``most_bytes``: of large data that is new in the data module.
+        ``shared``: with callbacks, data and the profiler; ``most_bytes``: of large data that is new in the data module.
         """
         module = self._trainer.lightning_module
         names = {id(tensor): name for name, tensor in weights_by_name(module).items()}
-        modules = {"": module} if wanted is None else {n: m for n, m in module.named_modules() if wanted(n)}
-        graph, skipped = self._graph(modules, wanted is None, shared), set[str]()
+        modules = {"": module} if selects is None else {n: m for n, m in module.named_modules() if selects(n)}
+        graph, skipped = self._graph(modules, selects is None, shared), set[str]()
         unchanged = self._large.unchanged() if graph.large else {}  # arrays are read for it
         while new := {p: v for p, v in graph.large.items() if p.startswith("datamodule.") and id(v) not in unchanged}:
             if sum(value.nbytes for value in new.values()) <= most_bytes:
                 break
             skipped.update(".".join(re.split(r"[.\[]", path)[:2]) for path in new)
-            graph = self._graph(modules, wanted is None, shared, skipped)
+            graph = self._graph(modules, selects is None, shared, skipped)
         for path in sorted(skipped):
             log.info("%s stays in the workers, as it is large.", path)
-        trained = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
-        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), wanted is None, trained, shared)
+        requires_grad = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+        return CarriedObjects(graph.pack({**unchanged, **names}).on_cpu(), selects is None, requires_grad, shared)
 
-    def take(self, brought: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
+    def unpack(self, carried: CarriedObjects, weights: Mapping[str, Tensor]) -> None:
         """Updates this process's objects; ``weights``: for those missing in its module."""
-        module = self._trainer.lightning_module
-        modules = {"": module} if brought.whole else dict(module.named_modules())
-        graph = self._graph(modules, brought.whole, brought.shared)
-        given = {n: nn.Parameter(w, brought.trained[n]) if n in brought.trained else w for n, w in weights.items()}
-        graph.update(brought.pack, torch.device("cpu"), {**graph.large, **weights_for(module, given)})
+        module, flags = self._trainer.lightning_module, carried.requires_grad
+        modules = {"": module} if carried.whole else dict(module.named_modules())
+        graph = self._graph(modules, carried.whole, carried.shared)
+        new_weights = {name: nn.Parameter(w, flags[name]) if name in flags else w for name, w in weights.items()}
+        graph.update(carried.pack, torch.device("cpu"), {**graph.large, **weights_for(module, new_weights)})
 
 
 @dataclass(frozen=True)
@@ -225,19 +228,21 @@ class LeaderResult:
 
 
 def result_route(session: Session, gathering: Gathering) -> ResultRoute:
-    """Route of the run's result: all workers ask, and are answered alike."""
+    """Route of the run's result; all workers call it, and get the same."""
     if not gathering.depends_on_size:
         return gathering.route(0)
     return gathering.route(sum(session.checkpoints.collectives.gather_stages("bytes", lambda: _result_bytes(session))))
 
 
 def _result_bytes(session: Session) -> int:
-    optimizers = session.trainer.optimizers if _brings_optimizers(session) else []
+    """The bytes of this worker's weights and optimizer states."""
+    optimizers = session.trainer.optimizers if _delivers_optimizers(session) else []
     states = [list(optimizer.state.values()) for optimizer in optimizers]
     return tensor_bytes([*weights_of(session.module).values(), states])
 
 
-def _brings_optimizers(session: Session) -> bool:
+def _delivers_optimizers(session: Session) -> bool:
+    """Whether optimizer states belong to the result."""
     return session.trainer.state.fn == TrainerFn.FITTING and not session.checkpoints.sharded
 
 
@@ -260,15 +265,15 @@ def stage_result(
 
 def _collect_stage(session: Session, user: UserObjects, route: ResultRoute, as_copies: bool) -> StageResult:
     """This worker's part of the result; without tensors if they stay in the workers."""
-    state, optimizers, beside = None, None, {}
+    state, optimizers, others = None, None, {}
     if route is not ResultRoute.STAYS:
         module = session.module
-        state, beside = (to_cpu(tensors, as_copies) for tensors in (weights_of(module), tensors_beside(module)))
-        if _brings_optimizers(session):
+        state, others = (to_cpu(tensors, as_copies) for tensors in (weights_of(module), non_state_tensors(module)))
+        if _delivers_optimizers(session):
             states = [(complete_state(each), group_names(module, each)) for each in session.trainer.optimizers]
             optimizers = [(to_cpu(state, as_copies), names) for state, names in states]
     layers, member = user.pack(_carried_layers(session), shared=False), session.run.positions.member(session.place.rank)
-    return StageResult(session.worker.stage, state, optimizers, layers, beside, member)
+    return StageResult(session.worker.stage, state, optimizers, layers, others, member)
 
 
 def _carried_layers(session: Session) -> Callable[[str], bool]:
@@ -300,7 +305,7 @@ def leader_result(
     )
 
 
-WEIGHTS_STAY = (
+WHY_NO_WEIGHTS = (
     "they stay in the workers (CheckpointOptions(gather_result=...)), and in the checkpoints that these have written"
 )
 """Why a process has no trained weights."""
@@ -309,27 +314,27 @@ WEIGHTS_STAY = (
 class MissingWeights:
     """Remembers that ``module`` lacks the trained weights, until they are written.
 
-    ``one_stage``: the module is one stage of the model.
+    ``is_one_stage``: the module is one stage of the model.
     """
 
-    def __init__(self, module: pl.LightningModule, one_stage: bool) -> None:
+    def __init__(self, module: pl.LightningModule, is_one_stage: bool) -> None:
         self._module = weakref.ref(module)
-        self._one_stage = one_stage
+        self._is_one_stage = is_one_stage
         self._writes = _count_writes(module)
 
     def check(self, module: pl.LightningModule, ckpt_path: Any) -> None:
-        """Raises UnsupportedFeatureError if ``module`` is to run as if it were trained."""
+        """Raises UnsupportedFeatureError if ``module`` would run without its trained weights."""
         if module is not self._module() or _count_writes(module) != self._writes:
             return
-        if self._one_stage:
+        if self._is_one_stage:
             raise UnsupportedFeatureError(
                 f"After fit this {type(module).__name__} is one stage of the model, and the trained weights are not in"
-                f" this process: {WEIGHTS_STAY}. Make a new one and give ckpt_path=..., or use"
+                f" this process: {WHY_NO_WEIGHTS}. Make a new one and give ckpt_path=..., or use"
                 " CheckpointOptions(gather_result=True)."
             )
         if ckpt_path is None:
             raise UnsupportedFeatureError(
-                f"The trained weights of this {type(module).__name__} are not in this process: {WEIGHTS_STAY}. Give"
+                f"The trained weights of this {type(module).__name__} are not in this process: {WHY_NO_WEIGHTS}. Give"
                 " ckpt_path='best', 'last' or a path, load weights into it, or use"
                 " CheckpointOptions(gather_result=True)."
             )
@@ -343,7 +348,7 @@ def _count_writes(module: pl.LightningModule) -> int:
 # ---------------------------------------------------------------------- optimizers
 
 
-STAY_IN_THE_WORKERS = (
+WHY_NO_OPTIMIZERS = (
     "their states stay in the workers with save_distributed_checkpoint=True, where the weights stay there, and where"
     " workers are started by hand"
 )
@@ -407,17 +412,17 @@ def take_results(call: TrainerCall, results: MutableMapping[int, Any]) -> Any:
     if has_weights:
         for result in stages:
             state.update(result.state or {})
-        trained = {name: flag for result in stages for name, flag in result.objects.trained.items()}
-        adapt = partial(user.take, leader.objects) if leader.objects.whole else partial(_add_new, trainer, trained)
-        _take_weights(trainer, state, adapt)
+        flags = {name: flag for result in stages for name, flag in result.objects.requires_grad.items()}
+        adapt: Callable[[Mapping[str, torch.Tensor]], None] = partial(_add_weights_made_by_hooks, trainer, flags)
+        _take_weights(trainer, state, partial(user.unpack, leader.objects) if leader.objects.whole else adapt)
     _restore_trainer(trainer, leader)
     trainer.precision_plugin.load_state_dict(leader.precision)
     for result in stages if has_weights else []:
-        user.take(result.objects, state)
-        set_tensors_beside(trainer.lightning_module, result.beside)
-    user.take(leader.objects, state)
+        user.unpack(result.objects, state)
+        set_non_state_tensors(trainer.lightning_module, result.non_state_tensors)
+    user.unpack(leader.objects, state)
     if trainer.state.fn == TrainerFn.FITTING:
-        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if has_weights else WEIGHTS_STAY
+        cast(ConfiguredStrategy, trainer.strategy).missing_weights = None if has_weights else WHY_NO_WEIGHTS
         _restore_optimizers(trainer, [result.optimizers for result in stages], leader)
     if trainer.state.fn == TrainerFn.PREDICTING and leader.returned is not None:
         several = trainer.predict_loop.num_dataloaders > 1  # what is returned of one is not in a list of loaders
@@ -454,10 +459,12 @@ def _take_weights(
         ) from error
 
 
-def _add_new(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[str, torch.Tensor]) -> None:
-    """Adds weights that hooks have given to local modules.
+def _add_weights_made_by_hooks(
+    trainer: pl.Trainer, requires_grad: Mapping[str, bool], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Adds to the module's submodules the weights that hooks have made in the workers.
 
-    ``trained``: whether each parameter requires a gradient, by name.
+    ``requires_grad``: of each parameter, by name.
     """
     module = trainer.lightning_module
     modules, shapes = dict(module.named_modules()), _shapes(weights_of(module))
@@ -465,8 +472,8 @@ def _add_new(trainer: pl.Trainer, trained: Mapping[str, bool], state: Mapping[st
         owner, _, attribute = name.rpartition(".")
         if shapes.get(name) == tensor.shape or owner not in modules:
             continue
-        if name in trained:
-            modules[owner].register_parameter(attribute, torch.nn.Parameter(tensor.clone(), trained[name]))
+        if name in requires_grad:
+            modules[owner].register_parameter(attribute, torch.nn.Parameter(tensor.clone(), requires_grad[name]))
         else:
             modules[owner].register_buffer(attribute, tensor.clone())
 
@@ -499,7 +506,7 @@ def _restore_trainer(trainer: pl.Trainer, leader: LeaderResult) -> None:
 def _restore_optimizers(trainer: pl.Trainer, stages: Sequence[StageOptimizers | None], leader: LeaderResult) -> None:
     strategy = cast(ConfiguredStrategy, trainer.strategy)
     states = [stage for stage in stages if stage is not None]
-    strategy.missing_optimizers = STAY_IN_THE_WORKERS if len(states) < len(stages) else None
+    strategy.missing_optimizers = WHY_NO_OPTIMIZERS if len(states) < len(stages) else None
     if strategy.missing_optimizers is None:
         try:
             strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(

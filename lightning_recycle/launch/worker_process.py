@@ -125,8 +125,8 @@ def run_worker(
         strategy.enter(None)
         if call.fits:
             strategy.optimizers, strategy.lr_scheduler_configs = [], []  # of one stage, whose parameters are gone
-            strategy.missing_optimizers = run_results.STAY_IN_THE_WORKERS
-        strategy.missing_weights = run_results.WEIGHTS_STAY if weights is None else None
+            strategy.missing_optimizers = run_results.WHY_NO_OPTIMIZERS
+        strategy.missing_weights = run_results.WHY_NO_WEIGHTS if weights is None else None
         if weights is not None:
             session.parts.rebuild(weights)
     return returned

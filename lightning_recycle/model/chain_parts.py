@@ -27,10 +27,10 @@ from typing_extensions import override
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model import call_trace
 from lightning_recycle.model.chains import Chain, LayerPaths, SideRecorder, SideValue, find_chain
-from lightning_recycle.model.layers import Tie, names_by_parameter, set_weights, share, stage_layers
+from lightning_recycle.model.layers import Tie, layer_ranges, names_by_parameter, set_weights, share
 from lightning_recycle.model.module import PipelineModule
 from lightning_recycle.model.parts import LayerParts, ModelParts, Run
-from lightning_recycle.model.recorded_module import StepRecorder, WholeStep, redirect_forward, restore_forward
+from lightning_recycle.model.worker_module import StepRecorder, WholeStep, redirect_forward, restore_forward
 from lightning_recycle.planning.planner import Partition
 from lightning_recycle.tensor_memory import put_together, take_apart
 from lightning_recycle.torch_internals import modules_of, parameters_of
@@ -68,7 +68,7 @@ class ChainParts(ModelParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        stages = stage_layers(len(self.chain.paths), num_stages, partition)
+        stages = layer_ranges(len(self.chain.paths), num_stages, partition)
         held = _StageShare(self.module, self.chain, stages)
         for stage, layers in enumerate(stages):
             if not any(held.on(name, stage) for name, _ in self.module.named_parameters()):

@@ -129,14 +129,14 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
+def non_state_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers outside the state dict, not copied."""
-    known = weights_of(module)
-    return {n: t for n, t in [*module.named_parameters(), *module.named_buffers()] if n not in known and not is_lazy(t)}
+    state, tensors = weights_of(module), [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in tensors if name not in state and not is_lazy(tensor)}
 
 
-def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts the tensors of :func:`tensors_beside` into a module of the same form."""
+def set_non_state_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts the tensors of :func:`non_state_tensors` into a module of the same form."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         holder = module.get_submodule(owner)
@@ -149,7 +149,7 @@ def set_tensors_beside(module: nn.Module, tensors: Mapping[str, Tensor]) -> None
 def set_weights(module: nn.Module, weights: Mapping[str, Any], with_dtypes: bool = False) -> None:
     """Copies the weights of :func:`weights_of` into a module of the same form.
 
-    ``with_dtypes``: which gets their dtypes, too.
+    ``with_dtypes``: whether the module's tensors get the weights' dtypes, too.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()] if with_dtypes else ():
         if name in weights:
@@ -159,8 +159,8 @@ def set_weights(module: nn.Module, weights: Mapping[str, Any], with_dtypes: bool
 
 def own_parts(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """``weights`` by name; of tensors that are sharded in ``module`` its parts."""
-    held = weights_of(module)
-    return {name: part_like(value, held[name]) if name in held else value for name, value in weights.items()}
+    own = weights_of(module)
+    return {name: part_like(value, own[name]) if name in own else value for name, value in weights.items()}
 
 
 class LayerSpec:
@@ -221,7 +221,8 @@ class AbsentLayer(nn.Module):
     Attributes:
         elsewhere: whether the layer belongs to another stage and must not be built here.
         dtype: the type requested by a conversion such as ``model.double()`` before the layer exists.
-        refusal: an attribute's error while code runs that may take one stage's layers for all.
+        refusal: if set, makes the error raised for an attribute of an absent layer. Set while code runs that may take
+            one stage's layers for all.
     """
 
     refusal: ClassVar[Callable[[str], Exception] | None] = None
@@ -305,8 +306,8 @@ def even_parts(num_layers: int, num_stages: int) -> tuple[range, ...]:
     return held_ranges(even_cuts(num_layers, num_stages))
 
 
-def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
-    """The layers of each stage, by "count" or by the number of layers of each.
+def layer_ranges(num_layers: int, num_stages: int, partition: Partition = "count") -> tuple[range, ...]:
+    """The layers of each stage; ``partition``: "count" for even parts, or their sizes.
 
     Raises ConfigurationError for fewer layers than stages, or a partition that does not fit the model.
     """
@@ -330,10 +331,11 @@ def stage_layers(num_layers: int, num_stages: int, partition: Partition = "count
 
 
 def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container[int] = (), seed: int = 0) -> None:
-    """Makes one object of the local members of each group.
+    """Makes one object of the members of each group that are here.
 
-    The parameter that stays is that of a layer that was already here, else of the first member's recipe, built
-    temporarily if it is not among the just ``built`` layers. So the initial values do not depend on a process's layers.
+    The parameter that stays is that of a layer that was here before; if there is none, of the group's first layer,
+    which is built temporarily if it is not among the just ``built`` layers. So initial values do not depend on which
+    layers a process has.
     Raises ConfigurationError for a name without parameter, or different shapes.
     """
     absent = {index: layer for index, layer in enumerate(layers) if isinstance(layer, AbsentLayer)}
@@ -362,14 +364,16 @@ def tie(layers: nn.ModuleList, groups: Iterable[Sequence[str]], built: Container
                 _replace(layers[index], parameter, source)
 
 
-def share(module: nn.Module, groups: Iterable[Sequence[str]], came: Sequence[str]) -> None:
-    """Makes one object of the parameters of ``module`` in each group, if here.
+def share(module: nn.Module, groups: Iterable[Sequence[str]], arrived_names: Sequence[str]) -> None:
+    """Makes one object of the parameters in each group that ``module`` has.
 
-    Modules that were here before take precedence over names below ``came``. All have the same values.
+    The parameter that stays is one that was here before, if any: its name does not begin with one of ``arrived_names``.
+    All have the same values.
     """
     parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if not p.is_meta}
     for group in groups:
-        local = sorted((name for name in group if name in parameters), key=lambda name: name.startswith(tuple(came)))
+        local = [name for name in group if name in parameters]
+        local.sort(key=lambda name: name.startswith(tuple(arrived_names)))
         for name in local[1:]:
             if parameters[name] is not parameters[local[0]]:
                 _replace(module, parameters[name], parameters[local[0]])

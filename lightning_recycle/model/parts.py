@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.call_trace import seeing_one_stage
-from lightning_recycle.model.layers import AbsentLayer, Tie, set_weights, split_name, stage_layers, ties_between_stages
+from lightning_recycle.model.layers import AbsentLayer, Tie, layer_ranges, set_weights, split_name, ties_between_stages
 from lightning_recycle.model.module import PipelineModule
-from lightning_recycle.model.recorded_module import BatchPlace, RecordedStep, StepRecorder, call_at
+from lightning_recycle.model.worker_module import BatchPlace, RecordedStep, StepRecorder, call_at
 from lightning_recycle.planning.planner import Partition
 
 Run: TypeAlias = Literal["training", "evaluation", "forward"]
@@ -73,7 +73,7 @@ class ModelParts:
         """Finds the parts."""
 
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        """The parts of each stage; arguments as of ``stage_layers``."""
+        """The parts of each stage; arguments as of ``layer_ranges``."""
         assert num_stages == 1, "with several stages a module has other parts"
         return (range(1),)
 
@@ -261,7 +261,7 @@ class LayerParts(ModelParts):
 
     @override
     def cut(self, num_stages: int, partition: Partition) -> tuple[range, ...]:
-        return stage_layers(len(self.module.layers), num_stages, partition)
+        return layer_ranges(len(self.module.layers), num_stages, partition)
 
     @override
     def without_storage(self) -> pl.LightningModule:

@@ -190,7 +190,7 @@ def _list_schedule(problem: Problem, effort: int) -> Schedule:
     sequence: list[int] = []
     for code in _best(one, effort).sequence:
         key, number = divmod(code, grid.microbatches)
-        sequence += range(key * codes.n + number, (key + 1) * codes.n, grid.microbatches)
+        sequence += range(key * codes.num_microbatches + number, (key + 1) * codes.num_microbatches, grid.microbatches)
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
@@ -242,7 +242,8 @@ def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> t
     pairs = _idle_splits(codes, sequence, timing.starts)
     if not pairs:
         return sequence, timing
-    to_fused, to_weight = (FUSED - BACKWARD) * codes.stages * codes.n, (WEIGHT - BACKWARD) * codes.stages * codes.n
+    of_kind = codes.stages * codes.num_microbatches
+    to_fused, to_weight = (FUSED - BACKWARD) * of_kind, (WEIGHT - BACKWARD) * of_kind
     weights = {code + to_weight for code in pairs}
     fused = [code + to_fused if code in pairs else code for code in sequence if code not in weights]
     again = best_timing(codes, fused)
@@ -254,7 +255,7 @@ def with_fused_backwards(codes: Codes, sequence: list[int], timing: Timing) -> t
 
 def _idle_splits(codes: Codes, sequence: Sequence[int], starts: Sequence[float]) -> set[int]:
     """The codes of those B that may as well be BW."""
-    n, stages, ranks, times = codes.n, codes.stages, codes.ranks, codes.times
+    n, stages, ranks, times = codes.num_microbatches, codes.stages, codes.ranks, codes.times
     communication = codes.problem.costs.communication
     to_weight, to_fused = (WEIGHT - BACKWARD) * stages * n, (FUSED - BACKWARD) * stages * n
     previous = [-1] * codes.problem.grid.num_workers  # the last operation of each worker so far

@@ -52,8 +52,9 @@ class Rule:
 
     Args:
         ages: per micro-batch, numbered d * M + m; lower goes first.
-        forward_first: per stage; with fewer micro-batches than this between F and B, an F goes before a B, as does a W
-            that makes room for it; otherwise only W would be left before the last gradient.
+        forward_first: per stage; a worker with fewer micro-batches than this between F and B runs an F before a B. If
+            there is no room for the F, it runs a W before a B, to make room. Without this rule only W would be left
+            before the last gradient.
         patience: a worker waits idle for the next backward if that costs less than so many times the backward's wait
             for an F (first number) or a W (second) begun now; 0 for never.
     """
@@ -64,10 +65,11 @@ class Rule:
     express: Express = NO_EXPRESS
 
 
-def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
-    """The order of one list schedule's operations, and the sum of the peaks held.
+def play_list_schedule(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int]:
+    """Plays one list schedule: the order of operations, the sum of peaks in flight.
 
-    ``limit``: the most micro-batches of a worker, per stage. Raises PlanningError when a worker has no room for one.
+    ``limit``: the most micro-batches in flight on a worker, per stage. Raises PlanningError when a worker has no memory
+    for a micro-batch.
     """
     state = _ScheduleSimulation(codes, rule, limit)
     state.run()
@@ -75,25 +77,26 @@ def play(codes: Codes, rule: Rule, limit: Sequence[int]) -> tuple[list[int], int
 
 
 class _ScheduleSimulation:
-    """An iteration that is played forward in time; workers by rank."""
+    """An iteration that is played forward in time; lists are by the worker's rank."""
 
     def __init__(self, codes: Codes, rule: Rule, limit: Sequence[int]) -> None:
-        stages, n, workers = codes.stages, codes.n, range(codes.problem.grid.num_workers)
-        self.codes, self.stages, self.n, self.last = codes, stages, n, stages - 1
+        workers = range(codes.problem.grid.num_workers)
+        self.codes, self.stages, self.last = codes, codes.stages, codes.stages - 1
+        self.num_microbatches = codes.num_microbatches
         self.communication = codes.problem.costs.communication
-        # Ready operations, as n * age + micro-batch: older micro-batches go first.
+        # Ready operations, as num_microbatches * age + micro-batch: older micro-batches go first.
         self.forwards: list[list[int]] = [[] for _ in workers]
         self.backwards: list[list[int]] = [[] for _ in workers]
         self.weights: list[list[int]] = [[] for _ in workers]
-        self.priorities = [age * n + number for number, age in enumerate(rule.ages)]
+        self.priorities = [age * codes.num_microbatches + number for number, age in enumerate(rule.ages)]
         self.busy = [False] * len(workers)
-        self.held, self.peak = [0] * len(workers), [0] * len(workers)
-        self.waiting = [0] * len(workers)  # between F and B
+        self.in_flight, self.peak = [0] * len(workers), [0] * len(workers)  # micro-batches from F to the end of W
+        self.awaiting_backward = [0] * len(workers)  # micro-batches between F and B
         self.forward_first, self.limit = rule.forward_first, limit
         positive = [time for row in codes.times for time in set(row) if time > 0.0]
         self.tolerance = 1e-9 * min(positive, default=1.0)  # times that differ only by rounding are the same moment
         memory = codes.problem.memory
-        self.room = None if memory is None else _Room(codes, memory)
+        self.free_memory = None if memory is None else _FreeMemory(codes, memory)
         is_patient = any(rule.patience) or rule.express != NO_EXPRESS
         self.arrivals = _Arrivals(codes, rule, self.tolerance) if is_patient else None
         # An operation ends (its code), or its result arrives at the next stage (code + size).
@@ -126,43 +129,43 @@ class _ScheduleSimulation:
 
     def _begin_next(self, rank: int) -> None:
         """Begins an operation on an idle worker, if one is ready and need not wait."""
-        stage, n = rank % self.stages, self.n
+        stage, count = rank % self.stages, self.num_microbatches
         forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
-        fits = self.held[rank] < self.limit[stage]
-        if self.room is not None:
-            fits = fits and self.room.has_for_forward(rank, stage, forwards[0] % n if forwards else None)
-        urgent = self.waiting[rank] < self.forward_first[stage]
+        fits = self.in_flight[rank] < self.limit[stage]
+        if self.free_memory is not None:
+            fits = fits and self.free_memory.fits_forward(rank, stage, forwards[0] % count if forwards else None)
+        urgent = self.awaiting_backward[rank] < self.forward_first[stage]
         if self.arrivals is not None:
             urgent = urgent or self.arrivals.is_last_forward(rank)
         if forwards and urgent and (fits or weights):
             kind, ready = (FORWARD, forwards) if fits else (WEIGHT, weights)
         elif backwards:
             kind, ready = BACKWARD, backwards
-            if self.room is not None and not self.codes.fused:
-                kind = self.room.backward_kind(rank, stage, backwards[0] % n)
+            if self.free_memory is not None and not self.codes.fused:
+                kind = self.free_memory.backward_kind(rank, stage, backwards[0] % count)
         elif forwards and fits:
             kind, ready = FORWARD, forwards
         elif weights:
             kind, ready = WEIGHT, weights
         else:
             return
-        seconds = self.codes.times[kind * self.stages + stage][ready[0] % n]
+        seconds = self.codes.times[kind * self.stages + stage][ready[0] % count]
         if self.arrivals is not None:
             takes_forward = fits and (kind == WEIGHT or (urgent and kind != FORWARD))
             if self.arrivals.are_worth_waiting_for(rank, kind, self.now, seconds, takes_forward):
                 return
-        self._begin(rank, kind, heappop(ready) % n, seconds)
+        self._begin(rank, kind, heappop(ready) % count, seconds)
 
     def _begin(self, rank: int, kind: int, number: int, seconds: float) -> None:
         stage, end = rank % self.stages, self.now + seconds
         if kind == FORWARD:
-            self.waiting[rank] += 1
-            self.held[rank] += 1
-            self.peak[rank] = max(self.peak[rank], self.held[rank])
+            self.awaiting_backward[rank] += 1
+            self.in_flight[rank] += 1
+            self.peak[rank] = max(self.peak[rank], self.in_flight[rank])
         elif kind != WEIGHT:
-            self.waiting[rank] -= 1
-        if self.room is not None:
-            self.room.take(rank, kind, stage, number)
+            self.awaiting_backward[rank] -= 1
+        if self.free_memory is not None:
+            self.free_memory.take(rank, kind, stage, number)
         if self.arrivals is not None:
             self.arrivals.begin(rank, kind, number, end + self.communication)
         self.busy[rank] = True
@@ -171,7 +174,7 @@ class _ScheduleSimulation:
         heappush(self.events, (end, code))
 
     def _end(self, code: int) -> None:
-        key, number = divmod(code, self.n)
+        key, number = divmod(code, self.num_microbatches)
         kind, stage = divmod(key, self.stages)
         rank = self.codes.ranks[key][number]
         self.busy[rank] = False
@@ -179,7 +182,7 @@ class _ScheduleSimulation:
         if kind == BACKWARD and not self.codes.fused:
             heappush(self.weights[rank], self.priorities[number])
         elif kind != FORWARD:
-            self.held[rank] -= 1
+            self.in_flight[rank] -= 1
         elif stage == self.last:
             heappush(self.backwards[rank], self.priorities[number])
         if kind == WEIGHT or stage == (self.last if kind == FORWARD else 0):
@@ -190,8 +193,8 @@ class _ScheduleSimulation:
             self._arrive(code)
 
     def _arrive(self, code: int) -> None:
-        """The result of an operation arrives at the next or previous stage."""
-        key, number = divmod(code, self.n)
+        """The result of an operation arrives at the stage that waits for it."""
+        key, number = divmod(code, self.num_microbatches)
         kind, stage = divmod(key, self.stages)
         is_forward = kind == FORWARD
         rank = self.codes.ranks[stage + 1 if is_forward else stage - 1][number]
@@ -201,21 +204,21 @@ class _ScheduleSimulation:
         self.awake.add(rank)
 
 
-class _Room:
+class _FreeMemory:
     """Free bytes of each worker, as operations change them."""
 
     def __init__(self, codes: Codes, memory: Memory) -> None:
         self.changes = codes.bytes_of(memory)
-        self.usual = memory.after_forward
+        self.mean_sizes = memory.after_forward
         self.free = [memory.room(rank % codes.stages) for rank in range(codes.problem.grid.num_workers)]
 
-    def has_for_forward(self, rank: int, stage: int, number: int | None) -> bool:
-        """Whether F of a micro-batch, by default of the mean one, fits."""
-        size = self.usual[stage] if number is None else self.changes[FORWARD][stage][number]
+    def fits_forward(self, rank: int, stage: int, number: int | None) -> bool:
+        """Whether F of micro-batch ``number`` fits; None: of the mean micro-batch."""
+        size = self.mean_sizes[stage] if number is None else self.changes[FORWARD][stage][number]
         return size <= self.free[rank]
 
     def backward_kind(self, rank: int, stage: int, number: int) -> int:
-        """BACKWARD if what its W needs fits, else FUSED."""
+        """BACKWARD if memory until its W fits, else FUSED."""
         left = self.free[rank] - self.changes[BACKWARD][stage][number]
         return FUSED if left < min(0.0, self.free[rank]) else BACKWARD
 
@@ -278,6 +281,7 @@ class _Arrivals:
                 heappush(self.backwards[self.codes.ranks[stage - 1][number]], arrival)
 
     def arrive(self, rank: int, is_forward: bool) -> None:
+        """The earliest result under way to ``rank`` has arrived."""
         heappop((self.forwards if is_forward else self.backwards)[rank])
 
 
@@ -300,36 +304,36 @@ def one_f_one_b(problem: Problem) -> Schedule:
     return assemble(codes, sequence, best_timing(codes, sequence))
 
 
-def fixed_pattern(codes: Codes, held: Sequence[int] | None) -> list[int]:
+def fixed_pattern(codes: Codes, limit: Sequence[int] | None) -> list[int]:
     """The operations of 1F1B (ZB-H1 if backwards are split), by dependencies.
 
-    ``held``: the most micro-batches of a worker, per stage.
+    ``limit``: the most micro-batches in flight on a worker, per stage.
     """
     grid = codes.problem.grid
-    held = held or (grid.microbatches,) * grid.stages
+    limit = limit or (grid.microbatches,) * grid.stages
     programs: dict[int, list[int]] = {}
     most = grid.microbatches
     for stage in range(grid.stages):
-        most = min(most, grid.stages - stage, held[stage])  # no further than the stage before, which would deadlock
-        order = _pattern(grid.microbatches, most, None if codes.fused else held[stage])
+        most = min(most, grid.stages - stage, limit[stage])  # no further than the stage before, which would deadlock
+        order = _pattern(grid.microbatches, most, None if codes.fused else limit[stage])
         for pipeline in range(grid.pipelines):
             first = pipeline * grid.microbatches
             programs[pipeline * grid.stages + stage] = [codes.code(kind, stage, first + m) for kind, m in order]
     return interleave(codes, programs)
 
 
-def _pattern(microbatches: int, warmup: int, held: int | None) -> list[tuple[int, int]]:
-    """(kind, micro-batch) in a stage's order; ``held``: None for fused backwards."""
+def _pattern(microbatches: int, warmup: int, limit: int | None) -> list[tuple[int, int]]:
+    """(kind, micro-batch) in a stage's order; ``limit``: None for fused backwards."""
     order = [(FORWARD, m) for m in range(warmup)]
     forwards, weights = warmup, 0
     for m in range(microbatches):
         order.append((BACKWARD, m))
-        if held is not None and weights <= m and (forwards - weights == held or forwards == microbatches):
+        if limit is not None and weights <= m and (forwards - weights == limit or forwards == microbatches):
             order.append((WEIGHT, weights))
             weights += 1
         if forwards < microbatches:
             order.append((FORWARD, forwards))
             forwards += 1
-    if held is not None:
+    if limit is not None:
         order += [(WEIGHT, m) for m in range(weights, microbatches)]
     return order

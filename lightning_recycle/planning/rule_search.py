@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lightning_recycle.errors import PlanningError
 from lightning_recycle.planning.child_process import check_cancelled
 from lightning_recycle.planning.costs import Costs
-from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play
+from lightning_recycle.planning.list_scheduling import NO_EXPRESS, Express, Rule, play_list_schedule
 from lightning_recycle.planning.problem import Problem, lower_bound
 from lightning_recycle.planning.schedule import EQUALLY_FAST
 from lightning_recycle.planning.timing import BACKWARD, FORWARD, Codes, Timing, best_timing
@@ -139,7 +139,9 @@ class _RuleSearch:
         first = _Point()
         if self.few and len(self.keeps) > 1:  # the better guess with only a few plays; patience alone comes second
             short = self.limit[0] < self.keeps[1][0]
-            limited = int(self.limit[0] < self.codes.n)  # without a limit the first gradient is in time anyway
+            limited = int(
+                self.limit[0] < self.codes.num_microbatches
+            )  # without a limit the first gradient is in time anyway
             patient = first._replace(patience=len(_PATIENCES) - 1, keep=1, express=limited)
             first = self._awaiting if short else patient
         if given is not None:
@@ -167,7 +169,7 @@ class _RuleSearch:
         return met or self.plays_left <= 0 or self.fruitless >= _MOST_FRUITLESS
 
     def _try(self, rule: Rule) -> Solution:
-        sequence, held = play(self.codes, rule, self.limit)
+        sequence, held = play_list_schedule(self.codes, rule, self.limit)
         solution = self._judge(sequence, rule, held)
         if self.ruled is None or solution.score < self.ruled.score:
             self.ruled = solution
@@ -304,7 +306,7 @@ class _Descent:
         self.codes, self.best = codes, solution
         self.memory = codes.problem.measure
         self.goal = tuple(length * (1 + EQUALLY_FAST) for length in solution.score[:2])
-        self.operations = (2 if codes.fused else 3) * codes.stages * codes.n
+        self.operations = (2 if codes.fused else 3) * codes.stages * codes.num_microbatches
         self.plays = effort // _DESCENT_SHARE // self.operations
         self.peaks = codes.peaks(solution.sequence, self.memory)
         largest = [max(of_stage) for of_stage in codes.bytes_of(self.memory)[0]]

@@ -21,7 +21,7 @@ A damaged value ends the attempt at a step, as a broken connection does; after t
 unreachable.
 
 **Sums** of small tensors go without Gloo, some by the transport from device to device
-(:mod:`~lightning_recycle.runtime.transports`), others by Gloo through the host's memory.
+(:mod:`~lightning_recycle.runtime.direct_transports`), others by Gloo through the host's memory.
 
 **Objects** travel as a pickle and the bytes of their tensors, in values of some megabytes, each acknowledged, several
 under way at a time. They arrive on the CPU, so neither side needs room on its device.
@@ -49,7 +49,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from lightning_recycle.devices import is_accelerator
 from lightning_recycle.errors import ReCycleError
-from lightning_recycle.runtime.connections import OpenSockets
+from lightning_recycle.runtime.direct_transports import SmallAllreduce, Transport
 from lightning_recycle.runtime.groups import (
     CommunicationError,
     Group,
@@ -59,7 +59,6 @@ from lightning_recycle.runtime.groups import (
     UnreachableError,
 )
 from lightning_recycle.runtime.machine_errors import is_machine_error
-from lightning_recycle.runtime.transports import SmallAllreduce, Transport
 from lightning_recycle.runtime.wire import (
     MAX_TENSORS,
     Channel,
@@ -70,6 +69,7 @@ from lightning_recycle.runtime.wire import (
     Value,
     ValueLayout,
 )
+from lightning_recycle.runtime.worker_links import OpenSockets
 from lightning_recycle.tensor_memory import memory_of, put_together, take_apart
 
 if TYPE_CHECKING:  # it imports torch's DTensors, which takes long

@@ -112,7 +112,10 @@ class Executor:
     # ------------------------------------------------------------------ attempts
 
     def _retry(self, attempt: Callable[[], _T], recover: bool = False) -> _T:
-        """``attempt()``, made again after each failure and recovery; ``recover``: first."""
+        """Calls ``attempt`` until it succeeds, recovering after each failure.
+
+        ``recover``: whether to recover before the first call.
+        """
         with self.runner.attempt.computing(True):
             self.client.leave_hook()
             while True:
@@ -139,7 +142,7 @@ class Executor:
     def _is_undone(self) -> bool:
         """Whether a new generation voids this attempt, such as after a wrong speculation."""
         try:
-            if not self.runner.attempt.is_past:
+            if not self.runner.attempt.cannot_repeat:
                 self.runner.confirm()
         except Interrupted:
             return True
@@ -166,10 +169,10 @@ class Executor:
         return self._has_own_exception
 
     def _await_another_try(self, error: Exception) -> None:
-        """Returns if this worker is to repeat the cause of ``error``."""
+        """Returns if the work that raised ``error`` is to be repeated here; else raises it."""
         # What the optimizer and the hooks of its step have done cannot be undone, nor what was reported to others.
         data = self.runner.attempt.reads_from
-        exact = not self.runner.attempt.is_past and (data is None or data.can_read_again)
+        exact = not self.runner.attempt.cannot_repeat and (data is None or data.can_read_again)
         if self._is_users_error(error, self.runner.attempt.place, exact):
             raise error
         step, operation = self.runner.attempt.place
@@ -208,15 +211,18 @@ class Executor:
         return {index: data for _, (_, part) in sorted(parts.items()) for index, data in part.items()}
 
     def _exchange(self, name: str, contribution: Any) -> Mapping[int, Any]:
-        """The parts of all workers of the generation; Interrupted if it ends before."""
+        """Exchanges ``contribution`` with all live workers.
+
+        Raises Interrupted if a new generation begins first.
+        """
         attempt = self.runner.attempt
-        before, attempt.is_past = attempt.is_past, True  # with this part the others may have all parts, and go on
+        before, attempt.cannot_repeat = attempt.cannot_repeat, True  # with this part the others may go on
         try:
             contributions = self.client.arrive_in_generation(name, contribution)
         except Interrupted:
-            attempt.is_past = before  # no worker has them
+            attempt.cannot_repeat = before  # no worker has them
             raise
-        attempt.is_past = before
+        attempt.cannot_repeat = before
         return contributions
 
     def forward_whole(self, value: Any, draw: int, deliver: Callable[[Any], Any]) -> Any:
@@ -428,7 +434,7 @@ class Executor:
 
 
 class Forwards:
-    """Forwards of one worker, each an attempt that leaves nothing but its result."""
+    """Forward passes outside of training; a failed one can simply run again."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner = runner

@@ -85,7 +85,10 @@ class ExecutorCallbacks(Protocol):
         """The workers of a generation are connected."""
 
     def on_recovery(self, step: int, is_applied: bool) -> None:
-        """Called within a regroup, before ``step``; ``is_applied``: some have applied it."""
+        """Called within a regroup, before ``step`` runs again.
+
+        ``is_applied``: a column is done with the step: it has applied it, or is REDUCED in it.
+        """
 
     def as_in_step(self, step: int) -> AbstractContextManager[None]:
         """The context in which the user's code sees the progress of ``step``."""

@@ -3,7 +3,7 @@
 A worker connects only with workers that share a group with it, so costs do not grow with the number of workers. A
 *meshed* group connects all of its members, for collectives; any other serves messages between two workers, and each
 member numbers the others by itself. Each connection has proved that it leads to a worker of this run
-(:mod:`~lightning_recycle.runtime.connections`) before it is handed to Gloo.
+(:mod:`~lightning_recycle.runtime.worker_links`) before it is handed to Gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeAlias
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from lightning_recycle.errors import ConfigurationError, ReCycleError
-from lightning_recycle.runtime.connections import (
+from lightning_recycle.runtime.worker_links import (
     Gate,
     Link,
     NoAnswerError,

@@ -91,9 +91,9 @@ class StageTies:
 
 
 class Shadow:
-    """A copy of ``parameters``, one version old; empty before :meth:`update`.
+    """A copy of ``parameters``, one version old; without values before :meth:`update`.
 
-    ``on_host``: kept in host instead of device memory, at the cost of a transfer per step.
+    Its memory is taken at once. ``on_host``: kept in host instead of device memory, at the cost of a transfer per step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> None:
@@ -161,8 +161,8 @@ class LayerKeeper(Protocol):
     def pack_layers(self, layers: Iterable[int]) -> Any:
         """These layers and their state, to be sent to another worker."""
 
-    def install_layers(self, cuts: Cuts, given: Sequence[Any]) -> StageBundle:
-        """Takes over the layers of its stage under ``cuts``: its own, and ``given`` ones."""
+    def install_layers(self, cuts: Cuts, received: Sequence[Any]) -> StageBundle:
+        """Takes over the layers of its stage under ``cuts``: its own and ``received`` ones."""
 
 
 class LayerMoves:
@@ -177,66 +177,68 @@ class LayerMoves:
         client: ControlClient,
         communicator: Communicator,
     ) -> None:
-        self._mover, self._tied, self._grid, self._worker = keeper, tied, grid, worker
+        self._layer_keeper, self._tied, self._grid, self._worker = keeper, tied, grid, worker
         self._client, self._communicator = client, communicator
         self._start = self.cuts
         self._received_layers: tuple[Cuts, list[Any]] | None = None  # got for that layout
 
     @property
     def cuts(self) -> Cuts:
-        return () if self._mover is None else self._mover.cuts
+        return () if self._layer_keeper is None else self._layer_keeper.cuts
 
     @property
-    def _keeper(self) -> LayerKeeper:
-        if self._mover is None:
+    def _required_keeper(self) -> LayerKeeper:
+        if self._layer_keeper is None:
             raise ReCycleError(f"Worker {self._worker} cannot give or take layers, and was asked to.")
-        return self._mover
+        return self._layer_keeper
 
     def tied_stages(self, cuts: Cuts) -> Collection[tuple[int, ...]]:
-        return self._tied if self._mover is None else self._mover.tied_stages(cuts or self._start)
+        return self._tied if self._layer_keeper is None else self._layer_keeper.tied_stages(cuts or self._start)
 
     def partners(self, resume: Resume) -> set[int]:
         """The ranks with which this worker exchanges layers."""
         rank = self._client.rank
         transfers = self._transfers(resume.becomes, resume.roster)
-        return {other for one in transfers for other in (one.donor, one.receiver) if other != rank}
+        return {other for transfer in transfers for other in (transfer.donor, transfer.receiver) if other != rank}
 
     def exchange(self, resume: Resume) -> None:
         """Exchanges layers with other workers, for the layout ``resume.becomes``."""
-        given = []
+        received = []
         with self._client.waiting("layers of other stages"):
             for transfer in self._transfers(resume.becomes, resume.roster):
                 if transfer.donor == self._client.rank:
-                    send_object(self._communicator, self._keeper.pack_layers(transfer.layers), transfer.receiver)
+                    layers = self._required_keeper.pack_layers(transfer.layers)
+                    send_object(self._communicator, layers, transfer.receiver)
                 else:
-                    given.append(receive_object(self._communicator, transfer.donor))
-        self._received_layers = resume.becomes, given
+                    received.append(receive_object(self._communicator, transfer.donor))
+        self._received_layers = resume.becomes, received
 
     def _transfers(self, becomes: Cuts, roster: tuple[int, ...]) -> list[Transfer]:
         """This worker's transfers when ``roster`` changes from its layout to ``becomes``."""
         rank = self._client.rank
         if not becomes:
             return []
-        return [one for one in transfers(self._grid, roster, self.cuts, becomes) if rank in (one.donor, one.receiver)]
+        return [t for t in transfers(self._grid, roster, self.cuts, becomes) if rank in (t.donor, t.receiver)]
 
     def install_layout(self, cuts: Cuts) -> StageBundle | None:
         """Installs the exchanged layers of layout ``cuts``; None if it is the present one."""
-        held, self._received_layers = self._received_layers, None
+        received, self._received_layers = self._received_layers, None
         cuts = cuts or self._start
         if cuts == self.cuts:
             return None
-        if held is None or held[0] != cuts:
+        if received is None or received[0] != cuts:
             raise ReCycleError(f"Worker {self._worker} has no layers for the layout {cuts}: the protocol was violated.")
         with self._client.busy("another layout of the layers"):
-            return self._keeper.install_layers(cuts, held[1])
+            return self._required_keeper.install_layers(cuts, received[1])
 
     def send_all_layers(self, rank: int) -> None:
         """Sends all layers of this stage to ``rank``, which joins with others; waits."""
-        send_object(self._communicator, self._keeper.pack_layers(held_ranges(self.cuts)[self._worker.stage]), rank)
+        layers = self._required_keeper.pack_layers(held_ranges(self.cuts)[self._worker.stage])
+        send_object(self._communicator, layers, rank)
 
     def receive_all_layers(self, donor: int, cuts: Cuts) -> StageBundle:
         """Waits for what ``donor`` sends by :meth:`send_all_layers`, and installs it."""
         with self._client.waiting("the layers of its stage"):
-            given = receive_object(self._communicator, donor)
+            layers = receive_object(self._communicator, donor)
         with self._client.busy("another layout of the layers"):
-            return self._keeper.install_layers(cuts or self._start, [given])
+            return self._required_keeper.install_layers(cuts or self._start, [layers])

@@ -38,7 +38,7 @@ from lightning_recycle.devices import allocated_bytes, await_stream, is_accelera
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.planning.splitting import SplitTrial
+from lightning_recycle.planning.split_backward import SplitTrial
 from lightning_recycle.runtime.stage import Stage, tensors_in
 from lightning_recycle.tensor_memory import local_part
 

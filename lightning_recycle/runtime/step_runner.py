@@ -70,12 +70,12 @@ class Step:
 class Attempt:
     """Progress of a worker in its attempt.
 
-    ``place``: the step and the operation to which an exception belongs. ``is_past``: it can no longer do the same
+    ``place``: the step and the operation to which an exception belongs. ``cannot_repeat``: it can no longer do the same
     again. ``computes``: it is in an attempt, not in a hook that is called only once.
     """
 
     place: tuple[int, str] = (0, "")
-    is_past: bool = False
+    cannot_repeat: bool = False
     reads_from: StepSource | None = None
     computes: bool = False
 
@@ -224,8 +224,8 @@ class StepRunner:
         self._has_read_ahead = False
         self._watcher = self.verifier if self.verifier.records else None
         early = part.reduces and not (self.verifier.needs_last_gradients or givers)
-        self._reduction.begin(part.buffers, program if early else (), givers, self.verifier.target)
-        self._statistics = self.gradients.statistics(part.buffers)
+        self._reduction.begin(part.buffer_step, program if early else (), givers, self.verifier.target)
+        self._statistics = self.gradients.statistics(part.buffer_step)
         post = self.communicator.post_receive
         self._incoming = {
             task: post(_ACTIVATIONS if task.op.kind is OpKind.FORWARD else _GRADIENTS, task.source, task.index)
@@ -433,7 +433,7 @@ class StepRunner:
                 self.speculation.speculative = True
             else:
                 self.payload = None
-            self.attempt.is_past = True
+            self.attempt.cannot_repeat = True
             # Some optimizers take long now and then.
             with self.client.busy("the optimizer and its hooks"), self.attempt.computing(False):
                 step.apply(result)
@@ -442,7 +442,7 @@ class StepRunner:
             self._protect_lent_gradients(number)
         step.result = result
         self.client.send(self._measurements.applied(number, self.callbacks.describe_step(number)))
-        self.attempt.is_past = False
+        self.attempt.cannot_repeat = False
         self._measurements.report()
 
     # ------------------------------------------------------------------ speculative steps

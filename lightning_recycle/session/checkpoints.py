@@ -67,14 +67,14 @@ from lightning_recycle.session.worker_context import WorkerContext
 from lightning_recycle.session.worker_snapshot import (
     COMPLETION,
     StateMarks,
-    StateTransfer,
     StepBoundary,
+    WorkerState,
     add_parts,
     as_tensors,
     boundary_of,
-    complete,
-    frozen,
+    checkpoint_reader,
     mark_of,
+    update_from_completion,
 )
 from lightning_recycle.tensor_memory import on_device, part_like, to_cpu
 from lightning_recycle.torch_internals import tree_leaves
@@ -147,14 +147,17 @@ class _SaveCall:
     is_new: bool
 
 
-def _completed(content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+def _with_completion(
+    content: Callable[[], dict[str, Any]], common: Callable[[], dict[str, Any]] | None
+) -> dict[str, Any]:
+    """A checkpoint's content, with its completion unless ``common`` is None."""
     return content() if common is None else {**content(), COMPLETION: common()}
 
 
 class Checkpoints(StageStates):
     """A worker's part in saving and loading the state of the whole model.
 
-    Subclasses know the callbacks that save: their actions and records. ``reach``: called with "checkpoint"
+    Subclasses know the callbacks that save: their actions and records. ``at_fault_point``: called with "checkpoint"
     and the step right before one is written.
 
     Attributes:
@@ -170,11 +173,11 @@ class Checkpoints(StageStates):
         parts: ModelParts,
         executor: Executor,
         copies: Copies,
-        reach: Callable[[str, int], None],
-        transfer: StateTransfer,
+        at_fault_point: Callable[[str, int], None],
+        worker_state: WorkerState,
     ) -> None:
         super().__init__(context, parts, copies)
-        self.executor, self.reach, self.transfer = executor, reach, transfer
+        self.executor, self.at_fault_point, self.worker_state = executor, at_fault_point, worker_state
         self.raises = context.options.checkpoints.on_checkpoint_error == "raise"
         self.completion: dict[str, Any] | None = None
         self.restored_objects: ObjectPack | None = None
@@ -298,7 +301,7 @@ class Checkpoints(StageStates):
         self.completion = None
         completion = checkpoint.pop(COMPLETION, None)
         if completion is not None and self.context.fitting:
-            complete(checkpoint, completion, _FURTHER_WEIGHTS)
+            update_from_completion(checkpoint, completion, _FURTHER_WEIGHTS)
             self.completion = completion
             if "objects" in completion and self.context.run.restarts:  # another run may have other stages
                 data, *tensors = completion["objects"][self.collectives.positions.column(self.collectives.rank)]
@@ -320,7 +323,7 @@ class Checkpoints(StageStates):
         completion, self.completion = self.completion, None
         if completion is None or self.collectives.client.joining:
             return None
-        self.transfer.resume(completion, boundary_of(completion), self.context.run.restarts)
+        self.worker_state.resume(completion, boundary_of(completion), self.context.run.restarts)
         parameters, gradients = parameters_by_name(self.module), completion["gradients"]
         for name, owned in self.owned_names(parameters).items():
             if owned in gradients:
@@ -361,7 +364,7 @@ class Checkpoints(StageStates):
         """Loads this stage's part of a checkpoint of the whole model."""
         stage_state = self.own_part(checkpoint["state_dict"])
         if self.restored_objects is not None:
-            self.transfer.load_objects(self.restored_objects, stage_state)
+            self.worker_state.load_objects(self.restored_objects, stage_state)
         self.module.load_state_dict(own_parts(self.module, stage_state), strict=strict)
 
     def load_optimizer_state(self, checkpoint: Mapping[str, Any]) -> None:
@@ -381,14 +384,14 @@ class Checkpoints(StageStates):
 
     def _load_sharded(self, path: Any) -> dict[str, Any]:
         """This worker's part of a sharded checkpoint; of sharded tensors its shards."""
-        wanted = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
+        entries = {f"{kind}.{name}": value for kind in _WEIGHTS for name, value in self.module.state_dict().items()}
         optimizers = [] if self.collectives.client.joining else self.module.trainer.optimizers
         for index in range(len(optimizers)):
-            wanted |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
+            entries |= {f"optimizer_{index}.param_groups": None, f"optimizer_{index}.others": None}
             parameters = parameters_by_name(self.module)
             for name, owned in self.owned_names(parameters).items():
-                wanted[f"optimizer_{index}.state.{owned}"] = parameters[name]
-        return load_sharded(path, wanted)
+                entries[f"optimizer_{index}.state.{owned}"] = parameters[name]
+        return load_sharded(path, entries)
 
     # ------------------------------------------------------------------ saving
 
@@ -415,8 +418,8 @@ class Checkpoints(StageStates):
         with self._stalling():
             if (batch := self._begin_batch()) is not None:
                 part = self._take_part(checkpoint, batch) if batch.waits or batch.group.is_column_leader else None
-                keeps = batch.waits or batch.group.is_leader
-                content = frozen(checkpoint) if keeps and self.saves.is_deferring else partial(dict, checkpoint)
+                is_later = self.saves.is_deferring and (batch.waits or batch.group.is_leader)
+                content = checkpoint_reader(checkpoint) if is_later else partial(dict, checkpoint)
                 self.saves.asked(os.fspath(path))
                 self._calls.append(_SaveCall(path, storage_options, content, marks, part, is_new))
         if not self.saves.is_deferring:
@@ -457,14 +460,14 @@ class Checkpoints(StageStates):
                 if any(call.marks is not None for call in calls):
                     state = self._common_state(calls, boundary)  # on all workers, as it may wait for them
                     if batch.waits or batch.group.is_leader:
-                        common = frozen(state)
+                        common = checkpoint_reader(state)
                 self._request(batch, calls, common)
             self.saves.seal(mid_step=boundary is None)
             self.saves.await_originals()
 
     def _common_state(self, calls: Sequence[_SaveCall], boundary: StepBoundary | None) -> dict[str, Any]:
         """The part of a checkpoint's completion that all workers have in common."""
-        state = self.transfer.common_state()
+        state = self.worker_state.common_state()
         self.join_states(state["callbacks"])
         follows = [
             [action.name, list(action.paths), list(map(os.fspath, action.arguments))]
@@ -486,7 +489,7 @@ class Checkpoints(StageStates):
         """This stage's part of a checkpoint's completion; no copy."""
         if marks is None:
             return None
-        changes, left = marks.changes(), self.transfer.left_gradients()
+        changes, left = marks.changes(), self.worker_state.left_gradients()
         parameters = parameters_by_name(self.module)
         owned = self.owned_names(name for name, parameter in parameters.items() if parameter in left)
         return {**changes, "gradients": {known: left[parameters[name]] for name, known in owned.items()}}
@@ -576,7 +579,7 @@ class Checkpoints(StageStates):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, batch: CheckpointBatch
     ) -> None:
         group, plugin = batch.group, self.module.trainer.strategy.checkpoint_io
-        self.reach("checkpoint", batch.version)
+        self.at_fault_point("checkpoint", batch.version)
         group.await_permission()
         if isinstance(plugin, AsyncCheckpointIO):  # this thread knows when it is complete
             assert plugin.checkpoint_io is not None
@@ -666,11 +669,11 @@ class Checkpoints(StageStates):
                     completion = to_cpu(completion, copies=False)
                     if self.context.run.may_restart:
                         if objects is None:
-                            data, *tensors = as_tensors(self.transfer.pack_objects())
+                            data, *tensors = as_tensors(self.worker_state.pack_objects())
                             objects = [data, *batch.copies.take(tensors)]
                         completion["objects"] = objects
                 stage_part = replace(call.part, completion=completion)
-                content = partial(_completed, call.content, None if completion is None else common)
+                content = partial(_with_completion, call.content, None if completion is None else common)
                 write_part = self._write_stage_part if self.sharded else self._write_through_leader
                 write = partial(write_part, batch, stage_part, content, call.path, call.storage_options)
             batch.requests.append(SaveRequest(os.fspath(call.path), write, call.marks is None, call.is_new))
@@ -757,7 +760,7 @@ class Checkpoints(StageStates):
         group, checkpoint = batch.group, content()
 
         def before_naming(temporary: Path) -> None:
-            self.reach("checkpoint", batch.version)
+            self.at_fault_point("checkpoint", batch.version)
             group.await_permission(temporary)
 
         completions = group.gather_columns("completion", lambda: part.completion)

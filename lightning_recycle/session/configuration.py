@@ -30,8 +30,8 @@ from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chains import LayerPaths
 from lightning_recycle.planning.grid import Grid, Positions, Worker
 from lightning_recycle.planning.planner import PlanningOptions
+from lightning_recycle.runtime.direct_transports import CommunicationOptions
 from lightning_recycle.runtime.machine_errors import suspicion_of
-from lightning_recycle.runtime.transports import CommunicationOptions
 
 LARGE_BYTES = 1_000_000_000
 """Weights and optimizer states, of all stages together, from which on a result is large for workers elsewhere."""

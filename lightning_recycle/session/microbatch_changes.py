@@ -1,7 +1,7 @@
 """Values that steps and hooks change in the module, per micro-batch.
 
 Concept: a micro-batch is its global index in a step. What a training step or forward changes in the module's tree
-(:mod:`~lightning_recycle.session.module_changes`) begins for each micro-batch as at the beginning of the step, and is
+(:mod:`~lightning_recycle.session.value_tree`) begins for each micro-batch as at the beginning of the step, and is
 taken back after it: a step that runs again, anywhere, begins as it did. Changes travel with the record of the
 micro-batch. After the step, on every worker,
 
@@ -35,8 +35,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_recycle.errors import UnsupportedFeatureError
-from lightning_recycle.model.recorded_module import RecordedModule
-from lightning_recycle.session.module_changes import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
+from lightning_recycle.model.worker_module import RecordedModule
+from lightning_recycle.session.value_tree import ABSENT, WHOLE, Path, Place, PlaceChange, ValueTree, name_of
 from lightning_recycle.tensor_memory import (
     checksum,
     is_sharded,
@@ -182,7 +182,7 @@ class MicrobatchChanges:
     def forget_values(self) -> None:
         """Keeps nothing of the module, nor weak references to weights, until looked at."""
         self._tree = ValueTree(self._module, self._internal)
-        self._shallow = ValueTree(self._module, self._internal, whole=False)
+        self._shallow = ValueTree(self._module, self._internal, with_submodules=False)
 
     # ------------------------------------------------------------------ a micro-batch in training
 
@@ -326,7 +326,7 @@ class MicrobatchChanges:
         if self._alone or self._is_inside:
             yield effects
         elif index is not None:  # micro-batches run in turns, each with attributes of its own
-            tree = ValueTree(self._module, self._internal, whole=False)
+            tree = ValueTree(self._module, self._internal, with_submodules=False)
             with self._watching(tree, index, MicrobatchEffects(effects)):
                 yield effects
         else:

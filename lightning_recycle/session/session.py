@@ -18,7 +18,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.errors import ConfigurationError, UnsupportedFeatureError
 from lightning_recycle.model.chain_parts import parts_of
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded_module import CallResult, RecordedModule, recorded, restore_class
+from lightning_recycle.model.worker_module import CallResult, RecordedModule, recorded, restore_class
 from lightning_recycle.runtime.executor import Executor
 from lightning_recycle.session.checkpoint_callbacks import CallbackCheckpoints, leave_saves_alone
 from lightning_recycle.session.gradient_clipping import complete_norms
@@ -112,7 +112,7 @@ class Session:
         self._preemption.release()
         restore_class(self.module)
 
-    def reach(self, point: str, step: int) -> None:
+    def at_fault_point(self, point: str, step: int) -> None:
         """Calls hooks of fault injection at ``point`` of the run, before ``step``."""
         for hook in self.at_point:
             hook(point, step)
@@ -184,7 +184,7 @@ class Session:
         relay = LogRelay(context, module, lambda: self.executor.version)
         recorder = OutputRecorder(module, microbatch_changes, self.grid.num_workers > 1, relay.on_call)
         self.loaders.setup(module)
-        self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.reach)
+        self._steps = TrainingSteps(context, parts, recorder, self.loaders, self._preemption, self.at_fault_point)
         self._whole_forward = WholeForward(self.steps, self.collectives)
         self.client.on_leader = partial(self._take_leadership, relay)
         _ = trainer.log_dir  # asks all workers; in steps, which use it to save images, the answer is known
@@ -192,7 +192,7 @@ class Session:
             PipelineFitLoop.install(trainer, self.steps)
         if self.client.joining:
             trainer.num_sanity_val_steps = 0  # the others are past it
-        self.reach("setup", 0)
+        self.at_fault_point("setup", 0)
 
     @property
     def saves_in_background(self) -> bool:
@@ -211,7 +211,7 @@ class Session:
     def end_training(self) -> None:
         """Waits until every stage has applied the last step."""
         self.checkpoints.end_training()
-        self.reach("end", self.executor.version)
+        self.at_fault_point("end", self.executor.version)
         self.collectives.barrier("end of training")
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class Session:
         if handle.index == 0:
             self.loaders.compare(handle.loader.loaders)
         handle.loader.dataloader_idx = self._dataloader_idx = step[2] if len(step) > 2 else 0
-        self.reach("validation", self.executor.version)
+        self.at_fault_point("validation", self.executor.version)
         split, record = self.parts.begin_evaluation(kind, step[1:])
         self.steps.recorder.microbatch_changes.begin_step()
         with self.module.logging_allowed(False):

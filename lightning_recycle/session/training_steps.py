@@ -28,7 +28,7 @@ from lightning_recycle.data.step_sources import StepHandle
 from lightning_recycle.engines.slurm import requeue
 from lightning_recycle.errors import UnsupportedFeatureError
 from lightning_recycle.model.parts import ModelParts
-from lightning_recycle.model.recorded_module import RecordedModule
+from lightning_recycle.model.worker_module import RecordedModule
 from lightning_recycle.runtime.executor_callbacks import StepResult
 from lightning_recycle.runtime.gradients import AccumulationPart
 from lightning_recycle.runtime.machine_errors import suspicion_of
@@ -58,7 +58,7 @@ from lightning_recycle.session.replica_checks import StateChecks, optimizer_opti
 from lightning_recycle.session.stage_layers import StageBuilder, StageLayers
 from lightning_recycle.session.step_loaders import StepLoaders
 from lightning_recycle.session.worker_context import Preemption, StopRequests, WorkerContext
-from lightning_recycle.session.worker_snapshot import StateTransfer, StepBoundary, WorkerSnapshot
+from lightning_recycle.session.worker_snapshot import StepBoundary, WorkerSnapshot, WorkerState
 from lightning_recycle.tensor_memory import local_part
 from lightning_recycle.torch_internals import foreach_mul_
 
@@ -68,8 +68,17 @@ log = logging.getLogger(__name__)
 class TrainingSteps:
     """The training steps of one worker, and the executor's questions to its process.
 
-    ``ties``: the parameters that stages share. ``layers``: None if they may not move. ``manual``: None without manual
-    optimization.
+    Args:
+        parts: the user's module, cut into stages.
+        preemption: signals that ask the worker to leave or the run to end.
+        at_fault_point: called with a point of the run ("recovery", "checkpoint") and the step, for fault injection.
+
+    Attributes:
+        loaders: the steps' data.
+        ties: the parameters that stages share.
+        layers: this stage's layers as they move; None if they may not.
+        manual: the steps of manual optimization; None without it.
+        worker_state: takes and restores this worker's state.
     """
 
     _handle: StepHandle  # of the current step
@@ -81,12 +90,12 @@ class TrainingSteps:
         recorder: OutputRecorder,
         loaders: StepLoaders,
         preemption: Preemption,
-        reach: Callable[[str, int], None],
+        at_fault_point: Callable[[str, int], None],
     ) -> None:
         self._context, self._trainer, self._client = context, context.trainer, context.client
         assert isinstance(parts.module, RecordedModule)
         self.module, self.parts, self.recorder, self.loaders = parts.module, parts, recorder, loaders
-        self._preemption, self._reach = preemption, reach
+        self._preemption, self._at_fault_point = preemption, at_fault_point
         self._suspicion = suspicion_of(context.options.recovery.machine_errors)
         self._checks = StateChecks(context.device_name, context.options.verification.steps_asked_for)
         self.records_outputs = parts.records_training
@@ -94,8 +103,8 @@ class TrainingSteps:
         self._stop_requests = StopRequests(context)
         self._gradient_norm = self._newest_loss = 0.0
         self._newest_step = OptimizerStep()
-        self._zeroes_next = True  # what parameters hold is zeroed before the next gradients are added
-        self._names_of_trained: tuple[list[str], float] = [], 0.0  # and their digest
+        self._zeroes_gradients_next = True  # what parameters hold is zeroed before the next gradients are added
+        self._trained_names: tuple[list[str], float] = [], 0.0  # and their digest
         self._progress: dict[int, ProgressSnapshot] = {}  # of the current step and the one before
         double = any(p.dtype is torch.float64 for p in self.module.parameters())
         self._loss_dtype = torch.float64 if double else torch.float32
@@ -116,11 +125,11 @@ class TrainingSteps:
             plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
         context.collectives.confirm_step = self.confirm_step
-        self.transfer = StateTransfer(
+        self.worker_state = WorkerState(
             context, self.module, recorder, self.executor, self._stop_requests, self.left_gradients, self.describe
         )
         copies = self.ties.copies
-        self.checkpoints = CallbackCheckpoints(context, parts, self.executor, copies, reach, self.transfer)
+        self.checkpoints = CallbackCheckpoints(context, parts, self.executor, copies, at_fault_point, self.worker_state)
 
     def _show_whole_norms(self) -> None:
         """Makes ``grad_norm`` in hooks cover the gradients of all stages."""
@@ -151,7 +160,7 @@ class TrainingSteps:
         return self._context.seed
 
     def resume_seed(self, seed: int) -> None:
-        """Makes ``seed``, a checkpoint's, that of this run, before its first step."""
+        """Makes ``seed``, that of a checkpoint, the seed of this run, before its first step."""
         context = self._context
         if seed == context.seed:
             return
@@ -167,6 +176,7 @@ class TrainingSteps:
         self.checkpoints.weights.prune_by(seed)
 
     def agree_to_stop(self, place: StopPlace) -> None:
+        """Agrees with all workers on ``trainer.should_stop`` at ``place``."""
         self._stop_requests.agree(place, self.executor.version, self._after_step)
 
     def enter_training(self) -> None:
@@ -175,7 +185,7 @@ class TrainingSteps:
         begun = batches_so_far(self._trainer)
         restored = begun.started or self.checkpoints.restored_steps
         self._preemption.take_sigterm()
-        self.transfer.begin_training(self.checkpoints.restored_objects)
+        self.worker_state.begin_training(self.checkpoints.restored_objects)
         if self._client.joining:
             self.executor.join()
         elif restored:
@@ -187,17 +197,17 @@ class TrainingSteps:
         self.checkpoints.begin_training()
 
     def run_step(self, handle: StepHandle, apply: Callable[[StepResult], None], share: AccumulationPart) -> StepResult:
-        """Runs the training step of ``handle`` and what belongs to its boundaries.
+        """Runs the training step of ``handle``, with all that its end needs.
 
-        ``apply`` is Lightning's optimizer step; it is called once all hooks' effects of the micro-batches are repeated
+        ``apply`` is Lightning's optimizer step; it is called after the effects of all micro-batches' hooks are repeated
         here. ``share``: the step's part of an accumulation.
         """
         self._handle = handle
-        saves = self.transfer.complete()  # its donor waited here, after the same hooks
+        saves = self.worker_state.finish_joining()  # its donor waited here, after the same hooks
         if saves is not None:
             self.checkpoints.saves.enter(saves)
         self._follow_parameters()
-        self._zeroes_next = share.begins
+        self._zeroes_gradients_next = share.begins
         scaler = scaler_of(self._trainer)
 
         def apply_with_hooks(result: StepResult) -> None:
@@ -219,7 +229,7 @@ class TrainingSteps:
         self.recorder.microbatch_changes.begin_step(number)
         with self.module.logging_allowed(False):
             result = self.executor.run_step(handle, apply_with_hooks, share)
-        self._zeroes_next = share.ends
+        self._zeroes_gradients_next = share.ends
         self.checkpoints.apply_outcome()
         self._after_step = result.after_step
         if self.layers is not None:
@@ -230,7 +240,7 @@ class TrainingSteps:
         """Gradients that count for later steps, or that hooks may see."""
         if not self.module.automatic_optimization:  # it zeroes them itself
             return {p: p.grad for p in self.module.parameters() if p.grad is not None}
-        if self._zeroes_next and not sees_old_gradients(self._trainer, self.module):
+        if self._zeroes_gradients_next and not sees_old_gradients(self._trainer, self.module):
             return {}
         return self.executor.runner.gradients.held()
 
@@ -243,14 +253,13 @@ class TrainingSteps:
             return
         named = trained_by_name(self.module, self._optimizers)
         names, parameters = [*named], [*named.values()]
-        if names != self._names_of_trained[0]:
-            self._names_of_trained = names, float(zlib.crc32(repr(names).encode()))
-        known = self.executor.runner.gradients.parameters
-        if [*map(id, parameters)] == [*map(id, known)]:
+        if names != self._trained_names[0]:
+            self._trained_names = names, float(zlib.crc32(repr(names).encode()))
+        old_ids = [*map(id, self.executor.runner.gradients.parameters)]
+        if [*map(id, parameters)] == old_ids:
             return
         if self._context.grid.stages > 1:
-            old = set(map(id, known))
-            new = ", ".join(name for name, parameter in named.items() if id(parameter) not in old)
+            new = ", ".join(name for name, parameter in named.items() if id(parameter) not in old_ids)
             raise UnsupportedFeatureError(
                 f"A hook has changed the parameters ({f'new: {new}' if new else 'some are gone'}), which it cannot with"
                 " several stages: do that in __init__() or configure_model(), or use pipeline_parallel_size=1."
@@ -258,6 +267,7 @@ class TrainingSteps:
         self.executor.runner.replace_parameters(parameters)
 
     def confirm_step(self) -> None:
+        """Waits until the newest step is not speculative any more."""
         self.executor.confirm_newest()
 
     def at_boundary(self, boundary: StepBoundary) -> None:
@@ -300,9 +310,11 @@ class TrainingSteps:
             requeue(self._context.options.checkpoints.signal_timeout)
 
     def as_loss(self, value: float) -> Tensor:
+        """``value`` as a step would return it: the dtype of the parameters, on the device."""
         return torch.tensor(value, dtype=self._loss_dtype, device=self._context.device)
 
     def log_step(self, handle: StepHandle, loss: Tensor, outputs: Mapping[int, bytes]) -> Any:
+        """Logs what the step's micro-batches logged; returns what ``training_step`` returned."""
         returned = None
         if any(outputs.values()):
             with self._context.forward_context():
@@ -313,6 +325,8 @@ class TrainingSteps:
         return returned
 
     # ------------------------------------------------------------------ for the executor: micro-batches
+
+    # Documented in ExecutorCallbacks, as the methods below that have no docstring.
 
     def split(self, data: Any, index: int) -> tuple[Any, Any]:
         return self.parts.split(data, index)
@@ -344,7 +358,7 @@ class TrainingSteps:
     def on_recovery(self, step: int, is_applied: bool) -> None:
         self.recorder.microbatch_changes.run_again()
         self._checks.announce(step + is_applied)
-        self._reach("recovery", step)
+        self._at_fault_point("recovery", step)
 
     # ------------------------------------------------------------------ for the executor: applied steps
 
@@ -354,7 +368,7 @@ class TrainingSteps:
             yield
 
     def describe_step(self, step: int) -> Facts:
-        counters, options, inputs = self._numbers()
+        counters, options, inputs = self._facts()
         checked = None
         if self._checks.is_due(step) and self.executor.runner.is_confirmed:
             with self._client.busy("a check of the parameters"):
@@ -364,11 +378,11 @@ class TrainingSteps:
     def describe(self) -> dict[str, Any]:
         """The values, by name, that a copy of this worker must have at a step's start."""
         self._follow_parameters()
-        counters, options, inputs = self._numbers()
+        counters, options, inputs = self._facts()
         return {**counters, **options, **inputs, **self._checks.sums(self.module, self._optimizers)}
 
-    def _numbers(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """Numbers equal on all workers, on a stage, and where gradients are summed."""
+    def _facts(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Numbers equal on all workers: counters and, last, inputs; between: a stage's."""
         trainer = self._trainer
         counters: dict[str, float] = {
             "trainer.global_step": trainer.global_step,
@@ -381,7 +395,7 @@ class TrainingSteps:
             counters["trainer.should_stop"] = trainer.should_stop
         options = optimizer_options(self._optimizers)
         if self._context.grid.stages == 1 and not self.parts.optimizes_itself:
-            inputs["the names of the parameters, which hooks can change,"] = self._names_of_trained[1]
+            inputs["the names of the parameters, which hooks can change,"] = self._trained_names[1]
         if (scaler := scaler_of(trainer)) is not None:
             inputs["loss scale"] = scaler.get_scale()
         return counters, options, inputs
@@ -433,7 +447,7 @@ class TrainingSteps:
                 local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Tensors held from step to step besides parameters and gradients."""
+        """Tensors kept from step to step, apart from parameters and gradients."""
         yield from self.module.buffers()
         yield from self._newest_step.tensors()
         for optimizer in self._optimizers:
@@ -443,10 +457,10 @@ class TrainingSteps:
     # ------------------------------------------------------------------ for the executor: state of peers
 
     def take_snapshot(self) -> WorkerSnapshot:
-        return self.transfer.snapshot(self.checkpoints.saves.state())
+        return self.worker_state.snapshot(self.checkpoints.saves.state())
 
     def restore_snapshot(self, snapshot: WorkerSnapshot) -> None:
-        self.transfer.restore(snapshot)
+        self.worker_state.restore(snapshot)
 
 
 def _refuse_norms(*_: Any) -> list[Any]:

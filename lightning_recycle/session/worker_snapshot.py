@@ -79,11 +79,15 @@ class WorkerSnapshot:
     values: dict[str, Any]
 
 
-class StateTransfer:
-    """Transfer of a worker's state to and from peers, and of objects to checkpoints.
+class WorkerState:
+    """Takes and restores a worker's state, for peers and for checkpoints.
 
-    ``left_gradients``: returns gradients that count for later steps, or that hooks may see. ``describe``: returns the
-    values by which a copy of this worker is recognised, by name.
+    For peers: a donor calls :meth:`snapshot`; the joining worker :meth:`restore`, and :meth:`finish_joining` where the
+    donor was.
+
+    Args:
+        left_gradients: returns gradients that count for later steps, or that hooks may see.
+        describe: returns the values, by name, by which a copy of this worker is recognised.
     """
 
     def __init__(
@@ -101,8 +105,8 @@ class StateTransfer:
         self._executor, self._stop_requests = executor, stop_requests
         self.left_gradients, self._describe = left_gradients, describe
         self._large_data = LargeData({})
-        self._large: Mapping[str, Any] = {}  # the large data of this worker when it began to join
-        self._joined_with: WorkerSnapshot | None = None
+        self._large_when_joining: Mapping[str, Any] = {}  # the large data of this worker when it began to join
+        self._donor_snapshot: WorkerSnapshot | None = None
 
     def begin_training(self, restored: ObjectPack | None) -> None:
         if restored is not None:
@@ -111,7 +115,7 @@ class StateTransfer:
             self._note_objects()
 
     def _note_objects(self) -> None:
-        """Notes the present large data, and warns of objects that cannot be carried."""
+        """Notes the present large data; warns of objects that a replacement makes itself."""
         self._large_data = LargeData(user_graph(self._trainer).large)
         graph = user_graph(self._trainer, TrainingParts(self._trainer))
         if self._context.collectives.is_leader and (stays := graph.unpicklable()):
@@ -176,7 +180,7 @@ class StateTransfer:
             weights=tuple(weights_of(module)),
             precision=trainer.precision_plugin.state_dict(),
             trainer=TrainerState.of(trainer, is_bound_to_process),
-            orders=tuple(tuple(source.order() for source in sources) for sources in self._addressed()),
+            orders=tuple(tuple(source.joining_state() for source in sources) for sources in self._addressed_loaders()),
             stop_agreed=self._stop_requests.agreed,
             next_collective=self._context.client.member.next_collective,
             hooks=self._context.client.member.hooks,
@@ -196,10 +200,11 @@ class StateTransfer:
         # Loaders and the hooks of this batch ask all workers something; the others are past that, and this one answers
         # itself until it has come to the step.
         member.joining = True
-        self._large = user_graph(trainer).large
-        if any(path.startswith("val loader ") and path not in self._large for path in snapshot.objects.same):
+        self._large_when_joining = user_graph(trainer).large
+        known_paths = self._large_when_joining.keys()
+        if any(path.startswith("val loader ") and path not in known_paths for path in snapshot.objects.same):
             read_loaders(trainer, "val", None)  # the donor has had their data since its sanity check
-            self._large = user_graph(trainer).large
+            self._large_when_joining = user_graph(trainer).large
         training = self._restore_objects(snapshot)
         self._restore_trainer(snapshot)
         training.read_loaders(trainer)
@@ -208,20 +213,20 @@ class StateTransfer:
         self._restore_trainer(snapshot)
         loop: Any = trainer.fit_loop
         loop.enter_mid_epoch(snapshot.trainer.loops["state_dict"])
-        for sources, orders in zip(self._addressed(), snapshot.orders, strict=True):
+        for sources, orders in zip(self._addressed_loaders(), snapshot.orders, strict=True):
             for source, order in zip(sources, orders, strict=False):
                 source.take_over(order)
         member.next_collective, member.hooks = snapshot.next_collective, snapshot.hooks
         self._stop_requests.agreed = snapshot.stop_agreed
         self._microbatch_changes.load_state(snapshot.microbatch_changes)
-        self._joined_with = snapshot
+        self._donor_snapshot = snapshot
 
-    def complete(self) -> CommonState | None:
+    def finish_joining(self) -> CommonState | None:
         """Takes over the donor's state at the point where it took the snapshot.
 
         Does not return if this worker is still no copy: the others go on without it.
         """
-        snapshot, self._joined_with = self._joined_with, None
+        snapshot, self._donor_snapshot = self._donor_snapshot, None
         if snapshot is None:
             return None
         self._restore_objects(snapshot)
@@ -240,7 +245,7 @@ class StateTransfer:
         trainer, module = self._trainer, self._module
         take_pruned_form(module, snapshot.weights)
         training = TrainingParts(trainer)
-        user_graph(trainer, training).update(snapshot.objects, self._context.device, self._large)
+        user_graph(trainer, training).update(snapshot.objects, self._context.device, self._large_when_joining)
         training.take_up(trainer)
         self._recorder.find_again()
         return training
@@ -256,8 +261,8 @@ class StateTransfer:
         snapshot.trainer.load(trainer)
         set_generator_states(snapshot.generators)
 
-    def _addressed(self) -> tuple[list[MicrobatchLoader], ...]:
-        """The loaders of training and validation whose samples have addresses."""
+    def _addressed_loaders(self) -> tuple[list[MicrobatchLoader], ...]:
+        """The loaders of training, and those of validation, whose samples have addresses."""
         loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         return tuple(addressed_loaders(loop) for loop in loops)
 
@@ -285,7 +290,7 @@ class StateMarks:
     def __init__(self, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
         self._weights = {name: mark_of(value) for name, value in module.state_dict().items()}
-        self._states = [_marks_of(state) for state in self._by_name()]
+        self._states = [_marks_by_name(state) for state in self._by_name()]
 
     def changes(self) -> dict[str, Any]:
         """Weights and optimizer states, by name, that have changed since the marks."""
@@ -293,7 +298,7 @@ class StateMarks:
         return {
             "weights": {name: value for name, value in weights.items() if mark_of(value) != self._weights.get(name)},
             "optimizers": [
-                {name: values for name, values in state.items() if _marks_of(values) != before.get(name)}
+                {name: values for name, values in state.items() if _marks_by_name(values) != before.get(name)}
                 for state, before in zip(self._by_name(), self._states, strict=True)
             ],
         }
@@ -316,12 +321,12 @@ def mark_of(value: Any) -> Any:
     return memory_address(part), part.storage_offset(), None if part.is_inference() else version_of(part)
 
 
-def _marks_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _marks_of(value) if isinstance(value, Mapping) else mark_of(value) for name, value in values.items()}
+def _marks_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _marks_by_name(v) if isinstance(v, Mapping) else mark_of(v) for name, v in values.items()}
 
 
-def frozen(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """A function that returns ``checkpoint`` as read from a file written now."""
+def checkpoint_reader(checkpoint: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """A function that returns ``checkpoint`` as it is now, as if read from a file."""
     file = io.BytesIO()
     torch.save(dict(checkpoint), file)
 
@@ -359,7 +364,9 @@ def boundary_of(completion: Mapping[str, Any]) -> StepBoundary | None:
     return completion["boundary"] and StepBoundary(completion["boundary"])
 
 
-def complete(checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]) -> None:
+def update_from_completion(
+    checkpoint: MutableMapping[str, Any], completion: Mapping[str, Any], further: Iterable[str]
+) -> None:
     """Replaces Lightning's values in a checkpoint by newer ones of ``completion``.
 
     ``further``: the entries with the weights if ``state_dict`` has others.

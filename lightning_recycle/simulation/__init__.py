@@ -19,7 +19,9 @@ from lightning_recycle.simulation.failures import (
     TraceReplay,
     as_seconds,
 )
-from lightning_recycle.simulation.policies import (
+from lightning_recycle.simulation.policy import Policy
+from lightning_recycle.simulation.published_policies import Bamboo, Oobleck, Varuna
+from lightning_recycle.simulation.recycle_and_common_policies import (
     DropReplica,
     Elastic,
     FaultFree,
@@ -28,8 +30,6 @@ from lightning_recycle.simulation.policies import (
     Restart,
     Spares,
 )
-from lightning_recycle.simulation.policy import Policy
-from lightning_recycle.simulation.published_policies import Bamboo, Oobleck, Varuna
 from lightning_recycle.simulation.results import Cause, SimulationResult, State
 from lightning_recycle.simulation.simulated_run import repeat, simulate
 from lightning_recycle.simulation.training_model import (

@@ -12,7 +12,6 @@ from lightning_recycle.arguments import at_least, fraction
 from lightning_recycle.planning import Costs
 from lightning_recycle.planning.layouts import Judgement
 from lightning_recycle.simulation.failures import Duration, keep_seconds
-from lightning_recycle.simulation.policies import Teams, assemble_teams, whole_pipelines
 from lightning_recycle.simulation.policy import (
     DEFAULT_EFFORT,
     Configuration,
@@ -27,6 +26,7 @@ from lightning_recycle.simulation.policy import (
     pipeline_step,
     stopped,
 )
+from lightning_recycle.simulation.recycle_and_common_policies import Teams, assemble_teams, whole_pipelines
 from lightning_recycle.simulation.training_model import TrainingModel
 
 _PARAMETER_BYTES = 4.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.simulation.failures import (
@@ -54,42 +55,56 @@ class _Pending:
 
 
 class SimulatedRun:
-    """A training run under a policy, played until tick ``end``."""
+    """A training run under a policy, played until tick ``end``.
+
+    Attributes:
+        spans, events: the timeline so far.
+        live: nodes that work.
+        changes: failures and repairs to come, the next one last.
+        now: the present tick.
+        pauses: (label, end) of what is left of the pauses, the next one last.
+        pending: a reaction that waits for the end of a step.
+        alarm: the tick at which the policy wants to be asked again.
+        snapshot: the newest state of which a checkpoint was begun; ``loadable_at``: when that can be loaded.
+        older_snapshot: the state to which a loss goes back until then.
+        after_pauses: "write" if a checkpoint of the state after the pauses is then written on; "loaded" if that state
+            can be loaded at once, as it was itself loaded, or saved in the pauses.
+        origin: a step begins here, and every step's duration later; ``begun``: when the first of them really began.
+        configuration: the training in force.
+    """
 
     def __init__(self, context: Context, policy: Policy, changes: Sequence[Change], end: int) -> None:
         self.context, self.policy, self.end = context, policy, end
         self.spans: list[Span] = []
         self.live = frozenset(range(context.cluster.nodes))
         self.events: list[SimulatedEvent] = []
-        self.changes = list(changes)[::-1]  # the next one last
+        self.changes = list(changes)[::-1]
         self.now = 0
-        self.pauses: list[tuple[str, int]] = []  # what is left of them, the next one last; label and end
+        self.pauses: list[tuple[str, int]] = []
         self.pending: _Pending | None = None
         self.alarm: int | None = None
-        self.checkpoint = 0  # the state to which a loss goes back
-        self.newest_snapshot = 0  # the newest state of which a checkpoint was begun
-        self.readable = 0  # when it can be loaded
-        self.checkpointing: bool | None = None  # in a pause: True where a checkpoint's writing goes on after it, False
-        # where it can be loaded when the pauses are over (it was itself loaded, or is written in them)
-        self.origin = 0  # a step begins here, and every step's duration later
-        self.begun = 0  # when the first of them really began
+        self.older_snapshot = self.snapshot = self.loadable_at = 0
+        self.after_pauses: Literal["write", "loaded"] | None = None
+        self.origin = self.begun = 0
         if self.changes and self.changes[-1].tick == 0:
-            self._apply(self.changes.pop())
+            self._apply_change(self.changes.pop())
         first = policy.begin(context, self.live)
         self.configuration = first.configuration
-        self._take(first, Trigger(0.0, self.live))
+        self._accept(first, Trigger(0.0, self.live))
 
     def play(self) -> None:
+        """Plays to the end."""
         while self.now < self.end:
-            upcoming = self._next()
-            self._span(upcoming)
+            upcoming = self._next_tick()
+            self._extend_timeline(upcoming)
             self.now = upcoming
             if self.now < self.end:
                 self._handle_next_event()
 
     # -- what comes next ------------------------------------------------------------------------------------------
 
-    def _next(self) -> int:
+    def _next_tick(self) -> int:
+        """The tick of the next event."""
         ticks = [self.end]
         if self.pauses:
             ticks.append(self.pauses[-1][1])
@@ -112,23 +127,23 @@ class SimulatedRun:
         elif not self.pauses and self.configuration.running and self._checkpoint_due() == self.now:
             stall = as_ticks(self.configuration.checkpoint_seconds)
             if stall:
-                self.checkpointing = True
+                self.after_pauses = "write"
                 self.pauses = [("checkpoint", self.now + stall)]
             else:
                 self._begin_checkpoint(loaded=False)
         elif self.pending is not None and self.pending.tick <= self.now:
             reaction, self.pending = self.pending.reaction, None
-            self._switch(reaction)
+            self._put_into_force(reaction)
         elif self.changes and self.changes[-1].tick <= self.now:
             change = self.changes.pop()
-            self._apply(change)
-            self._ask(Trigger(self._seconds(), self.live, change.down, change.up))
+            self._apply_change(change)
+            self._ask_policy(Trigger(self._seconds(), self.live, change.down, change.up))
         elif self.alarm is not None and self.alarm <= self.now:
             self.alarm = None
             self.events.append(SimulatedEvent(self._seconds(), "alarm"))
-            self._ask(Trigger(self._seconds(), self.live, woken=True))
+            self._ask_policy(Trigger(self._seconds(), self.live, woken=True))
 
-    def _apply(self, change: Change) -> None:
+    def _apply_change(self, change: Change) -> None:
         """Applies failures and returns of nodes."""
         self.live = self.live.difference(change.down).union(change.up)
         for kind, nodes in (("failure", change.down), ("repair", change.up)):
@@ -137,7 +152,8 @@ class SimulatedRun:
 
     # -- what a policy decides ------------------------------------------------------------------------------------
 
-    def _ask(self, trigger: Trigger) -> None:
+    def _ask_policy(self, trigger: Trigger) -> None:
+        """Asks the policy for its reaction, also to the trigger of one that still waits."""
         if self.pending is not None:
             # A waiting reaction may rely on a node that has just failed, so the policy answers both at once.
             before, self.pending = self.pending.trigger, None
@@ -145,34 +161,36 @@ class SimulatedRun:
             trigger = replace(trigger, up=up, woken=trigger.woken or before.woken)
         reaction = self.policy.react(self.context, self.configuration, trigger)
         if reaction is not None:
-            self._take(reaction, trigger)
+            self._accept(reaction, trigger)
 
-    def _take(self, reaction: Reaction, trigger: Trigger) -> None:
+    def _accept(self, reaction: Reaction, trigger: Trigger) -> None:
+        """Puts ``reaction`` into force, or keeps it for the end of the step."""
         self.alarm = None if reaction.wake is None else self.now + max(1, as_ticks(reaction.wake))
         if reaction.at_boundary and self.configuration.running and not self.pauses:
             begun = self.now + as_ticks(self.configuration.lead_seconds)
             self.pending = _Pending(reaction, trigger, self._boundary(begun))
             return
-        self._switch(reaction)
+        self._put_into_force(reaction)
 
-    def _switch(self, reaction: Reaction) -> None:
+    def _put_into_force(self, reaction: Reaction) -> None:
+        """Undoes lost time, rearranges pauses, restarts or goes on with the step."""
         old, self.configuration = self.configuration, reaction.configuration
         interrupted = reaction.lost is Loss.STEP or bool(reaction.pauses) or not reaction.configuration.running
         if reaction.lost is Loss.CHECKPOINT:
-            self.newest_snapshot, self.readable = self._newest_checkpoint(), self.now  # a half one is never complete
-            self._undo(self.newest_snapshot)
+            self.snapshot, self.loadable_at = self._newest_checkpoint(), self.now  # a half one is never complete
+            self._mark_lost(self.snapshot)
         elif interrupted:
-            self._undo(self._step_begin(old))
+            self._mark_lost(self._step_begin(old))
         resumed = bool(self.pauses) and reaction.lost is Loss.NOTHING
         until = self.pauses[0][1] if resumed else self.now
         if not resumed:
             # Loaded state is as good as a checkpoint that has just been written.
-            self.pauses, self.checkpointing = [], False if reaction.lost is Loss.CHECKPOINT else None
+            self.pauses, self.after_pauses = [], "loaded" if reaction.lost is Loss.CHECKPOINT else None
         elif reaction.pauses and self.pauses[0][0] == _FILL:
             until = max(self.now, self.pauses[1][1] if len(self.pauses) > 1 else self.now)
             del self.pauses[0]  # it follows the new pauses instead
         if reaction.saved:
-            self.checkpointing = False
+            self.after_pauses = "loaded"
         for pause in reaction.pauses:
             until += as_ticks(pause.seconds)
             self.pauses.insert(0, (pause.label, until))
@@ -187,57 +205,60 @@ class SimulatedRun:
             self._start_steps()
 
     def _start_steps(self) -> None:
+        """A step begins now, and a checkpoint if the pauses were for one."""
         self.origin = self.begun = self.now
         if self.pending is not None:  # it waits for a step that begins only now, after a checkpoint
             self.pending.tick = self._boundary(self.pending.tick)
-        if self.checkpointing is not None:
-            self._begin_checkpoint(loaded=not self.checkpointing)
-            self.checkpointing = None
+        if self.after_pauses is not None:
+            self._begin_checkpoint(loaded=self.after_pauses == "loaded")
+            self.after_pauses = None
 
     def _begin_checkpoint(self, *, loaded: bool) -> None:
         """A checkpoint of this moment, loadable later, or at once if it was loaded."""
-        self.checkpoint = self._newest_checkpoint()
-        self.newest_snapshot = self.now
-        self.readable = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
+        self.older_snapshot = self._newest_checkpoint()
+        self.snapshot = self.now
+        self.loadable_at = self.now + (0 if loaded else as_ticks(self.configuration.checkpoint_writing))
 
     def _newest_checkpoint(self) -> int:
         """The newest state that can be loaded now."""
-        return self.newest_snapshot if self.readable <= self.now else self.checkpoint
+        return self.snapshot if self.loadable_at <= self.now else self.older_snapshot
 
     def _carry_on(self, old: Configuration) -> None:
         """The step in progress continues at another speed; work already done stays done."""
-        if _step(old) == _step(self.configuration):
+        if _step_ticks(old) == _step_ticks(self.configuration):
             return
         begun = self._step_begin(old)
-        done = (self.now - self.origin) % _step(old)
-        self.origin = self.now - done * _step(self.configuration) // _step(old)
+        done = (self.now - self.origin) % _step_ticks(old)
+        self.origin = self.now - done * _step_ticks(self.configuration) // _step_ticks(old)
         self.begun = begun
         if self.pending is not None:
             self.pending.tick = self._boundary(self.now)
 
     def _boundary(self, tick: int) -> int:
         """The first end of a step at ``tick`` or after it."""
-        step = _step(self.configuration)
+        step = _step_ticks(self.configuration)
         return self.origin - (self.origin - tick) // step * step
 
     def _step_begin(self, configuration: Configuration) -> int:
         """Begin of the step in progress; there is none in a pause."""
         if self.pauses or not configuration.running:
             return self.now
-        step = _step(configuration)
+        step = _step_ticks(configuration)
         steps = (self.now - self.origin) // step
         return self.origin + steps * step if steps else self.begun
 
     def _checkpoint_due(self) -> int | None:
-        every = self.configuration.checkpoint_every
-        if every is None:
+        """The end of a step at which the next checkpoint begins; None for no checkpoints."""
+        interval = self.configuration.checkpoint_every
+        if interval is None:
             return None
-        found = self._boundary(max(self.newest_snapshot + as_ticks(every), self.readable, self.now))
-        return found if found > self.begun else found + _step(self.configuration)
+        boundary = self._boundary(max(self.snapshot + as_ticks(interval), self.loadable_at, self.now))
+        return boundary if boundary > self.begun else boundary + _step_ticks(self.configuration)
 
     # -- the timeline ---------------------------------------------------------------------------------------------
 
-    def _span(self, until: int) -> None:
+    def _extend_timeline(self, until: int) -> None:
+        """Adds what happens from now ``until`` then, in the last span if that only goes on."""
         if until <= self.now:
             return
         configuration = self.configuration
@@ -257,7 +278,8 @@ class SimulatedRun:
             return
         self.spans.append(Span(self.now, until, state, label, configuration, live))
 
-    def _undo(self, since: int) -> None:
+    def _mark_lost(self, since: int) -> None:
+        """Makes all training ``since`` a tick lost time."""
         at = len(self.spans)
         while at and self.spans[at - 1].end > since:
             at -= 1
@@ -272,13 +294,14 @@ class SimulatedRun:
         return self.now / TICKS_PER_SECOND
 
 
-def _step(configuration: Configuration) -> int:
+def _step_ticks(configuration: Configuration) -> int:
+    """The duration of a step; at least one tick."""
     return max(1, as_ticks(configuration.step_seconds))
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
-_SAMPLES = 8  # runs from which the mean time between failures is known
+_MTBF_SEEDS = 8  # runs from which the mean time between failures is known
 
 
 def simulate(
@@ -335,10 +358,10 @@ def mean_time_between_failures(failures: FailureSource, cluster: Cluster, durati
     """
     count = sum(
         bool(change.down) and change.tick > 0
-        for seed in range(_SAMPLES)
+        for seed in range(_MTBF_SEEDS)
         for change in failures.changes(cluster, duration, 1_000_000 + seed)
     )
-    return _SAMPLES * duration / count if count else None
+    return _MTBF_SEEDS * duration / count if count else None
 
 
 def _interval(span: Span) -> Interval:

@@ -754,7 +754,7 @@ class SimulatedWorker:
         columns = range(self.stage * self.network.members, (self.stage + 1) * self.network.members)
         siblings_done = step != again or ahead.issuperset(columns)
         part = recovery.part_of(step, self.version, self.reduced, plan.idle_peer, siblings_done)
-        self.buffers[part.buffers % 2], self.shared[part.buffers % 2] = (-1, 0), {}
+        self.buffers[part.buffer_step % 2], self.shared[part.buffer_step % 2] = (-1, 0), {}
         has = self.version if step == self.version else self.shadow
         assert has == step, f"it computes step {step} with the parameters of version {has}"
         assert self.schedule[0] == self.roster, f"it runs {self.schedule}, but the roster is {self.roster}"

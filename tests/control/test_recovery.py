@@ -16,8 +16,8 @@ from lightning_recycle.control.protocol.recovery import (
     Confirm,
     Forget,
     Give,
-    Part,
     Serve,
+    StepPart,
     Take,
     actions,
     decide,
@@ -232,12 +232,18 @@ def test_a_worker_never_applies_a_gradient_that_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("version", "reduced", "expected"),
     [
-        (T, False, Part(computes_weights=True, reduces=True, buffers=T, applies=True, awaits_peers=True)),
-        (T, True, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=True, awaits_peers=True)),
-        (T + 1, False, Part(computes_weights=False, reduces=False, buffers=T + 1, applies=False, awaits_peers=True)),
+        (T, False, StepPart(computes_weights=True, reduces=True, buffer_step=T, applies=True, awaits_peers=True)),
+        (T, True, StepPart(computes_weights=False, reduces=False, buffer_step=T + 1, applies=True, awaits_peers=True)),
+        (
+            T + 1,
+            False,
+            StepPart(computes_weights=False, reduces=False, buffer_step=T + 1, applies=False, awaits_peers=True),
+        ),
     ],
 )
-def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(version: int, reduced: bool, expected: Part) -> None:
+def test_what_a_worker_does_of_a_step_leaves_alone_what_is_done(
+    version: int, reduced: bool, expected: StepPart
+) -> None:
     assert part_of(T, version, reduced, idle_peer=True) == expected
 
 

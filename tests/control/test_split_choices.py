@@ -14,7 +14,7 @@ from lightning_recycle.planning import Grid, Schedule, Worker
 from lightning_recycle.planning.child_process import PlanningProcess
 from lightning_recycle.planning.costs import Footprint
 from lightning_recycle.planning.grid import OpKind
-from lightning_recycle.planning.splitting import SplitTrial
+from lightning_recycle.planning.split_backward import SplitTrial
 
 GRID = Grid(3, 4, 6)
 ALL: frozenset[Worker] = frozenset()

@@ -138,7 +138,7 @@ def test_processes_that_the_user_prepares_read_what_others_would_have_read_too()
             for step in range(len(source)):
                 found = torch.cat(step_data(source, epoch, step)).tolist()
                 assert sorted(found) == [2 * index for index in range(8 * step, 8 * step + 8)]
-                assert sorted(source.collated_whole(StepHandle(source, epoch, step)).tolist()) == sorted(found)
+                assert sorted(source.collate_batch(StepHandle(source, epoch, step)).tolist()) == sorted(found)
 
 
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
@@ -314,7 +314,7 @@ def test_data_of_steps_that_cannot_be_redone_any_more_is_released() -> None:
     source = loader(Numbers(32), Grid(1, 1, 2), 4)
     for step in range(len(source)):
         step_data(source, 0, step)
-        assert len(source._fetched) <= 4, "this step's and the one's before"
+        assert len(source._cache) <= 4, "this step's and the one's before"
 
 
 # ---------------------------------------------------------------------- samplers and bad input

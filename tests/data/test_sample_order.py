@@ -114,7 +114,7 @@ def test_a_replacement_has_the_order_of_its_donor_and_goes_on_from_it(name: str)
         source.set_epoch(0)
     order(donor, 0)
     order(donor, 1)
-    joiner.take_over(pickle.loads(pickle.dumps(donor.order())))
+    joiner.take_over(pickle.loads(pickle.dumps(donor.joining_state())))
     assert [order(joiner, e) for e in (0, 1, 2)] == [order(donor, e) for e in (0, 1, 2)]
 
 
@@ -192,7 +192,7 @@ def test_a_replacement_whose_samples_are_others_is_refused() -> None:
     donor, joiner = loader(Numbers(SIZE)), loader(Numbers(SIZE, 1))
     donor.facts()
     with pytest.raises(ConfigurationError, match="Numbers must be the same in every process"):
-        joiner.take_over(donor.order())
+        joiner.take_over(donor.joining_state())
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -201,7 +201,7 @@ def test_a_replacement_has_the_samples_of_a_dataset_that_hooks_have_changed(proc
     donor.facts()
     for source in (donor, joiner):
         source.dataset.first = 7
-    joiner.take_over(donor.order())
+    joiner.take_over(donor.joining_state())
 
 
 @pytest.mark.parametrize("processes", [0, 1])

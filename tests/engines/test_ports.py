@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_recycle import ConfigurationError
 from lightning_recycle.engines.worker_environment import port_range
-from lightning_recycle.runtime.connections import Gate, listen
+from lightning_recycle.runtime.worker_links import Gate, listen
 
 WORKER = {"RECYCLE_COORDINATOR": "10.0.0.1:29400", "RECYCLE_KEY": "a secret of 16 bytes or more"}
 

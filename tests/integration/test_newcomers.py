@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_recycle.callbacks import Fault
-from lightning_recycle.session.worker_snapshot import StateTransfer
+from lightning_recycle.session.worker_snapshot import WorkerState
 
 BATCH = 8
 SAMPLES = 64
@@ -268,7 +268,7 @@ class Wrong(AwaitReplacement):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.how == "state" and self._is_wrong(trainer):
-            StateTransfer._restore_objects = miscopied(StateTransfer._restore_objects)  # type: ignore[method-assign]
+            WorkerState._restore_objects = miscopied(WorkerState._restore_objects)  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         super().on_train_batch_start(trainer, *arguments)

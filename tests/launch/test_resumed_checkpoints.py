@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_recycle.control.options import RecoveryOptions
-from lightning_recycle.launch.resume import RestartPolicy, Start
+from lightning_recycle.launch.resume_and_restart import RestartPolicy, Start
 from lightning_recycle.planning.grid import Grid, Positions
 
 GRID = Grid(4, 2, 3)

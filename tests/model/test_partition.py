@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_recycle import ConfigurationError, PlanningOptions
-from lightning_recycle.model.layers import even_parts, stage_layers
+from lightning_recycle.model.layers import even_parts, layer_ranges
 
 
 def sizes(parts: Sequence[range]) -> list[int]:
@@ -26,7 +26,7 @@ def test_stages_of_equal_layers_are_contiguous_and_even_and_later_ones_never_get
 
 @pytest.mark.parametrize(("partition", "expected"), [("count", [2, 2]), ([1, 3], [1, 3]), ((3, 1), [3, 1])])
 def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
-    parts = stage_layers(4, 2, partition)
+    parts = layer_ranges(4, 2, partition)
     assert sizes(parts) == expected
     assert [index for part in parts for index in part] == [0, 1, 2, 3]
 
@@ -47,10 +47,10 @@ def test_layers_are_dealt_as_asked(partition: Any, expected: list[int]) -> None:
 )
 def test_a_partition_that_does_not_fit_is_an_error_with_the_wrong_value(partition: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        stage_layers(4, 2, PlanningOptions(partition=partition).partition)
+        layer_ranges(4, 2, PlanningOptions(partition=partition).partition)
 
 
 def test_fewer_layers_than_stages_is_an_error_however_they_are_dealt() -> None:
     for partition in ("count", [1, 1]):
         with pytest.raises(ConfigurationError, match="1 layer, fewer than pipeline_parallel_size=2"):
-            stage_layers(1, 2, partition)  # type: ignore[arg-type]
+            layer_ranges(1, 2, partition)  # type: ignore[arg-type]

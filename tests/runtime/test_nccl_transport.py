@@ -16,13 +16,13 @@ from transport_world import World
 
 from lightning_recycle import CommunicationOptions
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.direct_transports import Transport
 from lightning_recycle.runtime.groups import CommunicationError
 from lightning_recycle.runtime.machine_errors import is_device_error
 from lightning_recycle.runtime.nccl import nccl_thread
 from lightning_recycle.runtime.nccl import nccl_transport as module
 from lightning_recycle.runtime.nccl.nccl_library import NcclError
 from lightning_recycle.runtime.nccl.nccl_transport import NcclTransport, transport_for
-from lightning_recycle.runtime.transports import Transport
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 
 VALUE = torch.arange(20_000.0)

@@ -22,7 +22,7 @@ from lightning_recycle.devices import (
 )
 from lightning_recycle.planning.grid import Microbatch, Op, OpKind
 from lightning_recycle.planning.program import Task
-from lightning_recycle.planning.splitting import SplitTrial
+from lightning_recycle.planning.split_backward import SplitTrial
 from lightning_recycle.runtime.stage import Stage
 from lightning_recycle.runtime.step_measurements import FirstSteps, processors_of
 

@@ -18,12 +18,12 @@ from support.models import Regression
 
 from lightning_recycle import ReCycleStrategy
 from lightning_recycle.errors import CheckpointError
-from lightning_recycle.launch.resume import newest_saved, settle_checkpoint
+from lightning_recycle.launch.resume_and_restart import newest_saved, settle_checkpoint
 from lightning_recycle.launch.run_preparation import TrainerCall
 from lightning_recycle.planning.grid import Grid, Positions
 from lightning_recycle.session.checkpoint_files import WholeCheckpointIO, damage, load_sharded, save_sharded
 from lightning_recycle.session.worker_context import StageGroup
-from lightning_recycle.session.worker_snapshot import complete
+from lightning_recycle.session.worker_snapshot import update_from_completion
 
 SIZE = 100_000  # numbers in a checkpoint
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     found = chosen(tmp_path)
     assert found is not None
     assert step_of(found) == 2
-    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("launch.resume")]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("launch.resume_and_restart")]
     assert str(tmp_path / "last-v1.ckpt") in warning
     assert "is damaged: " in warning
     with pytest.raises(CheckpointError, match=r"last-v1\.ckpt is damaged: .*newest whole one.*last\.ckpt"):
@@ -303,6 +303,6 @@ def test_a_checkpoint_is_completed_where_no_state_of_an_optimizer_was_read() -> 
     completion["param_groups"] = [[{"lr": 0.5}]]
     for states, expected in (([], []), ([{"param_groups": [{"lr": 0.1}]}], [{"param_groups": [{"lr": 0.5}]}])):
         checkpoint = {"loops": {}, "optimizer_states": states, "state_dict": {"w": 1}}
-        complete(checkpoint, completion, ())
+        update_from_completion(checkpoint, completion, ())
         assert checkpoint["optimizer_states"] == expected
         assert (checkpoint["loops"], checkpoint["state_dict"]) == ({"fit_loop": "new"}, {"w": 2})

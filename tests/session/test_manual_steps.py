@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_recycle.session.manual_steps import MicrobatchState
-from lightning_recycle.session.module_changes import ValueTree
+from lightning_recycle.session.value_tree import ValueTree
 
 
 class Counts(L.LightningModule):

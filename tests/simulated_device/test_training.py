@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recycle.callbacks import Fault
 from lightning_recycle.control.network.addresses import free_port
 from lightning_recycle.runtime.communicator import SMALL_BYTES
-from lightning_recycle.runtime.transports import Transport
+from lightning_recycle.runtime.direct_transports import Transport
 from lightning_recycle.session import checkpoints as checkpoints_module
 from simulated_device.accelerator import SimulatedAccelerator
 

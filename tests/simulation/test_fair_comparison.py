@@ -6,13 +6,13 @@ import pytest
 
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
-from lightning_recycle.simulation.policies import assemble_teams
 from lightning_recycle.simulation.policy import (
     MEASURED_AGREEMENT,
     agreement_seconds,
     best_interval,
     checkpoint_costs,
 )
+from lightning_recycle.simulation.recycle_and_common_policies import assemble_teams
 
 MEDIUM, LARGE = sim.get_model("gpt3_medium"), sim.get_model("gpt3_6_7b")
 KINDS = (

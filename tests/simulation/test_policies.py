@@ -7,7 +7,6 @@ import pytest
 from lightning_recycle import simulation as sim
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import HeuristicPlanner, Problem, Technique, Worker, normalize, normalized_failures
-from lightning_recycle.simulation.policies import WorkerPlacement, assemble_teams, fresh, place
 from lightning_recycle.simulation.policy import Context
 from lightning_recycle.simulation.published_policies import (
     cut,
@@ -18,6 +17,7 @@ from lightning_recycle.simulation.published_policies import (
     share_batch,
     stage_ranges,
 )
+from lightning_recycle.simulation.recycle_and_common_policies import WorkerPlacement, assemble_teams, fresh, place
 
 # Checkpoints, and the parts of a recovery that grow with the number of workers, have tests of their own.
 AT_ONCE = {"agreement": 0.0, "lookup": 0.0, "connect": 0.0, "checkpoint": "memory"}

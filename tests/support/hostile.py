@@ -28,7 +28,7 @@ from lightning_recycle.control.network.connection import (
 from lightning_recycle.control.protocol import messages
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
-from lightning_recycle.planning.splitting import SplitTrial
+from lightning_recycle.planning.split_backward import SplitTrial
 
 MESSAGES: tuple[type[Any], ...] = tuple(
     value

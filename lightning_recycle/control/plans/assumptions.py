@@ -34,7 +34,7 @@ from lightning_recycle.planning.heuristic_planner import HeuristicPlanner, Varie
 from lightning_recycle.planning.planner import Planner, PlanningOptions
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.splitting import SplitCosts, SplitTrial
+from lightning_recycle.planning.split_backward import SplitCosts, SplitTrial
 from lightning_recycle.planning.timing import MicrobatchVariation, retime
 
 OperationSeconds: TypeAlias = Mapping[int, Mapping[str, float]]

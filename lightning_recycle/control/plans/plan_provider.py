@@ -10,7 +10,7 @@ The heuristic plans small grids in this process, all else is made in the plannin
 lets the coordinator serve meanwhile. Plans of the library are used at once if they fit, and made again in the
 background if they were made for other costs or limits. With ``split_backward="auto"`` plans are fused until all stages
 have tried splitting; then both plans are made, and the better one is kept
-(:func:`~lightning_recycle.planning.splitting.choose_technique`).
+(:func:`~lightning_recycle.planning.split_backward.choose_technique`).
 
 Plans are kept by their problem up to renaming of workers
 (:func:`~lightning_recycle.planning.routing.representative`): the fault-free one, and within the memory limit those
@@ -46,7 +46,7 @@ from lightning_recycle.planning.planner import Planner, PlanningOptions, get_pla
 from lightning_recycle.planning.problem import Problem
 from lightning_recycle.planning.routing import CompactSchedule, alike, renamed, representative
 from lightning_recycle.planning.schedule import PlanResult, Schedule
-from lightning_recycle.planning.splitting import SplitCosts, TechniqueChoice, choose_technique
+from lightning_recycle.planning.split_backward import SplitCosts, TechniqueChoice, choose_technique
 from lightning_recycle.planning.timing import retime
 
 _KEPT_OPERATIONS = 2_000_000  # in the schedules that are kept; about 180 bytes each

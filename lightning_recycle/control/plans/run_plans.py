@@ -42,7 +42,7 @@ from lightning_recycle.planning.grid import Grid, Worker
 from lightning_recycle.planning.layouts import LayoutPlan
 from lightning_recycle.planning.program import links
 from lightning_recycle.planning.schedule import Schedule
-from lightning_recycle.planning.splitting import TechniqueChoice
+from lightning_recycle.planning.split_backward import TechniqueChoice
 from lightning_recycle.planning.timing import retime
 
 _STEPS_BEFORE_PLANNING_AHEAD = 3  # the first ones are slower than the rest
@@ -281,7 +281,7 @@ class RunPlans:
     def take_notes(self) -> list[tuple[str, dict[str, Any]]]:
         """Comparisons since the last call, as kinds and details of events.
 
-        "chosen" (:attr:`~lightning_recycle.planning.splitting.TechniqueChoice.facts`) and "layout".
+        "chosen" (:attr:`~lightning_recycle.planning.split_backward.TechniqueChoice.facts`) and "layout".
         """
         taken, self._notes = self._notes, []
         return taken

@@ -35,11 +35,11 @@ class MessageRecord:
     """Messages that a worker has sent and received, and others may lack."""
 
     def __init__(self) -> None:
-        # Named as the fields of Returned, which are told as they are:
+        # Attributes without an underscore are fields of Returned, sent as they are.
         self.facts: tuple[messages.Applied, ...] = ()
         self.arrival: messages.Arrive | None = None
         self.answer: messages.Answer | None = None
-        self.known: messages.Committed | None = None
+        self.newest_commit: messages.Committed | None = None
         self.request: messages.StopWish | None = None
         self.raised: messages.Raised | None = None
         self.membership_query: messages.MembershipQuery | None = None
@@ -108,14 +108,14 @@ class MessageRecord:
                 self._step_losses[message.step] = message
                 for step in sorted(self._step_losses)[:-_KEPT_STEPS]:
                     del self._step_losses[step]
-                self._losses = {step: one for step, one in self._losses.items() if step > message.step}
+                self._losses = {step: losses for step, losses in self._losses.items() if step > message.step}
                 self._forget_saves_before(message.saves)
             case messages.Committed():
-                self.known = message
+                self.newest_commit = message
             case messages.Resume():
                 if message.commits:
                     step = message.decision.version - (not message.confirmed)
-                    self.known = messages.Committed(message.generation, step, message.commits)
+                    self.newest_commit = messages.Committed(message.generation, step, message.commits)
                 if rank in message.donors:
                     self.joins_after = message.decision.version - 1
             case messages.StopVerdict():
@@ -140,22 +140,22 @@ class MessageRecord:
         if self.answer is not None and step >= self._answered_at + _STEPS_UNTIL_ALL_HAVE_AN_ANSWER:
             self.answer = None  # it may be as large as a checkpoint
 
-    def returned(self, generation: int, next_collective: int, **who: Any) -> messages.Returned:
-        """All that it holds; ``who``: the other fields of the message.
+    def returned(self, generation: int, next_collective: int, **sender: Any) -> messages.Returned:
+        """The message with all that it holds; ``sender``: the message's other fields.
 
-        ``next_collective``: the first control collective that has neither its answer nor its part.
+        ``next_collective``: the first control collective to which this worker has not contributed.
         """
         number = next_collective if self.arrival is None else self.arrival.number
         if self.answer is not None:
             number = max(number, self.answer.number + 1)
-        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        records = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return messages.Returned(
             generation=generation,
             next_collective=number,
             losses=tuple(self._losses.values()),
             step_losses=tuple(self._step_losses.values()),
-            **held,
-            **who,
+            **records,
+            **sender,
         )
 
 
@@ -173,9 +173,10 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The roster is about to change: the step may not begin yet; send ``replies``.
+    """All stop at a step boundary: the step may not begin yet; send ``replies``.
 
-    ``place``: ask again when :attr:`Member.pause` differs from it.
+    The roster, the layout, or a plan that needs other connections is about to change. ``place``: ask again when
+    :attr:`Member.pause` differs from it.
     """
 
     replies: tuple[Any, ...]
@@ -227,7 +228,7 @@ class Member:
         self.unfit: messages.Unfit | None = None
         self.confirmed_query = -1
         self.plans: list[messages.Boundary] = []  # of this generation, not begun yet
-        self._memory = MessageRecord() if returns else None
+        self._message_record = MessageRecord() if returns else None
         self._announcement: messages.Regroup | None = None
         self._resume: messages.Resume | None = None
         self._hook: messages.HookEntered | None = None
@@ -255,8 +256,8 @@ class Member:
 
     def _receive(self, message: Message) -> tuple[Message, ...]:
         """Takes in a ``message`` of the coordinator; returns the answers to send."""
-        if self._memory is not None:
-            self._memory.record_received(message, self.rank, self.begun)
+        if self._message_record is not None:
+            self._message_record.record_received(message, self.rank, self.begun)
         match message:
             case messages.Regroup():
                 before = self.roster if self._announcement is None else self._announcement.roster
@@ -316,16 +317,16 @@ class Member:
 
     def record_sent(self, message: Message) -> None:
         """Keeps ``message``, about to be sent, if a new coordinator must get it again."""
-        if self._memory is not None:
-            self._memory.record_sent(message)
+        if self._message_record is not None:
+            self._message_record.record_sent(message)
 
-    def returned(self, **who: Any) -> messages.Returned:
-        """First message to a restarted coordinator; ``who``: the sender, by field."""
-        assert self._memory is not None, "it ends with its coordinator"
+    def returned(self, **sender: Any) -> messages.Returned:
+        """First message to a restarted coordinator; ``sender``: its fields on this process."""
+        assert self._message_record is not None, "it ends with its coordinator"
         if self.in_hook:
-            who.update(hook=self._hook)
+            sender.update(hook=self._hook)
         generation = -1 if self._announcement is None else self._announcement.generation
-        return self._memory.returned(generation, self.next_collective, rank=self.rank, **who)
+        return self._message_record.returned(generation, self.next_collective, rank=self.rank, **sender)
 
     def validate(self) -> None:
         """Raises AssertionError with the violated rule of a member's states."""
@@ -354,8 +355,8 @@ class Member:
         yield "a stop point that was passed is answered", not 0 <= self._asked_stop_point <= self._newest_stop_point
         yield "who is in a hook was let in", not self.in_hook or self._hook is not None
         yield "published keys are of the generation", self.generation >= 0 or not self._published
-        if self._memory is not None:
-            yield "a worker keeps facts of two steps", len(self._memory.facts) <= _KEPT_STEPS
+        if self._message_record is not None:
+            yield "a worker keeps facts of two steps", len(self._message_record.facts) <= _KEPT_STEPS
 
     # ------------------------------------------------------------------ generations
 
@@ -373,8 +374,8 @@ class Member:
         self.plans.clear()
         if VALIDATES:
             self.validate()
-        if self._memory is not None:
-            self._memory.drop(announced)
+        if self._message_record is not None:
+            self._message_record.drop(announced)
         return announced
 
     def report(self, status: WorkerStatus, payload: Any, cuts: messages.Cuts = ()) -> messages.Report:
@@ -423,8 +424,8 @@ class Member:
         boundary = self._boundary if paused else None
         if not paused or (boundary is not None and step < boundary):
             self.begun = max(self.begun, step)
-            if self._memory is not None:
-                self._memory.record_begun(step)
+            if self._message_record is not None:
+                self._message_record.record_begun(step)
             due = [plan for plan in self.plans if plan.step <= step]
             self.plans = self.plans[len(due) :]
             if VALIDATES:
@@ -439,7 +440,10 @@ class Member:
         )
 
     def commit(self, step: int, payload: Any, speculative: bool = False) -> messages.Commit:
-        """Message that this worker is REDUCED in ``step``; ``speculative``: does not wait."""
+        """Message with this worker's contribution to the commit of ``step``.
+
+        The worker is REDUCED, or SPECULATIVE and does not wait for the answer.
+        """
         return messages.Commit(self.rank, self.generation, step, payload, speculative)
 
     def undo(self, step: int) -> messages.Undo:
@@ -447,7 +451,7 @@ class Member:
         return messages.Undo(self.rank, self.generation, step)
 
     def committed(self, step: int) -> messages.Committed | None:
-        """The answer that every live worker is REDUCED in ``step``."""
+        """The answer that every live worker has contributed to the commit of ``step``."""
         found = self._committed
         return found if found is not None and (found.generation, found.step) == (self.generation, step) else None
 
@@ -459,7 +463,7 @@ class Member:
         """The mean loss of ``step``; earlier ones are forgotten once it is there."""
         found = self._losses.get(step)
         if found is not None:
-            self._losses = {known: value for known, value in self._losses.items() if known >= step}
+            self._losses = {other: value for other, value in self._losses.items() if other >= step}
             self.counters = found.counters
             self._learn(found.saves)
         return found
@@ -477,7 +481,7 @@ class Member:
         return messages.Reached(self.rank, self.generation, messages.Milestone.IN_HOOK, self.hooks)
 
     def enter_hook(self) -> bool:
-        """Whether its siblings are about to, too; if so, the hook counts as run."""
+        """Whether all siblings have reached the hook; if so, it counts as run."""
         entered = self._hook is not None and (self._hook.generation, self._hook.number) == (self.generation, self.hooks)
         self.hooks += entered
         return entered

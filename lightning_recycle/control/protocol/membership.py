@@ -111,6 +111,7 @@ def _handle(state: MembershipState, event: Any) -> Next:
 
 
 def _on_joined(state: MembershipState, event: Joined) -> Next:
+    """A worker has joined; the first generation begins once all have."""
     if state.generation.number >= 0:
         return state, ()
     return recovery.begin_generation(state.with_roster(joined=state.roster.joined | {event.rank}))
@@ -122,11 +123,14 @@ def _on_start_due(state: MembershipState, event: StartDue) -> Next:
     in_stage = Counter(map(state.stage_of, expected))
     if state.generation.number >= 0 or any(in_stage[stage] < event.least for stage in range(state.grid.stages)):
         return state, ()
-    return _go_on_without(state.with_roster(live=expected))
+    return _settle_and_regroup(state.with_roster(live=expected))
 
 
 def _lose(state: MembershipState, event: Lost) -> Next:
-    """A worker and its siblings leave; ends the run if no other holds their stage."""
+    """A worker and its siblings leave; ends the run if their stage has no other worker.
+
+    Where all others of the stage are JOINING, it counts as lost once they report that they have no state.
+    """
     if event.rank not in state.roster.live:
         return state.with_roster(ready=state.roster.ready - {event.rank}), ()
     if state.positions.all_members({event.rank}) & state.roster.newcomers.keys():
@@ -141,11 +145,11 @@ def _lose(state: MembershipState, event: Lost) -> Next:
         return after(commands, _lose_stage(state, stage))
     if state.returned is not None:
         return state, commands  # the others are awaited
-    return after(commands, _go_on_without(state))
+    return after(commands, _settle_and_regroup(state))
 
 
-def _go_on_without(state: MembershipState) -> Next:
-    """Settles what waited for workers that left, and begins a generation without them."""
+def _settle_and_regroup(state: MembershipState) -> Next:
+    """Counts steps and answers collectives that waited for lost workers; then regroups."""
     state, settled = step_commit.settle_steps(recovery.with_leader(control_collectives.forget_retracted(state)))
     if state.outcome is not None:  # the loss has just completed the results
         return state, settled
@@ -247,20 +251,20 @@ def _resume(
 
 
 def _known_commits(state: MembershipState, statuses: Mapping[int, WorkerStatus], version: int) -> tuple[Any, bool]:
-    """Contributions to the newest commit by column; whether they confirm ``version``.
+    """The contributions to a commit, by column, and whether they confirm ``version``.
 
-    They do where a worker has applied that step, which runs again, and all stages' contributions to it are known: that
-    worker may have gone on from them, and would not announce the step again, so they hold for all, speculative ones
-    included. Otherwise they are those to the step before, as far as reported or answered.
+    - Step ``version`` was applied by a worker, and its commit was answered: the contributions to it, True. That worker
+      may have gone on from them and does not send its Commit again, so they hold for all, also speculative ones.
+    - Otherwise: the contributions to step ``version - 1``, as far as reported or answered, False.
     """
-    known, payloads = state.steps.answered
-    if known == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
+    answered, payloads = state.steps.answered
+    if answered == version and len(payloads) == state.columns and any(s.version > version for s in statuses.values()):
         return payloads, True
     commits: dict[int, Any] = {}
     for _, report in sorted(state.generation.reports.items()):
         if report.status.commit_step == version - 1:
             commits.setdefault(report.status.column, report.commit)
-    return {**commits, **(payloads if known == version - 1 else {})}, False
+    return {**commits, **(payloads if answered == version - 1 else {})}, False
 
 
 # ---------------------------------------------------------------------- a coordinator that was started again
@@ -300,8 +304,8 @@ def rebuilt(state: MembershipState) -> Next:
     restored = max(each.restored for each in members.values())
     version = max(restored, 1 + min(applied.get(rank, -1) for rank in roster.live))
     losses = {loss.step: loss for each in members.values() for loss in each.step_losses}
-    known = max(
-        (each.known for each in members.values() if each.known is not None),
+    newest_commit = max(
+        (each.newest_commit for each in members.values() if each.newest_commit is not None),
         key=lambda each: (each.generation, each.step),
         default=None,
     )
@@ -314,7 +318,7 @@ def rebuilt(state: MembershipState) -> Next:
             version=version,
             applied_below=0,
             applied=applied,
-            answered=state.steps.answered if known is None else (known.step, known.payloads),
+            answered=state.steps.answered if newest_commit is None else (newest_commit.step, newest_commit.payloads),
             summed=summed,
             unproven=summed if state.steps.unproven >= 0 else doubted,
         ),
@@ -332,7 +336,7 @@ def rebuilt(state: MembershipState) -> Next:
 
 def _newest_answer(members: Mapping[int, messages.Returned], next_collective: int) -> messages.Answer | None:
     """Answer to the collective before ``next_collective``, if a member keeps it."""
-    answers = (one.answer for one in members.values() if one.answer is not None)
+    answers = (member.answer for member in members.values() if member.answer is not None)
     return next((answer for answer in answers if answer.number == next_collective - 1), None)
 
 
@@ -344,13 +348,13 @@ def _resend_missed(
 ) -> Iterator[Command]:
     """Messages that an earlier coordinator has sent to some, for the others."""
     if answer is not None:
-        lack = tuple(rank for rank, each in members.items() if each.next_collective <= answer.number)
-        yield Resend(lack, answer)
+        without = tuple(rank for rank, each in members.items() if each.next_collective <= answer.number)
+        yield Resend(without, answer)
     for step, loss in sorted(losses.items()):
-        lack = tuple(
+        without = tuple(
             r for r, each in members.items() if each.applied < step and step not in {s.step for s in each.step_losses}
         )
-        yield Resend(lack, loss)
+        yield Resend(without, loss)
     stop = state.collectives.stop_round
     if stop is not None:  # also to those that will ask
         yield Resend(state.roster.ranks, messages.StopVerdict(stop.point, stop.agreed))
@@ -389,6 +393,7 @@ def returned_order(event: Any) -> tuple[int, int]:
 
 
 def _on_returned(state: MembershipState, event: messages.Returned) -> Next:
+    """A worker has returned to a restarted coordinator, with all that it holds."""
     if state.returned is None:
         return state, ()
     return state.updated(returned={**state.returned, event.rank: event}), ()

@@ -19,7 +19,7 @@ from typing_extensions import dataclass_transform
 from lightning_recycle.planning.costs import Footprint, StageProfile
 from lightning_recycle.planning.grid import Grid
 from lightning_recycle.planning.program import Program
-from lightning_recycle.planning.splitting import SplitTrial
+from lightning_recycle.planning.split_backward import SplitTrial
 
 Number: TypeAlias = bool | int | float
 """A number that keeps its type: integers are counters and digests, compared exactly."""
@@ -86,11 +86,13 @@ class StepState(Enum):
 class WorkerStatus:
     """Status of a survivor.
 
-    ``column``: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
-    stage. ``version``: optimizer steps applied to its parameters. ``reduced``: whether it holds the complete reduced
-    gradient of step ``version``. ``speculative``: whether its newest step is speculative and not yet
-    confirmed; then it is not ``reduced``. ``has_shadow``: whether it can compute with the parameters of the version
-    before.
+    Attributes:
+        column: its column (:class:`~lightning_recycle.planning.grid.Positions`); with one member per position, its
+            stage.
+        version: steps applied to its parameters; with gradient accumulation, batches.
+        reduced: whether it holds the complete reduced gradient of step ``version``.
+        speculative: whether its newest step is speculative and not yet confirmed; then it is not ``reduced``.
+        has_shadow: whether it can compute with the parameters of the version before.
     """
 
     column: int
@@ -717,7 +719,7 @@ class Returned(FromWorker):
     step_losses: tuple[StepLoss, ...] = ()
     arrival: Arrive | None = None
     answer: Answer | None = None
-    known: Committed | None = None
+    newest_commit: Committed | None = None
     request: StopWish | None = None
     raised: Raised | None = None
     membership_query: MembershipQuery | None = None

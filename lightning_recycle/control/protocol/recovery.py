@@ -1,8 +1,9 @@
 """Recovery: a new generation, from its start to the workers' actions. Pure.
 
-A *generation* begins when all have joined, when the roster or the layout changes, when links broke, a speculation was
-wrong, or a step is to be inspected: all live workers stop (Regroup), report (Report), and go on from one committed
-version (Resume). Decision and actions are data.
+A *generation* begins when all have joined or returned to a restarted coordinator, when the roster or the layout
+changes, when links broke, a speculation was wrong, a result is disputed or a step is to be inspected, when work that
+raised is repeated, or when the chosen leader has no state: all live workers stop (Regroup), report (Report), and go on
+from one committed version (Resume). Decision and actions are data.
 
 In step t a worker is RUNNING, then REDUCED (it holds its stage's complete gradient), then APPLIED: RUNNING in t+1. No
 worker is REDUCED in t+1 before all have applied t, as its micro-batches flow through all and peers without any are
@@ -12,8 +13,8 @@ REDUCED. The *committed* version v is the minimum over the stages: step v runs a
 *ahead*: it computes forwards and input gradients for the others with its parameters of version v, but neither reduces
 nor steps, so its optimizer and hooks see each step once. Reduced gradients are dropped, before any worker has applied
 them, only with tied stages (:class:`Forget`), and by a worker itself where the checks of the step were not over
-(:mod:`~lightning_recycle.runtime.verification`). Losses can die with a worker: a step without its loss is not
-committed, and stages that hold its gradient compute it again.
+(:mod:`~lightning_recycle.runtime.verification`). Training losses may be lost with the worker that computed them: a step
+without its loss is not committed, and stages that hold its gradient compute it again.
 
 A *speculative* version is not confirmed until all contributions are known. Its worker is not REDUCED in the next
 step and sends no results of it, so nothing that follows from it is kept. If the decision does not commit the
@@ -120,16 +121,16 @@ def decide(statuses: Mapping[int, WorkerStatus], known_losses: int | None = None
                 " the parameters that it had before."
             )
         for step in (version - 1, version) if reachable[column] > version else (version - 1,):
-            lack = {r for r, s in workers.items() if s.state_in(step) is StepState.RUNNING}
-            if not lack:
+            without = {r for r, s in workers.items() if s.state_in(step) is StepState.RUNNING}
+            if not without:
                 continue
-            has = {r for r, s in workers.items() if r not in lack and s.version <= step + 1}
-            if not has:
+            donors = {r for r, s in workers.items() if r not in without and s.version <= step + 1}
+            if not donors:
                 raise ReCycleError(
                     f"No recovery: no worker of column {column} holds the reduced gradient of step {step}, which"
-                    f" workers {sorted(lack)} lack."
+                    f" workers {sorted(without)} lack."
                 )
-            adoptions.append(Adoption(column, step, min(has)))
+            adoptions.append(Adoption(column, step, min(donors)))
     ahead = frozenset(column for column, best in reachable.items() if best > version)
     return Decision(version, ahead, tuple(adoptions))
 
@@ -177,7 +178,7 @@ class Confirm:
 class Adopt:
     """The stage gets the reduced gradient of ``step`` from ``donor``.
 
-    A worker that ``lacks`` it is then REDUCED.
+    ``lacks``: whether this worker has not got it yet; then it is REDUCED.
     """
 
     step: int
@@ -275,29 +276,35 @@ def actions(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """The part of a step that a worker does.
 
-    ``computes_weights``: False for a worker that is done: it runs only F and B, for the others. If a member of its
-    position is not done, it computes weight gradients for that one's collectives, and drops them. ``buffers``: the step
-    whose gradient buffers it writes to. There are two sets, for even and odd steps: a finished result must not change,
-    so a worker that is done writes to the other one. ``awaits_peers``: whether it waits for its peers at the beginning:
-    they do not depend on a worker without micro-batches and could get two steps ahead of it; if its link was cut in the
-    last reduction, it could not catch up once its peers are gone.
+    A worker is *done* if it is REDUCED in the step or has applied it, and runs it again for others.
+
+    Attributes:
+        computes_weights: whether it runs W. A worker that is done runs only F and B, unless a member of its position is
+            not done: then it computes weight gradients for that member's collectives, and drops them.
+        reduces: whether it takes part in REDUCE.
+        buffer_step: the step whose gradient buffers it writes to. There are two sets, for even and odd steps: a
+            finished result must not change, so a worker that is done writes to the other set.
+        applies: whether it runs STEP.
+        awaits_peers: whether it waits for its peers at the beginning. They do not depend on a worker without
+            micro-batches and could get two steps ahead of it; if its link was cut in the last reduction, it could not
+            catch up once its peers are gone.
     """
 
     computes_weights: bool
     reduces: bool
-    buffers: int
+    buffer_step: int
     applies: bool
     awaits_peers: bool
 
 
-def part_of(step: int, version: int, reduced: bool, idle_peer: bool, siblings_done: bool = True) -> Part:
+def part_of(step: int, version: int, reduced: bool, idle_peer: bool, siblings_done: bool = True) -> StepPart:
     """The part of ``step`` of a worker that has applied ``version`` steps.
 
     ``reduced``: whether it is REDUCED in step ``version``. ``idle_peer``: whether the plan leaves a worker of its stage
     without micro-batches. ``siblings_done``: whether the columns of the other members are done with the step.
     """
     done = step < version or reduced
-    return Part(not (done and siblings_done), not done, step + 1 if done else step, step == version, idle_peer)
+    return StepPart(not (done and siblings_done), not done, step + 1 if done else step, step == version, idle_peer)

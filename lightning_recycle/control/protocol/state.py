@@ -564,7 +564,7 @@ class MembershipState(_Updatable):
         return self.updated(faults=self.faults.updated(**changes))
 
     def standing(self, rank: int) -> Standing:
-        """The state of ``rank``; see the rules at the end of this module."""
+        """The state of ``rank``; the events that change it are in :class:`Standing`."""
         roster = self.roster
         if rank in roster.live:
             if rank not in (

@@ -8,7 +8,8 @@ step before the previous one has been compared, so wrong values reach no other p
 that: they are answered once every live worker is REDUCED; after a wrong speculation (Undo) the same workers connect
 again.
 
-A loss changes the roster at once, all else at a *step boundary*, so nothing is redone: workers report where they are
+A lost worker leaves the roster at once; all else changes at a *step boundary*, so nothing is redone: workers report
+where they are
 (Pause, Paused), learn where to stop (Boundary), and a generation begins when all are there (Reached). In it a joining
 worker gets its stage's state; until then it is no replica. A plan for the same workers (PlanReady) comes with the
 Boundary and takes effect without a stop, unless it needs other connections. If a generation begins before, its own plan
@@ -16,7 +17,7 @@ holds (Resume).
 
 A layout changes in two generations: in the first all keep their layers and get those they lack, and nothing runs; once
 all hold them (:class:`~lightning_recycle.control.protocol.messages.Milestone`) the second has the layout, and they drop
-the rest. A loss in the first undoes the change; after it, it undoes nothing.
+the rest. A worker lost in the first generation undoes the change; one lost later does not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _INPUTS = -1  # the scope of values that the gradients of the step depend on
 
 
 def settle_steps(state: MembershipState) -> Next:
-    """Commits steps and answers collectives that waited only for a lost worker."""
+    """Counts steps and answers collectives that waited only for a lost worker."""
     state, commands = count_steps(state)
     state, answers = control_collectives.settle_collectives(state)
     return state, commands + answers
@@ -77,10 +78,10 @@ def on_losses(state: MembershipState, event: messages.Losses) -> Next:
         return state, ()  # a redone step, computed again
     if event.generation is not None and not state.generation.runs(event.generation):
         return state, ()  # of an attempt that not all have passed, and that all make again
-    known = {**event.losses, **steps.losses.get(event.step, {})}
+    losses = {**event.losses, **steps.losses.get(event.step, {})}
     outputs = {**event.outputs, **steps.outputs.get(event.step, {})}
     state = state.with_steps(
-        losses={**steps.losses, event.step: known},
+        losses={**steps.losses, event.step: losses},
         outputs={**steps.outputs, event.step: outputs},
         unproven=steps.unproven if event.generation is None else max(steps.unproven, event.step),
     )
@@ -107,16 +108,16 @@ def forget_unproven(state: MembershipState) -> MembershipState:
 
 
 def _sum_up(state: MembershipState, step: int) -> Next:
-    """Sends the loss of ``step`` to all if it is known, and proven where it must be."""
+    """Sends the mean loss of ``step`` to all, if all losses have come and may count."""
     steps = state.steps
-    known, outputs = steps.losses.get(step, {}), steps.outputs.get(step, {})
-    if len(known) < state.grid.global_microbatches:
+    losses, outputs = steps.losses.get(step, {}), steps.outputs.get(step, {})
+    if len(losses) < state.grid.global_microbatches:
         return state, ()
     if step == steps.unproven and state.generation.passes != state.roster.live:
         return state, ()
     if state.roster.newcomers and steps.version < step:
         return state, ()  # one of them may have taken part in it with other values than the others
-    loss = sum(known[index] for index in sorted(known)) / len(known)
+    loss = sum(losses[index] for index in sorted(losses)) / len(losses)
     state = state.with_generation(passes=frozenset()).with_steps(
         losses={other: value for other, value in steps.losses.items() if other > step},
         outputs={other: value for other, value in steps.outputs.items() if other > step},
@@ -144,11 +145,11 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
         return state, ()
     applied = {**state.steps.applied, event.rank: event.step}
     if state.roster.newcomers:
-        reported = _with_facts(state, event)
+        reported = _add_facts(state, event)
     else:
-        reported, difference = _compared(state, event)
+        reported, difference = _compare_facts(state, event)
         if difference:
-            return end(state, _differ(event.step, difference))
+            return end(state, _difference_failure(event.step, difference))
     facts = {**state.steps.facts, event.step: reported}
     state = fault_attribution.add_checked(state, event)
     state, commands = count_steps(state.with_steps(facts=facts, applied=applied))
@@ -158,50 +159,52 @@ def on_applied(state: MembershipState, event: messages.Applied) -> Next:
     return state, commands + loss
 
 
-def _differ(step: int, difference: str) -> Failed:
+def _difference_failure(step: int, difference: str) -> Failed:
     return Failed(
         f"After step {step} workers hold different values that must be the same: {difference}. {_SAME_ON_ALL}"
     )
 
 
 def _scopes(state: MembershipState, event: messages.Applied) -> tuple[tuple[int | None, Mapping[str, float]], ...]:
-    """Values equal on all workers (None, :data:`_INPUTS`), and those of a stage."""
+    """(scope, reported values): None and :data:`_INPUTS` for all workers, the column."""
     facts = event.facts
     return (None, facts.everywhere), (_INPUTS, facts.inputs), (state.column_of(event.rank), facts.stage)
 
 
-def _with_facts(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
+def _add_facts(state: MembershipState, event: messages.Applied) -> Mapping[int | None, tuple[Reported, ...]]:
     """The reported facts of the step, with all that ``event`` adds."""
     reported = state.steps.facts.get(event.step, {})
     mine = {scope: (*reported.get(scope, ()), (event.rank, facts)) for scope, facts in _scopes(state, event)}
     return {**reported, **mine}
 
 
-def _compared(state: MembershipState, event: messages.Applied) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
-    """Facts of the step with those of ``event``; the values in which they differ.
+def _compare_facts(
+    state: MembershipState, event: messages.Applied
+) -> tuple[Mapping[int | None, tuple[Reported, ...]], str]:
+    """Facts of the step with those of ``event``, and in words the values that differ.
 
     One comparison, with the first reporter, is enough: the others were equal to it.
     """
     reported = dict(state.steps.facts.get(event.step, {}))
     differ = []
     for scope, mine in _scopes(state, event):
-        others = tuple(one for one in reported.get(scope, ()) if one[0] in state.roster.live)
+        others = tuple((rank, facts) for rank, facts in reported.get(scope, ()) if rank in state.roster.live)
         if any(theirs == mine for _, theirs in others):
             continue
         reported[scope] = (*others, (event.rank, mine))
         for name, value in mine.items():
             first, theirs = next(((rank, facts[name]) for rank, facts in others if name in facts), (event.rank, value))
-            if not _same(value, theirs):
+            if not _equal_values(value, theirs):
                 differ.append(_in_words(state, name, (first, theirs), (event.rank, value)))
     return reported, "; ".join(sorted(differ))
 
 
-def _in_words(state: MembershipState, name: str, one: tuple[int, float], other: tuple[int, float]) -> str:
-    (first, theirs), (rank, value) = one, other
-    return f"{name} is {theirs!r} on worker {state.name(first)} and {value!r} on {state.name(rank)}"
+def _in_words(state: MembershipState, name: str, a: tuple[int, float], b: tuple[int, float]) -> str:
+    """The difference of value ``name``; ``a``, ``b``: (rank, value)."""
+    return f"{name} is {a[1]!r} on worker {state.name(a[0])} and {b[1]!r} on {state.name(b[0])}"
 
 
-def _vote(state: MembershipState, step: int) -> Next:
+def _judge_newcomers(state: MembershipState, step: int) -> Next:
     """Compares all live workers after ``step``; dismisses newcomers that differ."""
     wrong: dict[int, list[str]] = {}
     is_clear, newcomers = True, state.roster.newcomers
@@ -212,8 +215,11 @@ def _vote(state: MembershipState, step: int) -> Next:
             continue
         since = min(newcomers.get(rank, -1) for rank in values)
         oldest = {rank: facts for rank, facts in values.items() if newcomers.get(rank, -1) == since}
-        right = max(oldest, key=lambda rank: sum(not _names(oldest[rank], facts) for facts in oldest.values()))
-        differing = {rank: names for rank, facts in values.items() if (names := _names(values[right], facts))}
+        agreeing = {
+            rank: sum(not _differing_names(mine, facts) for facts in oldest.values()) for rank, mine in oldest.items()
+        }
+        right = max(agreeing, key=agreeing.__getitem__)
+        differing = {rank: names for rank, facts in values.items() if (names := _differing_names(values[right], facts))}
         # What inputs led to, all have applied.
         is_clear = is_clear and scope != _INPUTS and 2 * len(differing.keys() & oldest.keys()) < len(oldest)
         for rank, names in differing.items():
@@ -224,22 +230,27 @@ def _vote(state: MembershipState, step: int) -> Next:
         return state, ()
     is_clear = is_clear and wrong.keys() <= newcomers.keys()
     if not is_clear or any(not state.holding(state.stage_of(rank), without=wrong) for rank in wrong):
-        return end(state, _differ(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
+        return end(state, _difference_failure(step, "; ".join(sorted(chain.from_iterable(wrong.values())))))
     causes = {rank: f"after step {step} {'; '.join(sorted(words))}, and it has joined" for rank, words in wrong.items()}
     return fault_attribution.dismiss(state, step, causes)
 
 
-def _names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    return [name for name in right.keys() & other.keys() if not _same(right[name], other[name])]
+def _differing_names(right: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    """Names of values that both have and that differ."""
+    return [name for name in right.keys() & other.keys() if not _equal_values(right[name], other[name])]
 
 
-def _same(a: float, b: float) -> bool:
+def _equal_values(a: float, b: float) -> bool:
     """Equality of values; of floats approximately, as libraries of machines differ."""
     return a == b or (isinstance(a, float) and math.isclose(a, b, rel_tol=1e-12)) or (a != a and b != b)
 
 
 def count_steps(state: MembershipState) -> Next:
-    """Counts the steps that every live worker has applied."""
+    """Counts the steps that every live worker has applied, and judges what they show.
+
+    Newcomers with other values are dismissed, inspections settled, and checksums compared where they are due. Each of
+    these may end the run.
+    """
     # The usual case, found without looking at all workers: each is passed by once in a step.
     steps, live = state.steps, state.roster.live
     for rank in range(steps.applied_below, state.num_workers):
@@ -250,7 +261,7 @@ def count_steps(state: MembershipState) -> Next:
     facts = {step: reported for step, reported in steps.facts.items() if step >= version}
     commands: tuple[Command, ...] = records
     for step in range(steps.version, version):
-        state, voted = _vote(state, step)
+        state, voted = _judge_newcomers(state, step)
         commands += voted
         if state.outcome is not None:
             return state, commands
@@ -264,7 +275,7 @@ def count_steps(state: MembershipState) -> Next:
 
 
 def on_commit(state: MembershipState, event: messages.Commit) -> Next:
-    """A worker is REDUCED and asks whether all others are."""
+    """A worker contributes to the commit of a step; answered once all live workers have."""
     if not state.generation.runs(event.generation) or event.step <= state.generation.commit_answered:
         return state, ()
     commits = {**state.generation.commits, event.rank: event}

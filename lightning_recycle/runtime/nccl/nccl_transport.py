@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_recycle.errors import ConfigurationError
+from lightning_recycle.runtime.direct_transports import CommunicationOptions, Rosters, Transport
 from lightning_recycle.runtime.groups import CommunicationError, Group, GroupPlan, Rendezvous
 from lightning_recycle.runtime.nccl.nccl_comms import (
     Comms,
@@ -37,7 +38,6 @@ from lightning_recycle.runtime.nccl.nccl_comms import (
 from lightning_recycle.runtime.nccl.nccl_library import SUMMED, CudaStreams, NcclLibrary, device_name
 from lightning_recycle.runtime.nccl.nccl_thread import ABORT_SECONDS, NcclOps, NcclThread
 from lightning_recycle.runtime.nccl.transfer_order import Collective, GroupPayloads, Payloads, Receiving, Sending, Side
-from lightning_recycle.runtime.transports import CommunicationOptions, Rosters, Transport
 from lightning_recycle.runtime.wire import Channel, ValueLayout
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_recycle.errors import ConfigurationError
 from lightning_recycle.planning import Costs, Grid, Problem, Technique, Worker, solve
-from lightning_recycle.planning.splitting import SplitCosts, SplitTrial, TechniqueChoice, choose_technique
+from lightning_recycle.planning.split_backward import SplitCosts, SplitTrial, TechniqueChoice, choose_technique
 
 GRID = Grid(2, 2, 4)
 TRIAL = SplitTrial((1.0, 2.0), (1.1, 1.2, 0.9), 3.0, 3.2, "a", 2.0)

@@ -76,30 +76,30 @@ ABSENT = Absent.ABSENT
 _requires_grad = attrgetter("requires_grad")  # by map(): no frame for each of the parameters
 _ATTRIBUTES, _BUFFERS, _PARAMETERS, _CHILDREN = "", "buffers", "parameters", "children"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
-_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_NOT_LOOKED_INTO = (*PROCESS_BOUND_TYPES, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
+_TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+_OPAQUE_TYPES = (*PROCESS_BOUND_TYPES, DataLoader, pl.LightningDataModule, pl.Callback, nn.Module)
 _STATEFUL_PACKAGES = ("torch.ao.", "torchmetrics.")  # packages whose modules have statistics or states of their own
 _STATISTICS = ("running_mean", "running_var")
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
-_INTERNAL = (INTERNAL_ATTRIBUTES | frozenset(MODULE_TABLES)) - {"training"}
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # hooks, tables
+_ROOT_INTERNALS = (INTERNAL_ATTRIBUTES | frozenset(MODULE_TABLES)) - {"training"}
 
-_MOST_CELLS = 10_000
-_LOOKS_INTO = 1_000  # items of a container: those of longer ones are not looked into
+_MAX_CELLS = 10_000
+_MAX_ITEMS = 1_000  # items of a container: those of longer ones are not looked into
 _WATCHED_STEPS = 3  # in which all tensors are compared, after they were found
 _WATCHED_BYTES = 256 * 1024 * 1024  # that have copies then, besides twice the trained parameters
-_KEPT_BYTES = 4 * 1024 * 1024  # of a tensor that has a copy later, too
-_COMPARED_BYTES = 4096  # of a tensor that is compared each time; others in turn
+_ALWAYS_COPIED_BYTES = 4 * 1024 * 1024  # of a tensor that has a copy later, too
+_ALWAYS_COMPARED_BYTES = 4096  # of a tensor that is compared each time; others in turn
 
 
 # ---------------------------------------------------------------------- cells
 
 
-class _Kind(NamedTuple):
-    """How a cell without keys is read, written and compared with an earlier reading."""
+class _CellAccess(NamedTuple):
+    """How to read, restore and compare the content of a cell as one value."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
-    same: Callable[[Any, Any], bool]
+    equals: Callable[[Any, Any], bool]
 
 
 def _refill(holder: Any, items: Any) -> None:
@@ -116,68 +116,71 @@ def _same_order(holder: Any, items: list[Any]) -> bool:
     return len(holder) == len(items) and all(key == k and value is v for (key, value), (k, v) in pairs)
 
 
-def _by_state(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> _Kind:
-    return _Kind(
+def _by_state(read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> _CellAccess:
+    return _CellAccess(
         lambda holder: pickle.dumps(read(holder)),
         lambda holder, data: write(holder, pickle.loads(data)),
         lambda holder, data: pickle.dumps(read(holder)) == data,
     )
 
 
-_ITEMS = _Kind(list, _refill, _same_items)
-_KINDS: tuple[tuple[type[Any], _Kind], ...] = (
+_ITEMS = _CellAccess(list, _refill, _same_items)
+_ACCESS_BY_TYPE: tuple[tuple[type[Any], _CellAccess], ...] = (
     (list, _ITEMS),
     (deque, _ITEMS),
-    (OrderedDict, _Kind(lambda holder: list(holder.items()), _refill, _same_order)),
-    (set, _Kind(set, _refill, lambda holder, items: bool(holder == items))),
-    (np.ndarray, _Kind(np.copy, np.copyto, lambda a, b: a.shape == b.shape and a.tobytes() == b.tobytes())),
+    (OrderedDict, _CellAccess(lambda holder: list(holder.items()), _refill, _same_order)),
+    (set, _CellAccess(set, _refill, lambda holder, items: bool(holder == items))),
+    (np.ndarray, _CellAccess(np.copy, np.copyto, lambda a, b: a.shape == b.shape and a.tobytes() == b.tobytes())),
     *((base, _by_state(read, write)) for base, read, write in GENERATORS),
 )
 
 
-def _kind_of(value: Any) -> _Kind | None:
+def _access_of(value: Any) -> _CellAccess | None:
     if isinstance(value, np.ndarray) and (value.dtype.hasobject or not value.flags.writeable):
         return None
-    return next((kind for base, kind in _KINDS if isinstance(value, base)), None)
+    return next((access for base, access in _ACCESS_BY_TYPE if isinstance(value, base)), None)
 
 
-class _Whole:
-    """A cell whose order counts, or that has no keys."""
+class _WholeCell:
+    """A cell compared as a whole: list, deque, set, array, OrderedDict or generator."""
 
-    def __init__(self, path: Path, holder: Any, kind: _Kind) -> None:
-        self.path, self.holder, self.kind = path, holder, kind
-        self.known: list[Any] = []
+    def __init__(self, path: Path, holder: Any, access: _CellAccess) -> None:
+        self.path, self.holder, self.access = path, holder, access
+        self.all_values: list[Any] = []
         self.read()
 
     def is_same(self) -> bool:
-        return self.kind.same(self.holder, self.content)
+        return self.access.equals(self.holder, self.content)
 
     def read(self) -> None:
-        self.content = self.kind.read(self.holder)
+        self.content = self.access.read(self.holder)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, value before, value now) of differences to ``content``."""
-        yield WHOLE, self.content, self.kind.read(self.holder)
+        yield WHOLE, self.content, self.access.read(self.holder)
 
     def put(self, key: Any, value: Any) -> None:
         if key == WHOLE:
-            self.kind.write(self.holder, value)
+            self.access.write(self.holder, value)
         else:
             self.holder[key] = value
 
     def get(self, key: Any) -> Any:
         if key == WHOLE:
-            return self.kind.read(self.holder)
+            return self.access.read(self.holder)
         return self.holder[key] if isinstance(self.holder, dict) or key < len(self.holder) else ABSENT
 
     def items(self) -> Iterable[tuple[Any, Any]]:
-        if self.kind is _ITEMS:
+        if self.access is _ITEMS:
             return enumerate(self.content)
         return self.content if isinstance(self.holder, dict) else ()
 
 
-class _Table:
-    """A cell of values by key (dict, attributes); ``known``: all, hidden ones, too."""
+class _KeyedCell:
+    """A cell of values by key: a dict, or the attributes of an object.
+
+    ``content``: the values when it was last read; ``all_values``: with the hidden ones.
+    """
 
     content: dict[Any, Any]
     _keys: set[Any]
@@ -189,6 +192,7 @@ class _Table:
 
     @property
     def values(self) -> dict[Any, Any]:
+        """The present values, hidden ones, too."""
         if isinstance(self.holder, dict):
             return self.holder
         values: dict[Any, Any] = getattr(self.holder, "__dict__", {})
@@ -207,7 +211,7 @@ class _Table:
 
     def read(self) -> None:
         values = self.values
-        self.known, self._keys = list(values.values()), set(values)
+        self.all_values, self._keys = list(values.values()), set(values)
         self.content = {key: value for key, value in values.items() if key not in self._hidden}
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -232,13 +236,13 @@ class _Table:
         return self.content.items()
 
 
-_Cell: TypeAlias = _Whole | _Table
+_Cell: TypeAlias = _WholeCell | _KeyedCell
 
 
-def _equal_atoms(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or not isinstance(one, _ATOMS):
+def _equal_atoms(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or not isinstance(a, _ATOMS):
         return False
-    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+    return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
 def name_of(place: Place) -> str:
@@ -252,7 +256,7 @@ def name_of(place: Place) -> str:
 class PlaceChange:
     """A place with another value than before.
 
-    ``items``: the new ones at the end of a list; None for other changes.
+    ``items``: if a list or deque was only appended to, the new items; else None.
     """
 
     place: Place
@@ -261,12 +265,13 @@ class PlaceChange:
     items: list[Any] | None = None
 
 
-def _appended(before: Any, now: Any) -> list[Any] | None:
+def _appended_items(before: Any, now: Any) -> list[Any] | None:
+    """The items of ``now`` after those of ``before``; None if it does not begin with them."""
     longer = len(now) > len(before) and all(map(is_, before, now))
     return list(now)[len(before) :] if longer else None
 
 
-def _takes_items(value: Any) -> bool:
+def _can_append(value: Any) -> bool:
     return type(value) is list or (isinstance(value, deque) and value.maxlen is None)
 
 
@@ -275,23 +280,28 @@ def _takes_items(value: Any) -> bool:
 
 @dataclass
 class _TrackedTensor:
-    """A tensor that is not trained.
+    """An untrained tensor in the tree, and what is known of writes to it.
 
-    ``places``: the cells and keys that hold it. ``version``: counted writes. ``watch_steps``: steps in which it is
-    still compared. ``is_written``: whether a block has written it. ``is_fixed``: whether it is in a tuple there,
-    which cannot hold another one. ``is_shared``: whether others are views of its memory. ``copy``: equal when a block
-    begins. ``running``: in its places while a block runs.
+    Attributes:
+        places: the cells and keys that hold it.
+        write_count: autograd's number of writes to it when its state was last accepted.
+        watch_steps: the number of steps in which its content is still compared.
+        is_written: whether a block has written it.
+        is_in_tuple: whether a tuple holds it, which cannot hold a stand-in.
+        shares_memory: whether another tensor is a view of its memory.
+        copy: its accepted content; None if none is kept.
+        stand_in: the copy that is in its places while a block runs.
     """
 
     tensor: Tensor
     places: list[tuple[_Cell, Any]]
-    version: int
+    write_count: int
     watch_steps: int = _WATCHED_STEPS
     is_written: bool = False
-    is_fixed: bool = False
-    is_shared: bool = False
+    is_in_tuple: bool = False
+    shares_memory: bool = False
     copy: Tensor | None = None
-    running: Tensor | None = None
+    stand_in: Tensor | None = None
 
     @property
     def place(self) -> Place:
@@ -300,7 +310,7 @@ class _TrackedTensor:
 
     def accept_state(self) -> None:
         """Makes the present state the one to compare with."""
-        self.version, self.copy = _write_count(self.tensor), None
+        self.write_count, self.copy = _write_count(self.tensor), None
 
 
 def _write_count(tensor: Tensor) -> int:
@@ -308,9 +318,9 @@ def _write_count(tensor: Tensor) -> int:
 
 
 def _clone(entry: _TrackedTensor, storages: dict[int, Any]) -> Tensor:
-    """A copy; those of views of one storage are views of one storage."""
+    """A copy; ``storages``: those copied so far, so that copies of views share memory."""
     tensor = entry.tensor
-    if entry.is_shared:
+    if entry.shares_memory:
         storage = tensor.untyped_storage()
         copied = storages.setdefault(storage.data_ptr(), None) or storage.clone()
         storages[storage.data_ptr()] = copied
@@ -326,11 +336,11 @@ def _clone(entry: _TrackedTensor, storages: dict[int, Any]) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Equality; of NaN the bits count."""
-    if one.dtype != other.dtype or one.device != other.device or one.shape != other.shape:
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
+    """Equality of tensors; a NaN equals one with the same bits."""
+    if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
-    return torch.equal(one, other) or (one.is_floating_point() and checksum([one]) == checksum([other]))
+    return torch.equal(a, b) or (a.is_floating_point() and checksum([a]) == checksum([b]))
 
 
 # ---------------------------------------------------------------------- the tree
@@ -339,43 +349,48 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 class ValueTree:
     """Finds what a block of user code changes in ``module``, and undoes it.
 
-    ``internal``: names of attributes of the module itself that are not the user's. ``whole``: the tree of all
-    submodules; else the attributes and buffers of the module itself. ``statistics``: running statistics of normalising
-    layers.
+    Use: :meth:`absorb`, :meth:`begin`, run the block, :meth:`end` or :meth:`abandon`.
+
+    Args:
+        internal: names of attributes of the module itself that are not the user's.
+        with_submodules: whether all submodules are in the tree; else only attributes and buffers of the module itself.
+
+    Attributes:
+        statistics: running statistics of normalising layers, by place.
     """
 
-    def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), whole: bool = True) -> None:
-        self._module, self._whole = module, whole
-        self._hidden = _INTERNAL | frozenset(internal)
+    def __init__(self, module: pl.LightningModule, internal: Iterable[str] = (), with_submodules: bool = True) -> None:
+        self._module, self._with_submodules = module, with_submodules
+        self._hidden = _ROOT_INTERNALS | frozenset(internal)
         self._cells: dict[Path, _Cell] = {}
         self._paths: dict[int, Path] = {}
         self._single_cells: list[_Cell] = []
-        self._module_tables: list[_Table] = []  # of modules, but for those in ``_single_cells``: compared at once
-        self._tables: list[dict[Any, Any]] = []  # these themselves
-        self._known: list[Any] = []  # what is in them
+        self._module_tables: list[_KeyedCell] = []  # of modules, but for those in ``_single_cells``: compared at once
+        self._table_dicts: list[dict[Any, Any]] = []  # of ``_module_tables``
+        self._table_values: list[Any] = []  # of ``_table_dicts`` when they were last read; empty: to be collected
         self._tracked: dict[int, _TrackedTensor] = {}
         self.statistics: dict[Place, Tensor] = {}
         self._trained: dict[str, nn.Parameter] = {}
-        self._versions: list[int] = []  # of these when the block began
-        self._trained_watch_steps = _WATCHED_STEPS  # the steps in which these are compared, in the first block
-        self._trained_checksums: list[bytes] = []  # of these when it began
-        # ``_compares_trained``: whether the present block, or else the next one, is that block
-        self._has_room = self._is_stale = self._compares_trained = True
-        self._is_moved = False  # whether tensors may have left their places since they were looked up there
+        self._trained_write_counts: list[int] = []  # of ``_trained`` when the block began
+        self._trained_watch_steps = _WATCHED_STEPS  # steps in whose first block the content of ``_trained`` is compared
+        self._trained_checksums: list[bytes] = []  # of ``_trained`` when such a block began
+        # ``_compares_trained``: whether the present block, or else the next one, is such a block
+        self._copies_fit_budget = self._tree_is_stale = self._compares_trained = True
+        self._places_are_stale = False  # whether tensors may have left their places since they were looked up there
         self._replaced: list[tuple[_Cell, Any, Any]] = []  # (cell, key, value) to be put back
-        self._given_places: list[Place] = []
-        self._unreported: list[Place] = []  # changes that were found, for the next :meth:`absorb`
-        self._blocks = 0
+        self._block_places: list[Place] = []
+        self._unreported_places: list[Place] = []  # changed, to be returned by the next :meth:`absorb`
+        self._num_blocks = 0
 
     # ------------------------------------------------------------------ finding cells
 
-    def _walk(self) -> None:
+    def _rebuild(self) -> None:
         """Builds the tree again: cells, tensors that are not trained, and trained ones.
 
         Tensors that were in the tree before keep their record of writes. ``_single_cells`` are compared one by one,
         the values of ``_module_tables`` together.
         """
-        self._cells, self._paths, self._is_stale = {}, {}, False
+        self._cells, self._paths, self._tree_is_stale = {}, {}, False
         tracked_before, self._tracked = self._tracked, {}
         todo: list[tuple[Path, Any]] = []
         gathered: dict[nn.Module, set[str]] = defaultdict(set)  # by FSDP2, in a forward that may have begun
@@ -384,37 +399,42 @@ class ValueTree:
             for owner, parameter in fsdp_places(module):
                 gathered[owner].add(parameter)
         for name, module in modules:
-            hidden = self._hidden if module is self._module else _OF_MODULES
-            self._add(_Table((name, _ATTRIBUTES), module, hidden), todo)
-            self._add(_Table((name, _BUFFERS), buffers_of(module)), todo)
-            if self._whole:
-                self._add(_Table((name, _PARAMETERS), parameters_of(module), frozenset(gathered[module])), todo)
-                self._add(_Table((name, _CHILDREN), modules_of(module)), [])
+            hidden = self._hidden if module is self._module else _MODULE_INTERNALS
+            self._add(_KeyedCell((name, _ATTRIBUTES), module, hidden), todo)
+            self._add(_KeyedCell((name, _BUFFERS), buffers_of(module)), todo)
+            if self._with_submodules:
+                self._add(_KeyedCell((name, _PARAMETERS), parameters_of(module), frozenset(gathered[module])), todo)
+                self._add(_KeyedCell((name, _CHILDREN), modules_of(module)), [])
             self._paths[id(module)] = (name,)
         own_cells = [*self._cells.values()][:2]
-        self._module_tables = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _Table)]
-        while todo and len(self._cells) < _MOST_CELLS:
+        self._module_tables = [cell for cell in [*self._cells.values()][2:] if isinstance(cell, _KeyedCell)]
+        while todo and len(self._cells) < _MAX_CELLS:
             path, value = todo.pop()
             if id(value) in self._paths:
                 continue
-            if (kind := _kind_of(value)) is not None:
-                self._add(_Whole(path, value, kind), todo)
+            if (access := _access_of(value)) is not None:
+                self._add(_WholeCell(path, value, access), todo)
             elif isinstance(value, tuple):
                 self._paths[id(value)] = ()
-                todo += [((*path, number), item) for number, item in enumerate(value[:_LOOKS_INTO])]
+                todo += [((*path, number), item) for number, item in enumerate(value[:_MAX_ITEMS])]
             elif isinstance(value, dict) or (
-                not isinstance(value, _NOT_LOOKED_INTO) and is_node(value) and not is_own(value)
+                not isinstance(value, _OPAQUE_TYPES) and is_node(value) and not is_own(value)
             ):
-                self._add(_Table(path, value), todo)
+                self._add(_KeyedCell(path, value), todo)
         self.statistics = {}
         for (name, *table), cell in self._cells.items():
             for key, value in cell.items() if table == [_BUFFERS] else ():
-                is_one = key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
-                if is_one and isinstance(value, Tensor) and value.is_floating_point() and id(value) in self._tracked:
+                is_statistic = key in _STATISTICS or isinstance(self._module.get_submodule(name), NormBase)
+                if (
+                    is_statistic
+                    and isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and id(value) in self._tracked
+                ):
                     self.statistics[cell.path, key] = value
                     self._tracked[id(value)].is_written = True  # by a way that nothing counts
         self._single_cells = [*own_cells, *[*self._cells.values()][2 + len(self._module_tables) :]]
-        self._known, self._tables = [], [cell.values for cell in self._module_tables]
+        self._table_values, self._table_dicts = [], [cell.values for cell in self._module_tables]
         tables = [(cell.path[0], cell.items()) for cell in self._module_tables if cell.path[1] == _PARAMETERS]
         named = {id(p): (f"{path}.{name}" if path else name, p) for path, items in tables for name, p in items}
         trained = {n: p for n, p in named.values() if p is not None and p.requires_grad and not is_lazy(p)}
@@ -426,17 +446,17 @@ class ValueTree:
         seen: dict[int, _TrackedTensor] = {}
         for key, entry in self._tracked.items():
             first_view = seen.setdefault(memory_address(entry.tensor) or key, entry)
-            entry.is_shared = first_view.is_shared = first_view is not entry or first_view.is_shared
+            entry.shares_memory = first_view.shares_memory = first_view is not entry or first_view.shares_memory
             if (earlier := tracked_before.get(key)) is not None and earlier.tensor is entry.tensor:
                 entry.watch_steps, entry.is_written = earlier.watch_steps, earlier.is_written or entry.is_written
         size = sum(entry.tensor.nbytes for entry in self._tracked.values())
-        self._has_room = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
+        self._copies_fit_budget = size <= _WATCHED_BYTES + 2 * sum(parameter.nbytes for parameter in trained.values())
 
     def _modules(self, prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
         """All modules of the tree, each once."""
         seen.add(id(module))
         yield prefix, module
-        for name, child in modules_of(module).items() if self._whole else ():
+        for name, child in modules_of(module).items() if self._with_submodules else ():
             if child is None or id(child) in seen or isinstance(child, Metric) or is_own(child):
                 continue
             if not type(child).__module__.startswith(_STATEFUL_PACKAGES):
@@ -447,32 +467,33 @@ class ValueTree:
         self._cells[cell.path] = cell
         self._paths.setdefault(id(cell.holder), cell.path)
         items = list(cell.items())
-        for key, item in items if len(items) <= _LOOKS_INTO else ():
+        for key, item in items if len(items) <= _MAX_ITEMS else ():
             if str(key).startswith("__composable_api"):  # FSDP's, whose memory comes and goes
                 continue
             if isinstance(item, tuple):
-                for leaf in item[:_LOOKS_INTO]:
-                    self._track(leaf, cell, key, is_fixed=True)
+                for leaf in item[:_MAX_ITEMS]:
+                    self._track(leaf, cell, key, is_in_tuple=True)
             self._track(item, cell, key)
             if not isinstance(item, (*_ATOMS, Tensor)):
                 todo.append(((*cell.path, key), item))
 
-    def _track(self, tensor: Any, cell: _Cell, key: Any, is_fixed: bool = False) -> None:
-        if type(tensor) not in _TENSORS or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
+    def _track(self, tensor: Any, cell: _Cell, key: Any, is_in_tuple: bool = False) -> None:
+        """Tracks ``tensor`` at ``key`` of ``cell``, unless it is none, or trained."""
+        if type(tensor) not in _TENSOR_TYPES or is_lazy(tensor) or is_sharded(tensor) or tensor.grad_fn is not None:
             return  # what belongs to the graph of a step is not written
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.nbytes:
             return  # a number that stands for many, or memory that was freed
         if not tensor.requires_grad:  # a leaf that does is trained, by whomever
             entry = self._tracked.setdefault(id(tensor), _TrackedTensor(tensor, [], _write_count(tensor)))
             entry.places.append((cell, key))
-            entry.is_fixed |= is_fixed
+            entry.is_in_tuple |= is_in_tuple
 
     # ------------------------------------------------------------------ places
 
     def has(self, place: Place) -> bool:
         """Whether the tree has that cell: other stages have other modules."""
-        if place[0] not in self._cells and self._is_stale:
-            self._unreported = self.absorb()
+        if place[0] not in self._cells and self._tree_is_stale:
+            self._unreported_places = self.absorb()
         return place[0] in self._cells
 
     def get(self, place: Place) -> Any:
@@ -481,7 +502,7 @@ class ValueTree:
 
     @torch.no_grad()
     def put(self, place: Place, value: Any) -> None:
-        """Makes ``value`` that of a place; writes into the tensor there if possible."""
+        """Puts ``value`` into a place; writes into the tensor there if possible."""
         cell, key = self._cells[place[0]], place[1]
         old = cell.get(key)
         entry = self._tracked.get(id(old)) if isinstance(old, Tensor) and isinstance(value, Tensor) else None
@@ -492,13 +513,13 @@ class ValueTree:
             old.data = value.detach()
         else:
             cell.put(key, value)
-            self._read(cell)
+            self._read_cell(cell)
             self._track(value, cell, key)
-            self._is_moved = True
-            self._is_stale |= not isinstance(value, (*_ATOMS, Tensor))
+            self._places_are_stale = True
+            self._tree_is_stale |= not isinstance(value, (*_ATOMS, Tensor))
 
     def reference(self, value: Any) -> Path | None:
-        """Path of a module or cell, which other workers have as well; None of all else.
+        """The path of a module or cell, for other workers; None for other objects.
 
         Raises TypeError for a module that is not in the tree.
         """
@@ -510,6 +531,7 @@ class ValueTree:
         return None
 
     def referent(self, path: Path) -> Any:
+        """The module or cell of :meth:`reference`."""
         return self._module.get_submodule(path[0]) if len(path) == 1 else self._cells[path].holder
 
     # ------------------------------------------------------------------ a block of the user's code
@@ -521,47 +543,47 @@ class ValueTree:
         written in place. Builds the tree again if it has new containers, or weights were frozen or thawed; forgets
         tensors that are in no place any more.
         """
-        changed, self._unreported = self._unreported, []
-        unlike = self._changed_cells()
-        is_moved, self._is_moved = self._is_moved or bool(unlike), False
-        for cell in unlike:
+        changed, self._unreported_places = self._unreported_places, []
+        changed_cells = self._changed_cells()
+        places_moved, self._places_are_stale = self._places_are_stale or bool(changed_cells), False
+        for cell in changed_cells:
             for key, _, value in list(cell.changes()):
                 changed.append((cell.path, key))
-                for item in value if isinstance(cell, _Whole) and cell.kind is _ITEMS else (value,):
+                for item in value if isinstance(cell, _WholeCell) and cell.access is _ITEMS else (value,):
                     if isinstance(item, Tensor) and key != WHOLE:
                         self._track(item, cell, key)
-                    self._is_stale |= not isinstance(item, (*_ATOMS, Tensor)) and id(item) not in self._paths
-            self._read(cell)
+                    self._tree_is_stale |= not isinstance(item, (*_ATOMS, Tensor)) and id(item) not in self._paths
+            self._read_cell(cell)
         frozen = [entry.tensor for entry in self._tracked.values() if type(entry.tensor) is nn.Parameter]
         trained = self._trained.values()
-        if self._is_stale or any(map(_requires_grad, frozen)) or not all(map(_requires_grad, trained)):
-            self._walk()
+        if self._tree_is_stale or any(map(_requires_grad, frozen)) or not all(map(_requires_grad, trained)):
+            self._rebuild()
         for entry in list(self._tracked.values()):
-            if is_moved and not entry.is_fixed:  # else the tuple is what changes
+            if places_moved and not entry.is_in_tuple:  # else the tuple is what changes
                 entry.places = [(cell, key) for cell, key in entry.places if cell.get(key) is entry.tensor]
             if not entry.places:
                 del self._tracked[id(entry.tensor)]
-            elif entry.version != _write_count(entry.tensor):
+            elif entry.write_count != _write_count(entry.tensor):
                 changed += [(cell.path, key) for cell, key in entry.places]
                 entry.accept_state()
         return changed
 
     def _changed_cells(self) -> list[_Cell]:
-        """The cells that have changed."""
+        """The cells that differ from when they were last read."""
         changed = [cell for cell in self._single_cells if not cell.is_same()]
-        if not self._known:
-            self._known = [*chain.from_iterable(cell.known for cell in self._module_tables)]
-        is_same = sum(map(len, self._tables)) == len(self._known) and all(
-            map(is_, chain.from_iterable(map(dict.values, self._tables)), self._known)
+        if not self._table_values:
+            self._table_values = [*chain.from_iterable(cell.all_values for cell in self._module_tables)]
+        is_same = sum(map(len, self._table_dicts)) == len(self._table_values) and all(
+            map(is_, chain.from_iterable(map(dict.values, self._table_dicts)), self._table_values)
         )
         return changed if is_same else [*changed, *(cell for cell in self._module_tables if not cell.is_same())]
 
-    def _read(self, cell: _Cell) -> None:
+    def _read_cell(self, cell: _Cell) -> None:
         cell.read()
-        self._known = []
+        self._table_values = []
 
     def begin_step(self) -> None:
-        """A step begins: each tensor is watched in one step less."""
+        """Begins a step: counts down the steps in which tensors are compared."""
         for entry in self._tracked.values():
             entry.watch_steps = max(0, entry.watch_steps - 1)
             entry.copy = None  # ``.data`` may have been written, which nothing counts
@@ -570,76 +592,81 @@ class ValueTree:
 
     @torch.no_grad()
     def begin(self, values: Mapping[Place, Any]) -> None:
-        """A block begins, with ``values`` by place; :meth:`absorb` was called before.
+        """Begins a block, with ``values`` put into their places; after :meth:`absorb`.
 
-        :meth:`end` returns the fate of each.
+        :meth:`end` returns what the block has made of each.
         """
-        self._replaced, self._given_places = [], list(values)
+        self._replaced, self._block_places = [], list(values)
         replaced: set[int] = set()
         storages: dict[int, Any] = {}
         for place, value in values.items():
             cell, key = self._cells[place[0]], place[1]
             entry = self._tracked.get(id(cell.get(key)))
             replaced.add(id(entry))
-            self._touch([(cell, key)] if entry is None or entry.is_fixed else entry.places, value)
+            self._replace_in_places([(cell, key)] if entry is None or entry.is_in_tuple else entry.places, value)
         for entry in self._tracked.values():
-            is_watched = entry.is_written or (entry.watch_steps > 0 and self._has_room)
+            is_watched = entry.is_written or (entry.watch_steps > 0 and self._copies_fit_budget)
             if id(entry) in replaced:
                 entry.copy = None
-            elif is_watched and self._whole and not entry.is_fixed:
-                entry.running = _clone(entry, storages)
-                self._touch(entry.places, entry.running)
-            elif entry.copy is None and (is_watched or entry.tensor.nbytes <= _KEPT_BYTES):
+            elif is_watched and self._with_submodules and not entry.is_in_tuple:
+                entry.stand_in = _clone(entry, storages)
+                self._replace_in_places(entry.places, entry.stand_in)
+            elif entry.copy is None and (is_watched or entry.tensor.nbytes <= _ALWAYS_COPIED_BYTES):
                 entry.copy = entry.tensor.detach().clone()
         for cell in {id(cell): cell for cell, _, _ in self._replaced}.values():
-            self._read(cell)
-        self._versions = versions_of(self._trained.values())
+            self._read_cell(cell)
+        self._trained_write_counts = versions_of(self._trained.values())
         if self._compares_trained:
             self._trained_checksums = self._checksums()
 
     def _checksums(self) -> list[bytes]:
         return [checksum([parameter]) for parameter in self._trained.values()]
 
-    def _touch(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
+    def _replace_in_places(self, places: Iterable[tuple[_Cell, Any]], value: Any) -> None:
+        """Puts ``value`` into ``places`` until the block is over."""
         for cell, key in places:
             self._replaced.append((cell, key, cell.get(key)))
             cell.put(key, value)
 
     @torch.no_grad()
     def end(self) -> list[PlaceChange]:
-        """The block is over: its changes, and the state of each given value.
+        """Ends the block: returns its changes, and a change for each place of :meth:`begin`.
 
         All places hold again what they held before :meth:`begin`.
         """
         changed, changes = self._changes()
-        for place in self._given_places:
+        for place in self._block_places:
             changes.setdefault(place, PlaceChange(place, ABSENT, self.get(place))).items = None
         for entry in self._tracked.values():
             if (write := self._take_write(entry)) is not None:
                 changes[write.place] = write
-        self._take_back(changed)
+        self._undo(changed)
         now: list[Any] = versions_of(self._trained.values())
-        before: list[Any] = self._versions
+        before: list[Any] = self._trained_write_counts
         if now == before and self._compares_trained:
             now, before, self._compares_trained = self._checksums(), self._trained_checksums, False
         if now != before:
             _refuse(next(name for name, a, b in zip(self._trained, now, before, strict=True) if a != b), trained=True)
-        self._blocks += 1
+        self._num_blocks += 1
         return list(changes.values())
 
     def abandon(self) -> None:
-        """The block is over, and leaves nothing."""
-        self._take_back(self._changes()[0])
+        """Ends the block and undoes its changes, as far as copies allow.
+
+        Writes stay to trained parameters, to tensors of which no copy is kept, and by ``.data`` to those without a
+        stand-in.
+        """
+        self._undo(self._changes()[0])
         self._compares_trained = False
         for entry in self._tracked.values():
-            entry.running = None
-            if entry.copy is not None and entry.version != _write_count(entry.tensor):
+            entry.stand_in = None
+            if entry.copy is not None and entry.write_count != _write_count(entry.tensor):
                 self._rewrite(entry, entry.copy)
 
     def changes_outside(self, stays: Callable[[PlaceChange], bool]) -> list[PlaceChange]:
         """Changes by other code since :meth:`absorb`.
 
-        Undoes new values in cells that ``stays`` denies; writes into tensors are reported, not undone.
+        Undoes new values in cells unless ``stays`` is true of them; writes into tensors are returned, not undone.
         """
         changed, changes = self._changes()
         for cell, key, before, _ in changed:
@@ -652,55 +679,60 @@ class ValueTree:
         return list(changes.values())
 
     def _changes(self) -> tuple[list[tuple[_Cell, Any, Any, Any]], dict[Place, PlaceChange]]:
+        """(cell, key, value before, value now) of all changes in cells; the same by place."""
         changed = [(cell, *change) for cell in self._changed_cells() for change in cell.changes()]
         return changed, {(cell.path, key): self._change(cell, key, before, now) for cell, key, before, now in changed}
 
-    def _take_back(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
+    def _undo(self, changed: list[tuple[_Cell, Any, Any, Any]]) -> None:
+        """Undoes ``changed``, and the replacements made when the block began."""
         for cell, key, before, _ in changed:
             cell.put(key, before)
         for cell, key, value in reversed(self._replaced):
             cell.put(key, value)
         for cell in {id(cell): cell for cell, *_ in (*changed, *self._replaced)}.values():
-            self._read(cell)
+            self._read_cell(cell)
         self._replaced = []
 
     def _change(self, cell: _Cell, key: Any, before: Any, now: Any) -> PlaceChange:
         items = None
-        if key == WHOLE and _takes_items(cell.holder):
-            items = _appended(before, now)
-        elif key != WHOLE and _takes_items(now) and (before is ABSENT or type(before) is type(now)):
-            known = self._cells.get((*cell.path, key))
-            items = _appended(() if before is ABSENT else before if known is None else known.content, now)
+        if key == WHOLE and _can_append(cell.holder):
+            items = _appended_items(before, now)
+        elif key != WHOLE and _can_append(now) and (before is ABSENT or type(before) is type(now)):
+            old_cell = self._cells.get((*cell.path, key))
+            items = _appended_items(() if before is ABSENT else before if old_cell is None else old_cell.content, now)
         return PlaceChange((cell.path, key), before, now, items)
 
     def _take_write(self, entry: _TrackedTensor) -> PlaceChange | None:
-        """The block's write to a tensor, undone; None if there is none.
+        """Undoes the block's write to a tensor, and returns it; None if there is none.
 
-        ``entry.running``, a copy that the block had instead, is compared with the tensor; without one, the tensor with
-        its copy of before. Raises UnsupportedFeatureError for a write that cannot be undone, or repeated elsewhere.
+        A stand-in is compared with the tensor; without a stand-in, the tensor with its copy. Raises
+        UnsupportedFeatureError for a write that cannot be undone, or repeated elsewhere.
         """
-        running, entry.running = entry.running, None
-        if running is not None:
-            places = [(cell.path, key) for cell, key in entry.places if cell.get(key) is running]
-            if type(running) is nn.Parameter and running.requires_grad:
+        stand_in, entry.stand_in = entry.stand_in, None
+        if stand_in is not None:
+            places = [(cell.path, key) for cell, key in entry.places if cell.get(key) is stand_in]
+            if type(stand_in) is nn.Parameter and stand_in.requires_grad:
                 raise UnsupportedFeatureError(
                     f"{name_of(entry.place)}.requires_grad was set in a training step."
                     " Set it before, in a hook such as on_train_batch_start(), which all workers run."
                 )
-            if not places or _equal(running, entry.tensor):
+            if not places or _equal_tensors(stand_in, entry.tensor):
                 return None
             entry.is_written = True
-            return PlaceChange(places[0], entry.tensor, running)
-        is_counted = entry.version != (mark := _write_count(entry.tensor))
-        is_small = entry.tensor.nbytes <= _COMPARED_BYTES or id(entry) % _COMPARE_EVERY == self._blocks % _COMPARE_EVERY
-        if not is_counted and (entry.copy is None or not is_small):
+            return PlaceChange(places[0], entry.tensor, stand_in)
+        is_counted = entry.write_count != (write_count := _write_count(entry.tensor))
+        is_compared_now = (
+            entry.tensor.nbytes <= _ALWAYS_COMPARED_BYTES
+            or id(entry) % _COMPARE_EVERY == self._num_blocks % _COMPARE_EVERY
+        )
+        if not is_counted and (entry.copy is None or not is_compared_now):
             return None
         if entry.copy is None:
             _refuse(name_of(entry.place), trained=False)
-        if _equal(entry.copy, entry.tensor):
-            entry.version = mark
+        if _equal_tensors(entry.copy, entry.tensor):
+            entry.write_count = write_count
             return None
-        if entry.is_fixed:
+        if entry.is_in_tuple:
             raise UnsupportedFeatureError(
                 f"A tensor in the tuple {name_of(entry.place)} was written in a training step. Assign a new"
                 " tuple, or keep it in a list."
@@ -712,34 +744,35 @@ class ValueTree:
 
     def _rewrite(self, entry: _TrackedTensor, copy: Tensor) -> None:
         entry.tensor.copy_(copy)  # autograd counts that, should the step's graph need what was written
-        entry.version = _write_count(entry.tensor)
+        entry.write_count = _write_count(entry.tensor)
 
     # ------------------------------------------------------------------ outside of blocks
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the tree that are not trained, and may be written."""
         self.absorb()
-        return [entry.tensor for entry in self._tracked.values() if entry.version >= 0]
+        return [entry.tensor for entry in self._tracked.values() if entry.write_count >= 0]
 
     def contents(self) -> list[tuple[Any, Any]]:
-        """Contents of the cells, for :meth:`restore`."""
+        """(cell, content) of all cells, for :meth:`restore`."""
         self.absorb()
         return [(cell, cell.content) for cell in self._cells.values()]
 
     def restore(self, contents: list[tuple[Any, Any]]) -> None:
         for cell, content in contents:
             if cell.content is not content or not cell.is_same():
-                cell.content, cell.known = content, []
+                cell.content, cell.all_values = content, []
                 for key, before, _ in list(cell.changes()):
                     cell.put(key, before)
-                self._read(cell)
-                self._is_moved = True
+                self._read_cell(cell)
+                self._places_are_stale = True
 
 
 _COMPARE_EVERY = 7  # blocks, of which tensors take turns to be compared
 
 
 def _refuse(name: str, trained: bool) -> NoReturn:
+    """Raises UnsupportedFeatureError for a write to tensor ``name`` in a block."""
     if trained:
         raise UnsupportedFeatureError(
             f"{name} is trained, and was written while a micro-batch was computed: each micro-batch would write it, on"

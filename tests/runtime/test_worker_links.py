@@ -24,8 +24,8 @@ from lightning_recycle.control.network.connection import (
     Handshake,
     Role,
 )
-from lightning_recycle.runtime import connections
-from lightning_recycle.runtime.connections import Gate, Link, NoAnswerError, connect
+from lightning_recycle.runtime import worker_links
+from lightning_recycle.runtime.worker_links import Gate, Link, NoAnswerError, connect
 
 SHORT = 0.5  # seconds
 NEVER = threading.Event()
@@ -419,7 +419,7 @@ def test_a_task_that_loses_a_cancellation_ends() -> None:
 
         task = asyncio.create_task(loses_the_first())
         await asyncio.sleep(0)
-        await connections._ended([task])
+        await worker_links._ended([task])
         assert task.cancelled()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
